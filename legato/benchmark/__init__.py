@@ -1,0 +1,1 @@
+"""Measures a shard or a server."""

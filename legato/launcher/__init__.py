@@ -1,0 +1,1 @@
+"""Turns options into processes: download, shards, router, logs, shutdown. Never imports torch."""

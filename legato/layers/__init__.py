@@ -1,0 +1,1 @@
+"""Modules shared by the architectures, and the two things every forward reads: Step and KVCache."""

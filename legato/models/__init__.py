@@ -1,0 +1,1 @@
+"""One file per architecture; each constructor shows the layout of its checkpoint."""

@@ -1,0 +1,1 @@
+"""One loader per weight format; each returns an object with apply(x)."""

@@ -1,0 +1,98 @@
+"""The vocabulary of the router on one screen: what a request asks for, what comes back, and what a step is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a generation ended, in TGI's words."""
+
+    LENGTH = "length"
+    EOS_TOKEN = "eos_token"
+    STOP_SEQUENCE = "stop_sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. The defaults are the identity: greedy, nothing filtered, nothing penalised."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    watermark: bool = False
+    seed: int = 0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A validated request: every limit is checked, the prompt is token ids. What the scheduler admits."""
+
+    id: int
+    input_ids: list[int]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    ignore_eos: bool = False
+    top_n_tokens: int = 0
+    prompt_logprobs: bool = False
+    adapter_id: str | None = None
+
+
+@dataclass(slots=True)
+class Output:
+    """One token of one request, as the scheduler hands it to the text side. `error` ends the request instead."""
+
+    token_id: int = -1
+    logprob: float = 0.0
+    top_tokens: list[tuple[int, float]] | None = None
+    # Comes with the first token: one number per prompt token, None for the first, which nothing predicts.
+    prompt_logprobs: list[float | None] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Admission:
+    """A request enters a row: `num_cached` leading tokens are in `blocks` already."""
+
+    row: int
+    request: GenerationRequest
+    input_ids: list[int]
+    num_generated: int
+    num_cached: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes. The three lists run in parallel; `new_blocks[i]` extends the table of `rows[i]`."""
+
+    id: int
+    admitted: list[Admission]
+    rows: list[int]
+    num_tokens: list[int]
+    new_blocks: list[list[int]]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came back: one token for each row of the plan that sampled, in the plan's order."""
+
+    id: int
+    token_ids: list[int]
+    logprobs: list[float]
+    # index into token_ids -> (ids, logprobs), for rows that asked for them
+    top_tokens: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    # row -> log probabilities of the successors of the prompt tokens that this step computed
+    prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)
+    forward_ns: int = 0
+    total_ns: int = 0
+    error: str | None = None

@@ -1,0 +1,1 @@
+"""Logits to tokens for a whole batch at once."""
