@@ -1,0 +1,138 @@
+"""The prefix tree: which full blocks hold the keys and values of which tokens, prompt or generated.
+
+One node per block. A path from the root spells a sequence of tokens, `block_size` at a time, and the nodes on it hold
+its blocks. Requests that start alike share the path.
+
+A request holds the deepest node it uses. `users` counts the holders of a node and of everything below it, so a node
+with no users can go, children first. Eviction takes leaves, least recently used first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+Tokens = tuple[int, ...]
+
+
+class Node:
+    __slots__ = ("block", "children", "key", "last_used", "parent", "users")
+
+    def __init__(self, parent: Node | None, key: Tokens, block: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.block = block
+        self.children: dict[Tokens, Node] = {}
+        self.users = 0
+        self.last_used = 0
+
+
+class PrefixTree:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.root = Node(None, (), -1)
+        self._num_nodes = 0
+        self._num_unused = 0
+        self._clock = itertools.count(1)
+        # (last_used, tie-breaker, node) of leaves without users; an entry is stale once the node was used again.
+        self._leaves: list[tuple[int, int, Node]] = []
+
+    def __len__(self) -> int:
+        """Blocks held by the tree."""
+        return self._num_nodes
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that `evict` could give back right now."""
+        return self._num_unused
+
+    def match(self, tokens: list[int], max_blocks: int) -> tuple[Node, list[int]]:
+        """The deepest node whose path is a prefix of `tokens`, at most `max_blocks` deep, and the blocks on it."""
+        node, blocks, size = self.root, [], self.block_size
+        for start in range(0, max_blocks * size, size):
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            node = child
+            blocks.append(node.block)
+        return node, blocks
+
+    def lock(self, node: Node) -> None:
+        """One more request uses `node`, and so its whole path."""
+        for step in _path(node):
+            if step.users == 0:
+                self._num_unused -= 1
+            step.users += 1
+
+    def unlock(self, node: Node) -> None:
+        now = next(self._clock)
+        for step in _path(node):
+            assert step.users > 0, "unlocked more often than locked"
+            step.users -= 1
+            step.last_used = now
+            if step.users == 0:
+                self._num_unused += 1
+        self._offer(node)
+
+    def extend(self, node: Node, key: Tokens, block: int) -> tuple[Node, bool]:
+        """Move a holder of `node` one block down to `key`, and lend it `block` if the tree has none for it yet.
+
+        Returns the child and whether the tree took the block. If not, another request got there first, and the
+        caller keeps its own copy.
+        """
+        child = node.children.get(key)
+        taken = child is None
+        if child is None:
+            child = node.children[key] = Node(node, key, block)
+            self._num_nodes += 1
+            self._num_unused += 1
+        if child.users == 0:
+            self._num_unused -= 1
+        child.users += 1  # the holder's count on the path above stays as it is
+        return child, taken
+
+    def evict(self, count: int) -> list[int]:
+        """Give back up to `count` blocks that nobody uses."""
+        blocks: list[int] = []
+        while len(blocks) < count and self._leaves:
+            last_used, _, node = heapq.heappop(self._leaves)
+            if last_used != node.last_used or node.users or node.children or node.parent is None:
+                continue
+            blocks.append(node.block)
+            self._remove(node)
+        return blocks
+
+    def nodes(self) -> Iterator[Node]:
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        node.parent = None
+        self._num_nodes -= 1
+        self._num_unused -= 1
+        self._offer(parent)
+
+    def _offer(self, node: Node) -> None:
+        """Remember `node` for eviction if it is an unused leaf."""
+        if node.users or node.children or node.parent is None:
+            return
+        heapq.heappush(self._leaves, (node.last_used, next(self._clock), node))
+        if (
+            len(self._leaves) > 2 * self._num_nodes + 64
+        ):  # mostly stale: without this, hits alone would grow it
+            self._leaves = [leaf for leaf in self._leaves if leaf[0] == leaf[2].last_used and leaf[2].parent]
+            heapq.heapify(self._leaves)
+
+
+def _path(node: Node) -> Iterator[Node]:
+    """`node` and its ancestors, without the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent

@@ -1,0 +1,285 @@
+"""The scheduler against a fake shard: same tokens whatever happens around a request, and no block ever lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from legato.router.scheduler import SchedulerLimits
+from legato.router.state import FinishReason, GenerationRequest, StepResult
+from tests.fakes import Simulation, check_blocks, expected_tokens
+
+VOCAB = 50
+
+
+def limits(**changes: object) -> SchedulerLimits:
+    defaults: dict[str, object] = dict(num_blocks=65, block_size=4, max_rows=8, max_step_tokens=32)
+    return SchedulerLimits(**{**defaults, **changes})  # type: ignore[arg-type]
+
+
+def request(
+    request_id: int, prompt: list[int], max_new_tokens: int = 10, **more: object
+) -> GenerationRequest:
+    return GenerationRequest(request_id, prompt, max_new_tokens, **more)  # type: ignore[arg-type]
+
+
+def test_a_request_gets_the_models_tokens_and_ends_by_length() -> None:
+    simulation = Simulation(limits())
+    simulation.submit(request(1, [3, 1, 4], 6))
+    simulation.run()
+    assert simulation.tokens(1) == expected_tokens(request(1, [3, 1, 4], 6), VOCAB)
+    assert simulation.outputs[1][-1].finish_reason is FinishReason.LENGTH
+    assert simulation.scheduler.pool.available + len(simulation.scheduler.tree) == 64
+
+
+def test_eos_ends_a_request_unless_it_is_ignored() -> None:
+    eos = frozenset(range(0, VOCAB, 5))
+    for ignore in (False, True):
+        simulation = Simulation(limits(eos_token_ids=eos))
+        wanted = request(1, [3, 1, 4], 30, ignore_eos=ignore)
+        simulation.submit(wanted)
+        simulation.run()
+        assert simulation.tokens(1) == expected_tokens(wanted, VOCAB, eos)
+        assert simulation.outputs[1][-1].finish_reason is (
+            FinishReason.LENGTH if ignore else FinishReason.EOS_TOKEN
+        )
+
+
+@pytest.mark.parametrize("step_tokens", [8, 9, 13, 512])
+def test_prompts_are_cut_into_chunks_that_fit_the_budget(step_tokens: int) -> None:
+    simulation = Simulation(limits(max_step_tokens=step_tokens))
+    wanted = [request(i, list(range(i, i + 23)), 8) for i in range(4)]
+    for each in wanted:
+        simulation.submit(each)
+    simulation.run()
+    for each in wanted:
+        assert simulation.tokens(each.id) == expected_tokens(each, VOCAB)
+
+
+def test_a_newcomer_joins_the_running_batch_at_the_next_step() -> None:
+    simulation = Simulation(limits(), depth=1)
+    simulation.submit(request(1, [1, 2, 3], 20))
+    for _ in range(3):
+        simulation.launch()
+        simulation.land()
+    simulation.submit(request(2, [4, 5], 5))
+    simulation.launch()
+    assert len(simulation.in_flight[0].rows) == 2
+
+
+def test_a_decode_keeps_its_token_beside_a_long_prompt() -> None:
+    simulation = Simulation(limits(max_step_tokens=8), depth=1)
+    simulation.submit(request(1, [1, 2, 3], 20))
+    simulation.launch()
+    simulation.land()
+    simulation.submit(request(2, list(range(40)), 5))
+    for _ in range(5):
+        before = len(simulation.outputs[1])
+        simulation.launch()
+        simulation.land()
+        assert len(simulation.outputs[1]) == before + 1
+
+
+def test_the_prefix_of_an_earlier_request_is_not_computed_again() -> None:
+    simulation = Simulation(limits())
+    simulation.submit(request(1, list(range(20)), 4))
+    simulation.run()
+    simulation.submit(request(2, [*range(20), 30, 31], 4))
+    simulation.launch()
+    assert simulation.in_flight[0].admitted[0].num_cached == 20
+    simulation.run()
+    assert simulation.tokens(2) == expected_tokens(request(2, [*range(20), 30, 31], 4), VOCAB)
+
+
+def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation() -> None:
+    simulation = Simulation(limits())
+    simulation.submit(request(1, list(range(8)), 13))
+    simulation.run()
+    history = [*range(8), *simulation.tokens(1)]
+    simulation.submit(request(2, [*history, 7, 7], 4))
+    simulation.launch()
+    assert simulation.in_flight[0].admitted[0].num_cached == 20  # the 21st was sampled but never computed
+
+
+def test_a_fully_cached_prompt_still_computes_a_token() -> None:
+    simulation = Simulation(limits())
+    simulation.submit(request(1, list(range(8)), 4))
+    simulation.run()
+    simulation.submit(request(2, list(range(8)), 4))
+    simulation.launch()
+    assert simulation.in_flight[0].admitted[0].num_cached == 4
+    simulation.run()
+    assert simulation.tokens(2) == simulation.tokens(1)
+
+
+def test_without_prefix_caching_nothing_stays() -> None:
+    simulation = Simulation(limits(prefix_caching=False))
+    simulation.submit(request(1, list(range(20)), 4))
+    simulation.run()
+    assert len(simulation.scheduler.tree) == 0
+    assert simulation.scheduler.pool.available == 64
+
+
+def test_prompt_logprobs_cover_every_prompt_token_in_spite_of_chunks_and_cache() -> None:
+    simulation = Simulation(limits(max_step_tokens=8))
+    simulation.submit(request(1, list(range(20)), 2))
+    simulation.run()
+    simulation.submit(request(2, list(range(20)), 2, prompt_logprobs=True))
+    simulation.run()
+    assert simulation.outputs[2][0].prompt_logprobs == [None, *(-float(p) for p in range(19))]
+    assert simulation.outputs[2][1].prompt_logprobs is None
+
+
+def test_preemption_changes_no_token() -> None:
+    simulation = Simulation(limits(num_blocks=13, max_rows=4))
+    wanted = [request(i, list(range(i, i + 9)), 25) for i in range(4)]
+    for each in wanted:
+        simulation.submit(each)
+    simulation.run()
+    assert simulation.scheduler.stats.preemptions > 0
+    for each in wanted:
+        assert simulation.tokens(each.id) == expected_tokens(each, VOCAB)
+    check_blocks(simulation.scheduler)
+
+
+def test_the_oldest_request_is_never_preempted() -> None:
+    simulation = Simulation(limits(num_blocks=13, max_rows=4))
+    for i in range(4):
+        simulation.submit(request(i, list(range(i, i + 9)), 25))
+    oldest = simulation.scheduler._entries[0]
+    simulation.launch()
+    epoch = oldest.epoch
+    while not oldest.done:
+        simulation.launch()
+        simulation.land()
+        assert oldest.epoch == epoch
+
+
+def test_a_failed_step_fails_its_requests_and_frees_their_blocks() -> None:
+    simulation = Simulation(limits())
+    simulation.submit(request(1, list(range(9)), 25))
+    simulation.launch()
+    simulation.submit(request(2, list(range(9)), 5))
+    simulation.launch()
+    plan = simulation.in_flight.pop(0)
+    simulation.shard.run(plan)  # the row is lost, but the shard must still answer for it in the step behind
+    (failed,) = simulation.scheduler.complete(StepResult(plan.id, [], [], error="out of memory"))
+    assert failed[0] == 1 and failed[1].error == "out of memory"
+    simulation.run()
+    assert simulation.tokens(2) == expected_tokens(request(2, list(range(9)), 5), VOCAB)
+    check_blocks(simulation.scheduler)
+
+
+def test_cancelling_while_steps_are_in_flight_frees_everything_at_once() -> None:
+    simulation = Simulation(limits(prefix_caching=False))
+    simulation.submit(request(1, list(range(9)), 25))
+    simulation.launch()
+    simulation.launch()
+    simulation.scheduler.cancel(1)
+    assert simulation.scheduler.pool.available == 64
+    simulation.run()
+    assert simulation.outputs[1] == []
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, go and share prefixes while steps start and end in any order the router could produce."""
+
+    steps = 0
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        blocks=st.integers(14, 40),
+        rows=st.integers(1, 5),
+        budget=st.integers(5, 24),
+        caching=st.booleans(),
+        seed=st.integers(0, 2**31),
+    )
+    def start(self, block_size: int, blocks: int, rows: int, budget: int, caching: bool, seed: int) -> None:
+        eos = frozenset({3, 7})
+        num_blocks = 1 + blocks * 4 // block_size
+        self.simulation = Simulation(
+            limits(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_rows=rows,
+                max_step_tokens=budget,
+                eos_token_ids=eos,
+                prefix_caching=caching,
+            )
+        )
+        self.random = random.Random(seed)
+        self.wanted: dict[int, GenerationRequest] = {}
+        self.cancelled: set[int] = set()
+
+    @rule(count=st.integers(1, 6), letters=st.integers(1, 3))
+    def submit(self, count: int, letters: int) -> None:
+        for _ in range(count):
+            prompt = [self.random.randrange(letters) for _ in range(self.random.randint(1, 24))]
+            wanted = request(
+                len(self.wanted),
+                prompt,
+                self.random.randint(1, 24),
+                ignore_eos=self.random.random() < 0.7,
+                prompt_logprobs=self.random.random() < 0.2,
+            )
+            self.wanted[wanted.id] = wanted
+            self.simulation.submit(wanted)
+
+    @rule(pick=st.randoms(use_true_random=False))
+    def cancel(self, pick: random.Random) -> None:
+        alive = sorted(self.simulation.scheduler._entries)
+        if alive:
+            request_id = pick.choice(alive)
+            self.cancelled.add(request_id)
+            self.simulation.scheduler.cancel(request_id)
+
+    @rule(count=st.integers(1, 120))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.random.random() < 0.5:
+                self.simulation.launch()
+            if self.random.random() < 0.5 and self.simulation.land():
+                SchedulerMachine.steps += 1
+            check_blocks(self.simulation.scheduler)
+
+    @invariant()
+    def every_token_is_the_models(self) -> None:
+        if not hasattr(self, "wanted"):
+            return
+        for request_id, wanted in self.wanted.items():
+            tokens = self.simulation.tokens(request_id)
+            expected = expected_tokens(wanted, VOCAB, frozenset({3, 7}))
+            assert tokens == expected[: len(tokens)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "wanted"):
+            return
+        before = self.simulation.steps
+        self.simulation.run()
+        SchedulerMachine.steps += self.simulation.steps - before
+        scheduler = self.simulation.scheduler
+        check_blocks(scheduler)
+        assert not scheduler.running and not scheduler.queue and not scheduler.num_in_flight
+        assert scheduler.pool.available + len(scheduler.tree) == scheduler.pool.total
+        for request_id, wanted in self.wanted.items():
+            if request_id not in self.cancelled:
+                assert self.simulation.tokens(request_id) == expected_tokens(wanted, VOCAB, frozenset({3, 7}))
+
+
+def test_random_lives_of_a_scheduler() -> None:
+    """100,000 steps with every invariant checked after each."""
+    SchedulerMachine.steps = 0
+    run = SchedulerMachine.TestCase
+    while SchedulerMachine.steps < 100_000:
+        run.settings = settings(
+            max_examples=200,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=False,
+        )
+        run("runTest").runTest()
