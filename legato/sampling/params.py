@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from legato.pb import generate_pb2
+
+
+class Feature(Enum):
+    """The parts of sampling that cost something, and that a batch in which nobody uses them skips."""
+
+    WATERMARK = auto()
+    BIAS = auto()
+    REPETITION = auto()
+    COUNTS = auto()  # frequency and presence penalties: both look at how often a token was generated
+    SAMPLE = auto()  # without it a row takes the likeliest token, and the rest below means nothing to it
+    TEMPERATURE = auto()
+    TOP_K = auto()
+    TOP_P = auto()
+    TYPICAL_P = auto()
+    MIN_P = auto()
+    TOP_TOKENS = auto()
+
+
+# Beyond these, arithmetic in float32 has nothing to say: a lower temperature is the likeliest token, a higher one a
+# uniform choice, a larger bias or penalty decides alone.
+_TEMPERATURES = (1e-8, 1e8)
+_PENALTIES = (1e-6, 1e6)
+_LARGEST_BIAS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +68,46 @@ class SamplingParams:
             token_bias=dict(pb.token_bias),
             top_n_tokens=top_n_tokens,
         )
+
+    def bounded(self) -> SamplingParams:
+        """The nearest parameters that cannot overflow; NaN becomes the default.
+
+        The router refuses nonsense with a message. A shard may have other callers, and none of them may be able to
+        hurt the other rows of a batch.
+        """
+        bias = _LARGEST_BIAS
+        return replace(
+            self,
+            temperature=_within(self.temperature, *_TEMPERATURES, default=1.0),
+            top_p=_within(self.top_p, 0.0, 1.0, default=1.0),
+            typical_p=_within(self.typical_p, 0.0, 1.0, default=1.0),
+            min_p=_within(self.min_p, 0.0, 1.0, default=0.0),
+            repetition_penalty=_within(self.repetition_penalty, *_PENALTIES, default=1.0),
+            frequency_penalty=_within(self.frequency_penalty, -bias, bias, default=0.0),
+            presence_penalty=_within(self.presence_penalty, -bias, bias, default=0.0),
+            token_bias={id: _within(each, -bias, bias, default=0.0) for id, each in self.token_bias.items()},
+        )
+
+    def features(self) -> frozenset[Feature]:
+        """What this row needs beyond taking the likeliest token."""
+        uses = {
+            Feature.WATERMARK: self.watermark,
+            Feature.BIAS: bool(self.token_bias),
+            Feature.REPETITION: self.repetition_penalty != 1.0,
+            Feature.COUNTS: self.frequency_penalty != 0.0 or self.presence_penalty != 0.0,
+            Feature.TOP_TOKENS: self.top_n_tokens > 0,
+        }
+        if self.do_sample:
+            uses |= {
+                Feature.SAMPLE: True,
+                Feature.TEMPERATURE: self.temperature != 1.0,
+                Feature.TOP_K: self.top_k > 0,
+                Feature.TOP_P: self.top_p < 1.0,
+                Feature.TYPICAL_P: self.typical_p < 1.0,
+                Feature.MIN_P: self.min_p > 0.0,
+            }
+        return frozenset(feature for feature, used in uses.items() if used)
+
+
+def _within(value: float, low: float, high: float, *, default: float) -> float:
+    return default if math.isnan(value) else min(max(value, low), high)

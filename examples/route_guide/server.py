@@ -1,0 +1,60 @@
+"""Runs the route guide.
+
+python examples/route_guide/server.py --address unix:/tmp/route-guide
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+import route_guide_pb2 as pb
+import route_guide_pb2_grpc as rpc
+from grpc_reflection.v1alpha import reflection
+from island import load_features
+from service import RouteGuide
+
+DEFAULT_ADDRESS = "unix:/tmp/route-guide"
+GRACE_SECONDS = 1.0  # how long calls that are under way may go on once the server stops
+
+
+@contextlib.asynccontextmanager
+async def serving(guide: RouteGuide, address: str) -> AsyncIterator[None]:
+    """The server answers at `address` inside the block: `unix:/some/path`, or `host:port`."""
+    # Left to itself gRPC lets two servers share a port, and a forgotten one goes on taking every other call.
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    rpc.add_RouteGuideServicer_to_server(guide, server)  # type: ignore[no-untyped-call]  # generated
+    # Reflection tells tools such as grpcurl the methods and messages, so that they need no copy of the proto.
+    service = pb.DESCRIPTOR.services_by_name["RouteGuide"].full_name
+    reflection.enable_server_reflection([service, reflection.SERVICE_NAME], server)
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(GRACE_SECONDS)
+
+
+async def serve(address: str) -> None:
+    async with serving(RouteGuide(load_features()), address):
+        print(f"route guide at {address}; Ctrl-C stops it", flush=True)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve the map of a small island.")
+    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="unix:/some/path or host:port")
+    address = parser.parse_args().address
+    try:
+        asyncio.run(serve(address))
+    except KeyboardInterrupt:
+        pass
+    except RuntimeError:  # what gRPC raises when it cannot bind; its log names the reason
+        raise SystemExit(f"--address {address}: cannot listen there, choose another") from None
+
+
+if __name__ == "__main__":
+    main()

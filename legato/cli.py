@@ -1,0 +1,58 @@
+"""legato: one command for what people type by hand. What a subcommand needs is imported when it is used."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import cast
+
+import click
+
+from legato import __version__
+from legato.common.program import run_program
+
+# Whole programs that are subcommands as well: name -> (module, command).
+PROGRAMS = {"serve": ("legato.launcher.cli", "COMMAND")}
+
+
+class _Group(click.Group):
+    """The commands below and the programs above."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*PROGRAMS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in PROGRAMS:
+            return super().get_command(ctx, name)
+        module, attribute = PROGRAMS[name]
+        return cast(click.Command, getattr(import_module(module), attribute))
+
+
+@click.group("legato", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
+def legato() -> None:
+    """A text-generation server in Python."""
+
+
+@legato.command()
+def env() -> None:
+    """Print what this machine runs Legato with."""
+    from legato.launcher.environment import describe
+
+    click.echo(describe())
+
+
+@legato.command()
+def options() -> None:
+    """Print the reference page of all options, in Markdown."""
+    from legato.launcher.reference import reference_page
+
+    click.echo(reference_page(), nl=False)
+
+
+def main() -> None:
+    sys.exit(run_program(legato))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""Reading GGUF: the one-file model format of the ggml world.
+
+    "GGUF" version  tensor count  metadata count
+    metadata        (key, type, value) ...
+    tensors         (name, shape, type, offset) ...
+    padding         to `general.alignment`
+    data            every tensor at its offset
+
+`GgufFile.open` parses everything up to the padding and maps the rest. Nothing in the file is trusted: every count and
+offset is compared with the bytes that are really there before it is used, so a cut-off or hostile file costs
+milliseconds and ends in a `ModelFileError` that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from legato.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
+
+Bytes = npt.NDArray[np.uint8]
+
+MAGIC = b"GGUF"
+SUPPORTED_VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+MAX_NAME_BYTES = 65535
+# The least a metadata entry can take (length, one letter, type, one byte) and a tensor's (length, rank, type, offset):
+# a count that cannot fit into the file is refused before anything is allocated for it.
+MIN_ENTRY_BYTES = 8 + 1 + 4 + 1
+MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
+
+
+class GgmlType(IntEnum):
+    """How the numbers of a tensor are stored."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q8_1 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    Q8_K = 15
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    I8 = 24
+    I16 = 25
+    I32 = 26
+    I64 = 27
+    F64 = 28
+    IQ1_M = 29
+    BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
+    MXFP4 = 39
+
+    @property
+    def block_size(self) -> int:
+        """Numbers per block."""
+        return _BLOCKS[self][0]
+
+    @property
+    def block_bytes(self) -> int:
+        return _BLOCKS[self][1]
+
+
+# type -> (numbers, bytes) of one block; a row of a tensor is a whole number of blocks
+_BLOCKS: dict[GgmlType, tuple[int, int]] = {
+    GgmlType.F32: (1, 4),
+    GgmlType.F16: (1, 2),
+    GgmlType.BF16: (1, 2),
+    GgmlType.F64: (1, 8),
+    GgmlType.I8: (1, 1),
+    GgmlType.I16: (1, 2),
+    GgmlType.I32: (1, 4),
+    GgmlType.I64: (1, 8),
+    GgmlType.Q4_0: (32, 18),
+    GgmlType.Q4_1: (32, 20),
+    GgmlType.Q5_0: (32, 22),
+    GgmlType.Q5_1: (32, 24),
+    GgmlType.Q8_0: (32, 34),
+    GgmlType.Q8_1: (32, 40),
+    GgmlType.Q2_K: (256, 84),
+    GgmlType.Q3_K: (256, 110),
+    GgmlType.Q4_K: (256, 144),
+    GgmlType.Q5_K: (256, 176),
+    GgmlType.Q6_K: (256, 210),
+    GgmlType.Q8_K: (256, 292),
+    GgmlType.IQ1_S: (256, 50),
+    GgmlType.IQ1_M: (256, 56),
+    GgmlType.IQ2_XXS: (256, 66),
+    GgmlType.IQ2_XS: (256, 74),
+    GgmlType.IQ2_S: (256, 82),
+    GgmlType.IQ3_XXS: (256, 98),
+    GgmlType.IQ3_S: (256, 110),
+    GgmlType.IQ4_NL: (32, 18),
+    GgmlType.IQ4_XS: (256, 136),
+    GgmlType.TQ1_0: (256, 54),
+    GgmlType.TQ2_0: (256, 66),
+    GgmlType.MXFP4: (32, 17),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor is: `shape` in row-major order (the file has it the other way round), `offset` from the start."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GgmlType
+    offset: int
+    nbytes: int
+
+
+class GgufFile:
+    """A parsed header and the mapped data behind it."""
+
+    def __init__(
+        self, path: Path, version: int, metadata: dict[str, Any], tensors: dict[str, GgufTensor], data: mmap.mmap
+    ) -> None:
+        self.path = path
+        self.version = version
+        self.metadata = metadata
+        self.tensors = tensors
+        self._data = data
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        data = _map(path)
+        cursor = _Cursor(path, data)
+        version = _read_version(cursor)
+        num_tensors = cursor.count("tensor count", MIN_TENSOR_BYTES)
+        num_entries = cursor.count("metadata count", MIN_ENTRY_BYTES)
+        metadata = _read_metadata(cursor, num_entries)
+        tensors = _read_tensors(cursor, num_tensors, _alignment(path, metadata))
+        return cls(path, version, metadata, tensors, data)
+
+    def raw(self, name: str) -> Bytes:
+        """The bytes of a tensor as they are in the file: a read-only view that keeps the mapping alive."""
+        tensor = self.tensors[name]
+        return np.frombuffer(self._data, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
+
+
+class _Cursor:
+    """A position in the file that never passes its end."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.size = len(data)
+        self.position = 0
+
+    def malformed(self, what: str) -> ModelFileError:
+        return ModelFileError(f"{self.path}: {what}; the file is damaged, download it again")
+
+    def cut_off(self, what: str) -> ModelFileError:
+        return ModelFileError(f"{self.path} is cut off: it ends after {self.size} bytes, in {what}; download it again")
+
+    def skip(self, num_bytes: int, what: str) -> int:
+        """Steps over `num_bytes` and returns where they began."""
+        begin = self.position
+        if num_bytes > self.size - begin:
+            raise self.cut_off(what)
+        self.position = begin + num_bytes
+        return begin
+
+    def number(self, fmt: struct.Struct, what: str) -> Any:
+        return fmt.unpack_from(self.data, self.skip(fmt.size, what))[0]
+
+    def count(self, what: str, min_item_bytes: int) -> int:
+        """A number of items that must fit into what is left of the file."""
+        count: int = self.number(_U64, what)
+        if count * min_item_bytes > self.size - self.position:
+            raise self.cut_off(f"a {what} of {count}")
+        return count
+
+    def name(self, what: str) -> str:
+        """A key or tensor name. These are looked up, so unlike texts they must be valid and of sane length."""
+        length: int = self.number(_U64, what)
+        if length > MAX_NAME_BYTES:
+            raise self.malformed(f"a {what} of {length} bytes")
+        begin = self.skip(length, what)
+        try:
+            return self.data[begin : begin + length].decode()
+        except UnicodeDecodeError:
+            raise self.malformed(f"a {what} is not UTF-8") from None
+
+    def texts(self, count: int, what: str) -> list[str]:
+        """`count` strings in a row: the vocabulary. This loop is the cost of opening a file, hence the local names."""
+        data, size, unpack = self.data, self.size, _U64.unpack_from
+        position = self.position
+        texts = []
+        for _ in range(count):
+            begin = position + 8
+            if begin > size:
+                raise self.cut_off(what)
+            position = begin + unpack(data, position)[0]
+            if position > size:
+                raise self.cut_off(what)
+            texts.append(str(data[begin:position], "utf-8", "replace"))
+        self.position = position
+        return texts
+
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS: dict[int, struct.Struct] = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: _U32,
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    _BOOL: struct.Struct("<?"),
+    10: _U64,
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            if not file.read(len(MAGIC)) == MAGIC:
+                raise ModelFileError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ModelNotFound(f"{path}: no such file") from None
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _read_version(cursor: _Cursor) -> int:
+    cursor.skip(len(MAGIC), "the magic number")
+    version: int = cursor.number(_U32, "the version")
+    if version in SUPPORTED_VERSIONS:
+        return version
+    if version & 0xFFFF == 0:
+        raise UnsupportedModel(f"{cursor.path} is a big-endian GGUF file; Legato reads little-endian ones")
+    raise UnsupportedModel(f"{cursor.path} is GGUF version {version}; Legato reads versions 2 and 3")
+
+
+def _read_metadata(cursor: _Cursor, num_entries: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(num_entries):
+        key = cursor.name("metadata key")
+        if key in metadata:
+            raise cursor.malformed(f"the metadata key '{key}' comes twice")
+        metadata[key] = _read_value(cursor, key)
+    return metadata
+
+
+def _read_value(cursor: _Cursor, key: str) -> Any:
+    what = f"the value of '{key}'"
+    value_type: int = cursor.number(_U32, what)
+    if value_type == _STRING:
+        return cursor.texts(1, what)[0]
+    if value_type == _ARRAY:
+        return _read_array(cursor, key)
+    if value_type in _SCALARS:
+        return cursor.number(_SCALARS[value_type], what)
+    raise cursor.malformed(f"'{key}' has the unknown type {value_type}")
+
+
+def _read_array(cursor: _Cursor, key: str) -> list[Any]:
+    what = f"the array '{key}'"
+    item_type: int = cursor.number(_U32, what)
+    if item_type == _STRING:
+        return cursor.texts(cursor.count(what, _U64.size), what)
+    if item_type not in _SCALARS:
+        raise cursor.malformed(f"'{key}' is an array of the unknown type {item_type}")
+    fmt = _SCALARS[item_type]
+    count = cursor.count(what, fmt.size)
+    begin = cursor.skip(count * fmt.size, what)
+    items = np.frombuffer(cursor.data, dtype=fmt.format, count=count, offset=begin)
+    values: list[Any] = items.tolist()
+    return values
+
+
+def _alignment(path: Path, metadata: dict[str, Any]) -> int:
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ModelFileError(f"{path}: general.alignment is {alignment!r} and must be a power of two")
+    return alignment
+
+
+def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str, GgufTensor]:
+    tensors: dict[str, GgufTensor] = {}
+    for _ in range(num_tensors):
+        tensor = _read_tensor(cursor, alignment)
+        if tensor.name in tensors:
+            raise cursor.malformed(f"the tensor '{tensor.name}' comes twice")
+        tensors[tensor.name] = tensor
+    data_begin = -(-cursor.position // alignment) * alignment
+    return {name: _placed(cursor, tensor, data_begin) for name, tensor in tensors.items()}
+
+
+def _read_tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
+    """One entry of the list. Its offset still counts from the start of the data, which the list's end will tell."""
+    name = cursor.name("tensor name")
+    what = f"the description of tensor '{name}'"
+    rank: int = cursor.number(_U32, what)
+    if not 1 <= rank <= MAX_DIMENSIONS:
+        raise cursor.malformed(f"tensor '{name}' has {rank} dimensions")
+    shape = tuple(cursor.number(_U64, what) for _ in range(rank))[::-1]
+    number: int = cursor.number(_U32, what)
+    offset: int = cursor.number(_U64, what)
+    try:
+        ggml_type = GgmlType(number)
+    except ValueError:
+        raise UnsupportedModel(f"{cursor.path}: tensor '{name}' has ggml type {number}, unknown to Legato") from None
+    if min(shape) < 1 or shape[-1] % ggml_type.block_size:
+        raise cursor.malformed(f"tensor '{name}' of type {ggml_type.name} cannot have the shape {list(shape)}")
+    if offset % alignment:
+        raise cursor.malformed(f"tensor '{name}' is misaligned: offset {offset}, alignment {alignment}")
+    nbytes = math.prod(shape) // ggml_type.block_size * ggml_type.block_bytes
+    return GgufTensor(name, shape, ggml_type, offset, nbytes)
+
+
+def _placed(cursor: _Cursor, tensor: GgufTensor, data_begin: int) -> GgufTensor:
+    offset = data_begin + tensor.offset
+    if offset + tensor.nbytes > cursor.size:
+        raise cursor.cut_off(f"tensor '{tensor.name}', which needs {offset + tensor.nbytes} bytes")
+    return GgufTensor(tensor.name, tensor.shape, tensor.type, offset, tensor.nbytes)

@@ -1,0 +1,151 @@
+"""Log lines: text for people, one JSON object per line for machines, both on stdout.
+
+    logger.info("Success", extra={"fields": {"total_time": "1.2s"}})
+
+    2026-01-31T12:00:00.000000Z  INFO router: Success total_time=1.2s
+    {"timestamp": "2026-01-31T12:00:00.000000Z", "level": "INFO", "message": "Success", "program": "router", ...}
+
+Shards and router write JSON, which the launcher reads back with `parse` and writes in the form it was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from legato.common.errors import OptionError
+
+TRACE = 5
+LEVELS = {
+    "off": logging.CRITICAL + 10,
+    "error": logging.ERROR,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "info": logging.INFO,
+    "debug": logging.DEBUG,
+    "trace": TRACE,
+}
+NAMES = {logging.ERROR: "ERROR", logging.WARNING: "WARN", logging.INFO: "INFO", logging.DEBUG: "DEBUG", TRACE: "TRACE"}
+# What other libraries may say at each of our levels: one level less, because their news is rarely ours.
+FOREIGN = {logging.INFO: logging.WARNING, logging.DEBUG: logging.INFO, TRACE: logging.DEBUG}
+COLOURS = {"ERROR": "\033[31m", "WARN": "\033[33m", "INFO": "\033[32m", "DEBUG": "\033[34m", "TRACE": "\033[35m"}
+
+
+def setup(level: str, json_output: bool, program: str, stream: TextIO | None = None) -> None:
+    """Send everything that is logged in this process to `stream` (stdout), under the name of `program`."""
+    level_number, modules = _parse_levels(level)
+    out = stream or sys.stdout
+    handler = _Handler(out)
+    handler.setFormatter(JsonFormatter(program) if json_output else TextFormatter(program, colour=out.isatty()))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(FOREIGN.get(level_number, level_number))
+    logging.getLogger("legato").setLevel(level_number)
+    for name, module_level in modules.items():
+        logging.getLogger(name).setLevel(module_level)
+
+
+def parse(line: str) -> logging.LogRecord | None:
+    """The record behind a line that `JsonFormatter` wrote, or None for any other line."""
+    if not line.startswith("{"):
+        return None
+    try:
+        entry = json.loads(line)
+        return logging.makeLogRecord(
+            {
+                "created": datetime.fromisoformat(entry["timestamp"]).timestamp(),
+                "levelno": LEVELS[entry["level"].lower()],
+                "name": entry["target"],
+                "msg": entry["message"],
+                "program": entry["program"],
+                "fields": entry.get("fields", {}),
+                "exc_text": entry.get("exception"),
+            }
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to a stream whose reader may leave: then there is nobody to complain to."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), BrokenPipeError):
+            super().handleError(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__()
+        self.program = program
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "timestamp": _format_time(record.created),
+            "level": level_name(record),
+            "message": record.getMessage(),
+            "target": record.name,
+            "program": getattr(record, "program", self.program),
+        }
+        if fields := getattr(record, "fields", None):
+            entry["fields"] = fields
+        if exception := self._exception(record):
+            entry["exception"] = exception
+        return json.dumps(entry, default=str, ensure_ascii=False)
+
+    def _exception(self, record: logging.LogRecord) -> str | None:
+        return self.formatException(record.exc_info) if record.exc_info else record.exc_text
+
+
+class TextFormatter(JsonFormatter):
+    """Time, level, program, message and fields; a traceback below."""
+
+    def __init__(self, program: str, colour: bool) -> None:
+        super().__init__(program)
+        self.colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        level, program = level_name(record), getattr(record, "program", self.program)
+        moment, label = _format_time(record.created), f"{level:>5}"
+        if self.colour:
+            moment, label = f"\033[2m{moment}\033[0m", f"{COLOURS[level]}{label}\033[0m"
+        fields: dict[str, Any] = getattr(record, "fields", None) or {}
+        words = [f"{moment} {label} {program}: {record.getMessage()}"]
+        words += [f"{name}={_quoted(value)}" for name, value in fields.items()]
+        line = " ".join(words)
+        exception = self._exception(record)
+        return f"{line}\n{exception}" if exception else line
+
+
+def level_name(record: logging.LogRecord) -> str:
+    """The nearest of our five levels, not above the record's own."""
+    return next((name for number, name in NAMES.items() if record.levelno >= number), "TRACE")
+
+
+def _parse_levels(text: str) -> tuple[int, dict[str, int]]:
+    """`info,legato.router=debug` as (level, level of each module). Rust's `a::b` for a module is understood."""
+    level, modules = logging.INFO, {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        module, _, name = part.rpartition("=")
+        if name.lower() not in LEVELS:
+            known = ", ".join(name for name in LEVELS if name != "warning")
+            raise OptionError(f"--logger-level (LOG_LEVEL): {name!r} is not a level; there are {known}")
+        if module:
+            modules[module.replace("::", ".")] = LEVELS[name.lower()]
+        else:
+            level = LEVELS[name.lower()]
+    return level, modules
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if not text or any(c.isspace() or c == '"' for c in text) else text
+
+
+def _format_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,0 +1,240 @@
+"""What a model brings along, whatever its format.
+
+    ModelFiles.open(path)
+    ├── a folder with config.json, tokenizer.json and *.safetensors  (the layout of Hugging Face)
+    └── a .gguf file, or a folder that holds exactly one
+
+Both answer the same questions in the words of Hugging Face's files. Opening looks at names only; `check_weights` reads
+the headers of the weight files, so that a download that broke off is reported by name before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+from legato.common import gguf_config
+from legato.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
+from legato.common.gguf import GgufFile
+from legato.common.tokenizer import load_tokenizer
+from legato.common.tokenizer_template import set_template
+
+WeightFormat = Literal["safetensors", "gguf"]
+
+INDEX = "model.safetensors.index.json"
+# The library that writes the format stops there, too.
+MAX_SAFETENSORS_HEADER = 100_000_000
+
+
+class ModelFiles(ABC):
+    weight_format: WeightFormat
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def open(path: Path) -> ModelFiles:
+        if path.suffix == ".gguf" and path.is_file():
+            return GgufModel(path)
+        if not path.is_dir():
+            raise ModelNotFound(f"{path}: no such folder or .gguf file")
+        if (path / "config.json").exists():
+            return ModelFolder(path)
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return GgufModel(ggufs[0])
+        if ggufs:
+            names = ", ".join(file.name for file in ggufs)
+            raise ModelNotFound(f"{path} holds several models; name one of {names}")
+        raise ModelFileError(f"{path / 'config.json'} is missing: {path} is not the folder of a model")
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """config.json: the shape of the model."""
+
+    @abstractmethod
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json: how its authors generate with it."""
+
+    @abstractmethod
+    def tokenizer_config(self) -> dict[str, Any]:
+        """tokenizer_config.json: bos_token and its like as strings, chat_template, add_bos_token, model_max_length."""
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer: ...
+
+    @abstractmethod
+    def weight_files(self) -> list[Path]: ...
+
+    @abstractmethod
+    def check_weights(self) -> None:
+        """Raises `ModelFileError` for a weight file that is cut off or malformed. Reads headers only."""
+
+    def eos_token_ids(self) -> list[int]:
+        """Every token that ends a generation. The generation config knows better than the config."""
+        for config in (self.generation_config(), self.config()):
+            ids = config.get("eos_token_id")
+            if ids is not None:
+                return [ids] if isinstance(ids, int) else list(ids)
+        return []
+
+
+class GgufModel(ModelFiles):
+    weight_format = "gguf"
+
+    @cached_property
+    def gguf(self) -> GgufFile:
+        gguf = GgufFile.open(self.path)
+        if (count := gguf.metadata.get("split.count", 1)) != 1:
+            raise UnsupportedModel(f"{self.path} is one of {count} parts; join them with llama-gguf-split --merge")
+        return gguf
+
+    def config(self) -> dict[str, Any]:
+        return gguf_config.config_of(self.gguf)
+
+    def generation_config(self) -> dict[str, Any]:
+        return gguf_config.generation_config_of(self.gguf)
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        return gguf_config.tokenizer_config_of(self.gguf)
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.gguf)
+
+    def weight_files(self) -> list[Path]:
+        return [self.path]
+
+    def check_weights(self) -> None:
+        if not self.gguf.tensors:
+            raise ModelFileError(f"{self.path} has a vocabulary but no weights; use a complete model file")
+
+
+class ModelFolder(ModelFiles):
+    weight_format = "safetensors"
+
+    def config(self) -> dict[str, Any]:
+        return _read_json(self.path / "config.json")
+
+    def generation_config(self) -> dict[str, Any]:
+        return _read_json(self.path / "generation_config.json", optional=True)
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        config = _read_json(self.path / "tokenizer_config.json", optional=True)
+        for name, token in config.items():
+            if name.endswith("_token") and isinstance(token, dict):
+                config[name] = token.get("content")
+        template = self._chat_template()
+        return config if template is None else {**config, "chat_template": template}
+
+    def _chat_template(self) -> str | None:
+        """A file of its own wins over the entry in tokenizer_config.json."""
+        try:
+            return (self.path / "chat_template.jinja").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            template = _read_json(self.path / "chat_template.json", optional=True).get("chat_template")
+            return template if isinstance(template, str) else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelFileError(f"{self.path / 'chat_template.jinja'} cannot be read: {error}") from None
+
+    def tokenizer(self) -> Tokenizer:
+        file = self.path / "tokenizer.json"
+        if not file.exists():
+            older = [name for name in ("tokenizer.model", "vocab.json") if (self.path / name).exists()]
+            cure = f"convert {older[0]} by saving it once with transformers" if older else "download the model again"
+            raise ModelFileError(f"{file} is missing; {cure}")
+        tokenizer = load_tokenizer(file)
+        config = self.tokenizer_config()
+        if config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
+            # These classes go by tokenizer_config.json, whatever template tokenizer.json was saved with.
+            add_bos, add_eos = config.get("add_bos_token", True), config.get("add_eos_token", False)
+            set_template(
+                tokenizer, config.get("bos_token") if add_bos else None, config.get("eos_token") if add_eos else None
+            )
+        return tokenizer
+
+    def weight_files(self) -> list[Path]:
+        """The files the index names, or model.safetensors, or else every .safetensors there is."""
+        if (self.path / INDEX).exists():
+            return self._indexed_files()
+        single = self.path / "model.safetensors"
+        files = [single] if single.exists() else sorted(self.path.glob("*.safetensors"))
+        if not files:
+            pickled = sorted(file.name for file in self.path.glob("*.bin"))
+            reason = f"; {pickled[0]} is a pickle, which Legato does not load" if pickled else ""
+            raise ModelFileError(f"{self.path} has no weights (*.safetensors){reason}")
+        return files
+
+    def _indexed_files(self) -> list[Path]:
+        index = self.path / INDEX
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelFileError(f"{index} has no weight_map; download it again")
+        files = [self.path / str(name) for name in sorted(set(map(str, weight_map.values())))]
+        for file in files:
+            if file.parent != self.path or file.name in ("", ".", ".."):
+                raise ModelFileError(f"{index} names {file}, which is outside the folder")
+            if not file.exists():
+                raise ModelFileError(f"{file} is missing, though {INDEX} names it; download the model again")
+        return files
+
+    def check_weights(self) -> None:
+        for file in self.weight_files():
+            _check_safetensors(file)
+
+
+def _read_json(file: Path, optional: bool = False) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise ModelFileError(f"{file} is missing; download the model again") from None
+    except OSError as error:
+        raise ModelFileError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{file} must be a JSON object")
+    return value
+
+
+def _check_safetensors(file: Path) -> None:
+    """Eight bytes of header length, a JSON header, then exactly the bytes that it speaks of."""
+    cure = "download it again"
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise ModelFileError(f"{file} is cut off: it has {size} bytes; {cure}")
+        (header_len,) = struct.unpack("<Q", prefix)
+        if header_len > MAX_SAFETENSORS_HEADER:
+            raise ModelFileError(f"{file} is not a safetensors file: its header would have {header_len} bytes")
+        header_bytes = stream.read(header_len)
+    if len(header_bytes) < header_len:
+        raise ModelFileError(f"{file} is cut off: its header needs {header_len} bytes, the file has {size}; {cure}")
+    try:
+        header = json.loads(header_bytes)
+        end = max(_data_ends(header), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ModelFileError(f"{file}: the safetensors header is malformed; {cure}") from None
+    expected = 8 + header_len + end
+    if size < expected:
+        raise ModelFileError(f"{file} is cut off: it has {size} of {expected} bytes; {cure}")
+    if size > expected:
+        raise ModelFileError(f"{file} has {size - expected} bytes that belong to no tensor; {cure}")
+
+
+def _data_ends(header: dict[str, Any]) -> Iterable[int]:
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            begin, end = tensor["data_offsets"]
+            if not 0 <= int(begin) <= int(end):
+                raise ValueError(name)
+            yield int(end)

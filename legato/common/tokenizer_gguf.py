@@ -1,0 +1,192 @@
+"""A tokenizer from the metadata of a GGUF file.
+
+Two kinds cover the decoder models. "gpt2" is byte-level BPE: the file has the merges, and a name for how text is cut
+(`tokenizer_split.py`). "llama" is SentencePiece BPE: the file has a score for every token instead, and the next pair to
+merge is the one whose result scores best; `_merges_from_scores` turns that into a list of merges with the same effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+
+from legato.common.errors import ModelFileError, UnsupportedModel
+from legato.common.gguf import GgufFile
+from legato.common.tokenizer_split import splitting_of
+from legato.common.tokenizer_template import set_template
+
+SPACE = "\u2581"
+
+
+class TokenType(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the file says about its tokenizer; lists run in parallel, one entry per token id."""
+
+    source: str
+    kind: str
+    splitting: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float]
+    merges: list[str]
+    metadata: dict[str, Any]
+
+    @classmethod
+    def of(cls, gguf: GgufFile) -> Vocabulary:
+        metadata = gguf.metadata
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+            raise ModelFileError(f"{gguf.path} has no vocabulary (tokenizer.ggml.tokens); use a complete model file")
+        vocabulary = cls(
+            source=str(gguf.path),
+            kind=str(metadata.get("tokenizer.ggml.model")),
+            splitting=str(metadata.get("tokenizer.ggml.pre", "default")),
+            tokens=tokens,
+            types=metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens),
+            scores=metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens),
+            merges=metadata.get("tokenizer.ggml.merges") or [],
+            metadata=metadata,
+        )
+        for name, values in (("token_type", vocabulary.types), ("scores", vocabulary.scores)):
+            if not isinstance(values, list) or len(values) != len(tokens):
+                raise ModelFileError(f"{gguf.path}: tokenizer.ggml.{name} does not have one entry per token")
+        return vocabulary
+
+    def special(self, role: str) -> str | None:
+        """The token that `tokenizer.ggml.<role>_token_id` points to: bos, eos, unknown, padding, eot."""
+        token_id = self.metadata.get(f"tokenizer.ggml.{role}_token_id")
+        if token_id is None:
+            return None
+        if not isinstance(token_id, int) or not 0 <= token_id < len(self.tokens):
+            raise ModelFileError(
+                f"{self.source}: tokenizer.ggml.{role}_token_id is {token_id!r}, not one of {len(self.tokens)} tokens"
+            )
+        return self.tokens[token_id]
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether texts begin with bos; the family decides where the file is silent."""
+        family = self.kind == "llama" or (self.kind == "gpt2" and splitting_of(self.splitting).add_bos)
+        return self.flag("add_bos_token", family) and self.special("bos") is not None
+
+    @property
+    def add_eos(self) -> bool:
+        return self.flag("add_eos_token", False) and self.special("eos") is not None
+
+    def flag(self, name: str, default: bool) -> bool:
+        return bool(self.metadata.get(f"tokenizer.ggml.{name}", default))
+
+    def ids(self) -> dict[str, int]:
+        """Token to id. Of tokens that are spelled alike the first is meant."""
+        ids: dict[str, int] = {}
+        for token_id, token in enumerate(self.tokens):
+            ids.setdefault(token, token_id)
+        return ids
+
+
+def tokenizer_from_gguf(gguf: GgufFile) -> Tokenizer:
+    vocabulary = Vocabulary.of(gguf)
+    build = _BUILDERS.get(vocabulary.kind)
+    if build is None:
+        raise UnsupportedModel(
+            f"{gguf.path}: the GGUF tokenizer '{vocabulary.kind}' is not supported; Legato reads {', '.join(_BUILDERS)}"
+        )
+    try:
+        tokenizer = build(vocabulary)
+        _add_whole_tokens(tokenizer, vocabulary)
+        bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
+        set_template(tokenizer, bos if vocabulary.add_bos else None, eos if vocabulary.add_eos else None)
+    except (ModelFileError, UnsupportedModel):
+        raise
+    except (
+        Exception
+    ) as error:  # tokenizers raises bare exceptions for merges and templates that do not fit the vocabulary
+        raise ModelFileError(f"{gguf.path}: the tokenizer in it is malformed: {error}") from None
+    return tokenizer
+
+
+def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+    splitting = splitting_of(vocabulary.splitting)
+    # The two halves of a merge are joined by a space, which neither may contain but the left one may begin with.
+    merges = [(merge[:cut], merge[cut + 1 :]) for merge in vocabulary.merges if (cut := merge.find(" ", 1)) > 0]
+    tokenizer = Tokenizer(BPE(vocabulary.ids(), merges, ignore_merges=splitting.ignore_merges))
+    if splitting.compose:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = splitting.pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
+    ids = vocabulary.ids()
+    unknown = vocabulary.special("unknown") or next(
+        (token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == TokenType.UNKNOWN),
+        None,
+    )
+    merges = _merges_from_scores(vocabulary, ids)
+    tokenizer = Tokenizer(BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+    text: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.flag("add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(SPACE))
+        text.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(text)
+    return tokenizer
+
+
+def _merges_from_scores(vocabulary: Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to join two tokens into a third, the best-scoring third first.
+
+    Only normal tokens come from merging: control tokens are never made of text, and user-defined ones are cut out of the
+    text before. SentencePiece takes the leftmost of equal pairs; among pairs that make the same token that only matters
+    in runs of one letter, where the longer left half is the one that was grown from the left. Hence it comes first.
+    """
+    scores = {
+        token: vocabulary.scores[token_id]
+        for token, token_id in ids.items()
+        if vocabulary.types[token_id] == TokenType.NORMAL
+    }
+    return [
+        (token[:cut], token[cut:])
+        for token in sorted(scores, key=lambda token: -scores[token])
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+
+
+def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    """Tokens found in the text as they stand, before any cutting: control (skipped in output), user-defined (shown)."""
+    special, plain = [], []
+    strips = _tokens_that_swallow_space(vocabulary)
+    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN) and token:
+            special.append(AddedToken(token, normalized=False, special=True, rstrip=token in strips))
+        elif kind == TokenType.USER_DEFINED and token:
+            plain.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
+
+
+def _tokens_that_swallow_space(vocabulary: Vocabulary) -> set[str]:
+    """Phi-3's control tokens take the spaces and line feeds behind them along. GGUF has no place to say so."""
+    name = str(vocabulary.metadata.get("general.name", "")).lower()
+    if "phi-3" not in name and "phi3" not in name:
+        return set()
+    return set(vocabulary.tokens) - {"<unk>", "<s>", "<|endoftext|>"}
+
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentence_piece}

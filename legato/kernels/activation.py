@@ -1,0 +1,75 @@
+"""The gate of a gated MLP: activation(gate) * up, from the packed projection of both."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, runs_triton, tl
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+# One 16-byte load of bf16 from either half for each thread of four warps.
+BLOCK = 1024
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    return gate_and_mul(gate_up, "silu")
+
+
+def gate_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """[T, 2 * inner] → activation([T, :inner]) * [T, inner:], computed in fp32 and rounded once."""
+    assert gate_up.dim() == 2 and gate_up.stride(1) == 1 and gate_up.shape[1] % 2 == 0, gate_up.shape
+    run = _gate_and_mul_triton if runs_triton(gate_up) else _gate_and_mul_torch
+    return run(gate_up, activation)
+
+
+def activate_torch(gate: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _gate_and_mul_torch(gate_up: Tensor, activation: Activation) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (activate_torch(gate, activation) * up).to(gate_up.dtype)
+
+
+def _gate_and_mul_triton(gate_up: Tensor, activation: Activation) -> Tensor:
+    num_tokens, width = gate_up.shape
+    inner = width // 2
+    out = torch.empty(num_tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens > 0:
+        grid = (num_tokens, ceil_div(inner, BLOCK))
+        _gate_and_mul_kernel[grid](out, gate_up, inner, gate_up.stride(0), activation, BLOCK, num_warps=4)
+    return out
+
+
+@jit
+def _gate_and_mul_kernel(
+    out: Pointer, gate_up: Pointer, inner: Scalar, stride: Scalar, ACTIVATION: constexpr, BLOCK: constexpr
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < inner
+    gate = tl.load(gate_up + token * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * stride + inner + column, mask=inside, other=0.0).to(tl.float32)
+    gated = activate(gate, ACTIVATION) * up
+    tl.store(out + token * inner + column, gated.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def activate(gate: Scalar, ACTIVATION: constexpr) -> Scalar:
+    """For use inside other kernels too."""
+    if ACTIVATION == "silu":
+        activated = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu":
+        activated = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        # 0.5 * (1 + tanh(z)) is sigmoid(2 z).
+        activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    return activated

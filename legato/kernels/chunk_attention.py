@@ -1,0 +1,244 @@
+"""Causal attention of several queries per sequence over its paged context: prompt chunks.
+
+A program takes a tile of queries of one sequence and one key-value head: some tokens times all query heads of that
+head, so that short chunks fill the tile too. Tiles are numbered over the whole batch and find their sequence
+themselves, so the grid needs no lengths, and a few tiles too many return at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from legato.kernels.language import Pointer, Scalar, constexpr, jit, next_power_of_two, padded, runs_triton, tl
+from legato.kernels.paged_kv import (
+    PagedKV,
+    Scoring,
+    base2_scores,
+    cache_offsets,
+    check_queries,
+    load_heads,
+    lowest_scores,
+    ragged_attention_torch,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkConfig:
+    block_m: int  # rows of a tile: tokens times query heads per key-value head
+    block_n: int  # keys per iteration
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None  # 128 lets two programs of 8 warps share a multiprocessor, one computing
+    # its softmax while the other multiplies
+
+
+def chunk_config(rows_per_sequence: int, head_dim: int) -> ChunkConfig:
+    """By the rows that an average sequence brings: short chunks would leave a large tile empty."""
+    if rows_per_sequence <= 16:
+        return ChunkConfig(block_m=16, block_n=64, num_warps=4, num_stages=3)
+    if rows_per_sequence <= 64 or head_dim > 128:
+        return ChunkConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
+    return ChunkConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, max_registers=128)
+
+
+def chunk_attention(
+    q: Tensor,
+    kv: PagedKV,
+    cu_seqlens_q: Tensor,
+    scoring: Scoring,
+    out: Tensor | None = None,
+    config: ChunkConfig | None = None,
+) -> Tensor:
+    """q [T, num_heads, head_dim]; sequence i owns queries [cu_seqlens_q[i], cu_seqlens_q[i + 1]), the last of its context."""
+    check_queries(q, kv)
+    assert cu_seqlens_q.shape == (kv.num_sequences + 1,), (cu_seqlens_q.shape, kv.num_sequences)
+    assert out is None or (out.shape == q.shape and out.is_contiguous()), "out must be contiguous and shaped like q"
+    if runs_triton(q):
+        return _chunk_attention_triton(q, kv, cu_seqlens_q, scoring, out, config)
+    mixed = ragged_attention_torch(q, kv, cu_seqlens_q, scoring)
+    return mixed if out is None else out.copy_(mixed)
+
+
+def _chunk_attention_triton(
+    q: Tensor,
+    kv: PagedKV,
+    cu_seqlens_q: Tensor,
+    scoring: Scoring,
+    out: Tensor | None = None,
+    config: ChunkConfig | None = None,
+) -> Tensor:
+    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, kv.k_cache.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if num_tokens == 0:
+        return out
+    group = num_heads // num_kv_heads
+    config = config or chunk_config(num_tokens * group // kv.num_sequences, head_dim)
+    block_m = max(config.block_m, next_power_of_two(group))
+    num_tiles = num_tokens // (block_m // group) + kv.num_sequences
+    _chunk_kernel[(num_kv_heads, num_tiles)](
+        out,
+        q,
+        kv.k_cache,
+        kv.v_cache,
+        kv.block_tables,
+        kv.context_lens,
+        kv.rows,
+        scoring.alibi_slopes,
+        cu_seqlens_q,
+        kv.num_sequences,
+        q.stride(0),
+        kv.block_tables.stride(0),
+        **kv.constants(),
+        **scoring.constants(),
+        GROUP=group,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.max_registers,
+    )
+    return out
+
+
+@jit
+def _chunk_kernel(
+    out: Pointer,
+    q: Pointer,
+    k_cache: Pointer,
+    v_cache: Pointer,
+    block_tables: Pointer,
+    context_lens: Pointer,
+    rows: Pointer,
+    alibi_slopes: Pointer,
+    cu_seqlens_q: Pointer,
+    num_sequences: Scalar,
+    q_stride: Scalar,
+    table_stride: Scalar,
+    NUM_KV_HEADS: constexpr,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    BLOCK_SIZE: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    SCALE: constexpr,
+    SOFT_CAP: constexpr,
+    WINDOW: constexpr,
+    WIDE: constexpr,
+) -> None:
+    kv_head = tl.program_id(0)
+    # The last tiles of a sequence have the longest contexts: they start first, so that no long one is left to the end.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    tokens: tl.constexpr = BLOCK_M // GROUP
+    sequence = _find_sequence(tile, cu_seqlens_q, num_sequences, tokens)
+    first_query = tl.load(cu_seqlens_q + sequence)
+    num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
+    first_token = (tile - first_query // tokens - sequence) * tokens
+    if first_token >= num_queries:
+        return
+    row = sequence
+    if rows is not None:
+        row = tl.load(rows + sequence)
+    r = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, padded(HEAD_DIM, 16))[None, :]
+    token = first_token + r // GROUP
+    head = kv_head * GROUP + r % GROUP
+    inside = ((r < tokens * GROUP) & (token < num_queries))[:, None] & (d < HEAD_DIM)
+    first_position = tl.load(context_lens + sequence) - num_queries + first_token
+    last_position = first_position + tl.minimum(tokens, num_queries - first_token) - 1
+    query_row = (first_query + token).to(tl.int64)[:, None]
+    mixed = _attend(
+        tl.load(q + query_row * q_stride + head[:, None] * HEAD_DIM + d, mask=inside, other=0.0),
+        k_cache,
+        v_cache,
+        block_tables + row * table_stride,
+        alibi_slopes,
+        kv_head,
+        first_position,
+        last_position,
+        NUM_KV_HEADS,
+        GROUP,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        BLOCK_N,
+        SCALE,
+        SOFT_CAP,
+        WINDOW,
+        WIDE,
+    )
+    pointers = out + (query_row * (NUM_KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + d
+    tl.store(pointers, mixed.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _find_sequence(tile: Scalar, cu_seqlens_q: Pointer, num_sequences: Scalar, TOKENS: constexpr) -> Scalar:
+    """Sequence i begins with tile cu_seqlens_q[i] // TOKENS + i, which leaves each at least the tiles it needs.
+
+    Counting all beginnings at once costs one round trip to memory where a binary search costs several.
+    """
+    found = 0
+    for first in range(0, num_sequences, 128):
+        i = first + tl.arange(0, 128)
+        start = tl.load(cu_seqlens_q + i, mask=i < num_sequences, other=1 << 30)
+        found += tl.sum((start // TOKENS + i <= tile).to(tl.int32), axis=0)
+    return found - 1
+
+
+@jit
+def _attend(
+    query: Scalar,
+    k_cache: Pointer,
+    v_cache: Pointer,
+    block_table: Pointer,
+    alibi_slopes: Pointer,
+    kv_head: Scalar,
+    first_position: Scalar,
+    last_position: Scalar,
+    NUM_KV_HEADS: constexpr,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    BLOCK_SIZE: constexpr,
+    BLOCK_N: constexpr,
+    SCALE: constexpr,
+    SOFT_CAP: constexpr,
+    WINDOW: constexpr,
+    WIDE: constexpr,
+) -> Scalar:
+    """Softmax-weighted values for the queries at [first_position, last_position], GROUP rows to each."""
+    r = tl.arange(0, query.shape[0])
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, query.shape[1])
+    query_position = (first_position + r // GROUP)[:, None]
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + kv_head * GROUP + r % GROUP)
+    mixed = tl.zeros(query.shape, dtype=tl.float32)
+    maximum = lowest_scores(query.shape[0])
+    total = tl.zeros((query.shape[0],), dtype=tl.float32)
+    column = (kv_head * HEAD_DIM + d)[None, :]
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
+    for start in range(begin, last_position + 1, BLOCK_N):
+        position = start + n
+        # Beyond the end the last key is read again, which spares the loads a mask; its score is hidden.
+        known = tl.minimum(position, last_position)
+        offsets = cache_offsets(block_table, known, BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM, WIDE)[:, None] + column
+        keys = load_heads(k_cache + offsets, d, HEAD_DIM)
+        values = load_heads(v_cache + offsets, d, HEAD_DIM)
+        dots = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        distance = position[None, :] - query_position
+        scores = base2_scores(dots, distance, slopes, SCALE, SOFT_CAP)
+        if WINDOW > 0:
+            scores = tl.where((distance <= 0) & (distance > -WINDOW), scores, float("-inf"))
+        elif start + BLOCK_N > first_position + 1:
+            scores = tl.where(distance <= 0, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, axis=1)
+        mixed = tl.dot(weights.to(values.dtype), values, mixed * decay[:, None], input_precision="ieee")
+        maximum = new_maximum
+    return mixed / total[:, None]

@@ -1,0 +1,355 @@
+"""Attention of one query per sequence over its paged context: the decode step.
+
+Reading the cache is all the cost. A program takes one sequence, one key-value head and one split of the context, with
+all query heads of that head as the rows of its matrix products, so every key is read once. The grid depends on shapes
+alone, never on lengths, so a CUDA graph can replay it: splits that a short context leaves empty return at once, and
+the last program of a sequence and head to finish merges the parts of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
+from legato.kernels.language import Pointer, Scalar, compile_time, constexpr, jit, padded, runs_triton, tl
+from legato.kernels.paged_kv import (
+    PagedKV,
+    Scoring,
+    base2_scores,
+    cache_offsets,
+    check_queries,
+    load_heads,
+    lowest_scores,
+    ragged_attention_torch,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    num_splits: int  # programs per sequence and key-value head
+    min_split_len: int  # a shorter context uses fewer of them
+    block_n: int  # keys per iteration
+    num_warps: int
+    num_stages: int
+    merge_in_kernel: bool = True  # False: by a second launch
+
+
+def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
+    """By the programs there are before splitting. Enough of them fill the chip; few need splits for latency."""
+    programs = num_sequences * num_kv_heads
+    if programs <= 16:
+        return DecodeConfig(num_splits=32, min_split_len=32, block_n=32, num_warps=4, num_stages=2)
+    if programs <= 64:
+        return DecodeConfig(num_splits=16, min_split_len=64, block_n=64, num_warps=4, num_stages=3)
+    if programs <= 256:
+        return DecodeConfig(num_splits=8, min_split_len=128, block_n=64, num_warps=4, num_stages=3)
+    return DecodeConfig(num_splits=2, min_split_len=512, block_n=64, num_warps=4, num_stages=3)
+
+
+def decode_attention(
+    q: Tensor, kv: PagedKV, scoring: Scoring, out: Tensor | None = None, config: DecodeConfig | None = None
+) -> Tensor:
+    """q [n, num_heads, head_dim], one query for each sequence of `kv`. An empty context gives zeros."""
+    check_queries(q, kv)
+    assert q.shape[0] == kv.num_sequences, (q.shape, kv.num_sequences)
+    assert out is None or (out.shape == q.shape and out.is_contiguous()), "out must be contiguous and shaped like q"
+    if runs_triton(q):
+        return _decode_attention_triton(q, kv, scoring, out, config)
+    mixed = _decode_attention_torch(q, kv, scoring)
+    return mixed if out is None else out.copy_(mixed)
+
+
+def _decode_attention_torch(q: Tensor, kv: PagedKV, scoring: Scoring) -> Tensor:
+    return ragged_attention_torch(q, kv, torch.arange(q.shape[0] + 1), scoring)
+
+
+def _decode_attention_triton(
+    q: Tensor, kv: PagedKV, scoring: Scoring, out: Tensor | None = None, config: DecodeConfig | None = None
+) -> Tensor:
+    (num_sequences, num_heads, head_dim), num_kv_heads = q.shape, kv.k_cache.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if num_sequences == 0:
+        return out
+    assert num_sequences * num_kv_heads <= NUM_COUNTERS, (num_sequences, num_kv_heads)
+    config = config or decode_config(num_sequences, num_kv_heads)
+    constants = kv.constants() | dict(
+        GROUP=num_heads // num_kv_heads,
+        WINDOW=scoring.window,
+        NUM_SPLITS=config.num_splits,
+        MIN_SPLIT_LEN=config.min_split_len,
+        BLOCK_N=config.block_n,
+    )
+    num_parts = num_sequences * num_heads * config.num_splits if config.num_splits > 1 else 1
+    part_out = torch.empty(num_parts, head_dim, dtype=torch.float32, device=q.device)
+    part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=q.device)
+    _decode_kernel[(num_kv_heads, num_sequences, config.num_splits)](
+        out,
+        q,
+        kv.k_cache,
+        kv.v_cache,
+        kv.block_tables,
+        kv.context_lens,
+        kv.rows,
+        scoring.alibi_slopes,
+        part_out,
+        part_stats,
+        arrival_counters(q.device),
+        q.stride(0),
+        kv.block_tables.stride(0),
+        **(constants | scoring.constants()),
+        MERGE=config.merge_in_kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if config.num_splits > 1 and not config.merge_in_kernel:
+        grid = (num_kv_heads, num_sequences)
+        _merge_kernel[grid](out, part_out, part_stats, kv.context_lens, **constants)
+    return out
+
+
+@jit
+def _decode_kernel(
+    out: Pointer,
+    q: Pointer,
+    k_cache: Pointer,
+    v_cache: Pointer,
+    block_tables: Pointer,
+    context_lens: Pointer,
+    rows: Pointer,
+    alibi_slopes: Pointer,
+    part_out: Pointer,
+    part_stats: Pointer,
+    counters: Pointer,
+    q_stride: Scalar,
+    table_stride: Scalar,
+    NUM_KV_HEADS: constexpr,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    BLOCK_SIZE: constexpr,
+    BLOCK_N: constexpr,
+    NUM_SPLITS: constexpr,
+    MIN_SPLIT_LEN: constexpr,
+    SCALE: constexpr,
+    SOFT_CAP: constexpr,
+    WINDOW: constexpr,
+    WIDE: constexpr,
+    MERGE: constexpr,
+) -> None:
+    kv_head = tl.program_id(0)  # fastest, so that neighbours read the heads of the same slots
+    sequence = tl.program_id(1)
+    split = tl.program_id(2)
+    context_len = tl.load(context_lens + sequence)
+    begin, end, num_active = _split_bounds(split, context_len, NUM_SPLITS, MIN_SPLIT_LEN, BLOCK_N, WINDOW)
+    if (begin >= end) & (split > 0):
+        return
+    row = sequence
+    if rows is not None:
+        row = tl.load(rows + sequence)
+    pair = sequence * NUM_KV_HEADS + kv_head
+    mixed, maximum, total = _attend(
+        q + sequence * q_stride,
+        k_cache,
+        v_cache,
+        block_tables + row * table_stride,
+        alibi_slopes,
+        kv_head,
+        begin,
+        end,
+        context_len,
+        NUM_KV_HEADS,
+        GROUP,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        BLOCK_N,
+        SCALE,
+        SOFT_CAP,
+        WIDE,
+    )
+    if NUM_SPLITS == 1:
+        _store_whole(out, pair, mixed, total, GROUP, HEAD_DIM)
+    elif num_active <= 1:
+        _store_whole(out, pair, mixed, total, GROUP, HEAD_DIM)
+    else:
+        _store_part(part_out, part_stats, pair * NUM_SPLITS + split, mixed, maximum, total, GROUP, HEAD_DIM)
+        if MERGE:
+            if arrives_last(counters + pair, num_active):
+                _merge(out, part_out, part_stats, pair, num_active, GROUP, HEAD_DIM, NUM_SPLITS)
+
+
+@jit
+def _split_bounds(
+    split: Scalar,
+    context_len: Scalar,
+    NUM_SPLITS: constexpr,
+    MIN_SPLIT_LEN: constexpr,
+    BLOCK_N: constexpr,
+    WINDOW: constexpr,
+) -> Scalar:
+    """Positions [begin, end) of a split, and how many splits are not empty."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(context_len - WINDOW, 0)
+    visible = context_len - first
+    split_len = tl.maximum(tl.cdiv(tl.cdiv(visible, NUM_SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT_LEN)
+    begin = first + split * split_len
+    return begin, tl.minimum(begin + split_len, context_len), tl.cdiv(visible, split_len)
+
+
+@jit
+def _attend(
+    q: Pointer,
+    k_cache: Pointer,
+    v_cache: Pointer,
+    block_table: Pointer,
+    alibi_slopes: Pointer,
+    kv_head: Scalar,
+    begin: Scalar,
+    end: Scalar,
+    context_len: Scalar,
+    NUM_KV_HEADS: constexpr,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    BLOCK_SIZE: constexpr,
+    BLOCK_N: constexpr,
+    SCALE: constexpr,
+    SOFT_CAP: constexpr,
+    WIDE: constexpr,
+) -> Scalar:
+    """Softmax over positions [begin, end) in one pass: the sum of values, the largest score, the sum of weights."""
+    h = tl.arange(0, padded(GROUP, 16))  # the smallest matrix product has 16 rows
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, padded(HEAD_DIM, 16))
+    head = kv_head * GROUP + h
+    inside = (h < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    query = tl.load(q + head[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + head, mask=h < GROUP, other=0.0)
+    mixed = tl.zeros(query.shape, dtype=tl.float32)
+    maximum = lowest_scores(query.shape[0])
+    total = tl.zeros((query.shape[0],), dtype=tl.float32)
+    column = (kv_head * HEAD_DIM + d)[None, :]
+    for start in range(begin, end, BLOCK_N):
+        position = start + n
+        # Beyond the end the last key is read again, which spares the loads a mask; its score is hidden.
+        known = tl.minimum(position, end - 1)
+        offsets = cache_offsets(block_table, known, BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM, WIDE)[:, None] + column
+        keys = load_heads(k_cache + offsets, d, HEAD_DIM)
+        values = load_heads(v_cache + offsets, d, HEAD_DIM)
+        dots = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        distance = (position - (context_len - 1))[None, :]
+        scores = base2_scores(dots, distance, slopes, SCALE, SOFT_CAP)
+        scores = tl.where((position < end)[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, axis=1)
+        mixed = tl.dot(weights.to(values.dtype), values, mixed * decay[:, None], input_precision="ieee")
+        maximum = new_maximum
+    return mixed, maximum, total
+
+
+@jit
+def _store_whole(
+    out: Pointer, pair: Scalar, mixed: Scalar, total: Scalar, GROUP: constexpr, HEAD_DIM: constexpr
+) -> None:
+    h = tl.arange(0, mixed.shape[0])[:, None]
+    d = tl.arange(0, mixed.shape[1])[None, :]
+    # An empty context has no weights to divide by.
+    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    pointers = out + (pair * GROUP + h) * HEAD_DIM + d
+    tl.store(pointers, mixed.to(out.dtype.element_ty), mask=(h < GROUP) & (d < HEAD_DIM))
+
+
+@jit
+def _store_part(
+    part_out: Pointer,
+    part_stats: Pointer,
+    part: Scalar,
+    mixed: Scalar,
+    maximum: Scalar,
+    total: Scalar,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+) -> None:
+    h = tl.arange(0, mixed.shape[0])
+    d = tl.arange(0, mixed.shape[1])
+    row = part * GROUP + h
+    inside = (h < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(part_out + row[:, None] * HEAD_DIM + d[None, :], mixed, mask=inside)
+    tl.store(part_stats + row * 2, maximum, mask=h < GROUP)
+    tl.store(part_stats + row * 2 + 1, total, mask=h < GROUP)
+
+
+@compile_time
+def _parts_at_once(num_splits: int, size: int) -> int:
+    """As many parts as fit into the registers of one program: 128 for each thread of four warps."""
+    return max(1, min(num_splits, 16384 // size))
+
+
+@jit
+def _merge(
+    out: Pointer,
+    part_out: Pointer,
+    part_stats: Pointer,
+    pair: Scalar,
+    num_active: Scalar,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    NUM_SPLITS: constexpr,
+) -> None:
+    """Add the parts of one sequence and key-value head, several at a time, each scaled to the largest score of all."""
+    rows: tl.constexpr = padded(GROUP, 1)
+    width: tl.constexpr = padded(HEAD_DIM, 16)
+    h = tl.arange(0, rows)
+    d = tl.arange(0, width)
+    s = tl.arange(0, _parts_at_once(NUM_SPLITS, rows * width))
+    mixed = tl.zeros((rows, width), dtype=tl.float32)
+    maximum = lowest_scores(rows)
+    total = tl.zeros((rows,), dtype=tl.float32)
+    for first in range(0, num_active, s.shape[0]):
+        split = first + s
+        part = (pair * NUM_SPLITS + split)[None, :] * GROUP + h[:, None]
+        there = (h < GROUP)[:, None] & (split < num_active)[None, :]
+        part_maximum = tl.load(part_stats + part * 2, mask=there, other=-1.0e30, cache_modifier=".cg")
+        part_total = tl.load(part_stats + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        part_mixed = tl.load(
+            part_out + part[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_maximum = tl.maximum(maximum, tl.max(part_maximum, axis=1))
+        weights = tl.exp2(part_maximum - new_maximum[:, None])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(part_total * weights, axis=1)
+        mixed = mixed * decay[:, None] + tl.sum(part_mixed * weights[:, :, None], axis=1)
+        maximum = new_maximum
+    _store_whole(out, pair, mixed, total, GROUP, HEAD_DIM)
+
+
+@jit
+def _merge_kernel(
+    out: Pointer,
+    part_out: Pointer,
+    part_stats: Pointer,
+    context_lens: Pointer,
+    NUM_KV_HEADS: constexpr,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    BLOCK_SIZE: constexpr,
+    BLOCK_N: constexpr,
+    NUM_SPLITS: constexpr,
+    MIN_SPLIT_LEN: constexpr,
+    WINDOW: constexpr,
+    WIDE: constexpr,
+) -> None:
+    sequence = tl.program_id(1)
+    context_len = tl.load(context_lens + sequence)
+    _, _, num_active = _split_bounds(0, context_len, NUM_SPLITS, MIN_SPLIT_LEN, BLOCK_N, WINDOW)
+    if num_active > 1:
+        pair = sequence * NUM_KV_HEADS + tl.program_id(0)
+        _merge(out, part_out, part_stats, pair, num_active, GROUP, HEAD_DIM, NUM_SPLITS)

@@ -1,0 +1,48 @@
+"""Triton, where it is installed. Elsewhere the kernels are still defined, so that every module imports, but never run.
+
+Kernels take their names from here. Their parameters are annotated with three words: Triton reads the text of an
+annotation, acts on "constexpr" (a value known when the kernel is compiled) and ignores "Pointer" and "Scalar".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+tl: Any
+jit: Callable[[Callable[..., Any]], Any]
+try:
+    import triton
+
+    tl, jit, compile_time = triton.language, triton.jit, triton.constexpr_function
+except ImportError:
+    tl, jit, compile_time = None, lambda kernel: kernel, lambda function: function
+
+if TYPE_CHECKING or tl is None:
+    constexpr: TypeAlias = Any
+    Pointer: TypeAlias = Any
+    Scalar: TypeAlias = Any
+else:
+    # The compiler looks the names up and accepts only Triton's own.
+    constexpr = tl.constexpr
+    Pointer = Scalar = tl.tensor
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """One rule for every kernel: CUDA tensors go through Triton, everything else through torch."""
+    return tensor.is_cuda and tl is not None
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def next_power_of_two(n: int, least: int = 1) -> int:
+    """Tile sides are powers of two; what lies beyond the data is masked."""
+    return max(1 << (n - 1).bit_length(), least)
+
+
+# The same, for a tile whose size the kernel knows when it is compiled.
+padded = compile_time(next_power_of_two)

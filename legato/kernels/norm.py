@@ -1,0 +1,122 @@
+"""Root-mean-square norm, alone and fused with the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from legato.kernels.language import Pointer, Scalar, constexpr, jit, next_power_of_two, runs_triton, tl
+
+# A program holds one whole row in registers.
+MAX_HIDDEN_SIZE = 65536
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., hidden] → x / rms(x) * weight, computed in fp32 and rounded once. The weight may be wider than x."""
+    _check(x, weight)
+    return _rms_norm_triton(x, weight, eps) if runs_triton(x) else _rms_norm_torch(x, weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual) in one pass. `inplace` writes the sum over `residual`."""
+    _check(x, weight)
+    assert residual.shape == x.shape and residual.dtype == x.dtype, (residual.shape, x.shape)
+    assert residual.stride(-1) == 1, residual.stride()
+    run = _add_rms_norm_triton if runs_triton(x) else _add_rms_norm_torch
+    return run(x, residual, weight, eps, inplace)
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    assert weight.shape == x.shape[-1:], (weight.shape, x.shape)
+    assert x.stride(-1) == 1 and weight.stride(-1) == 1, (x.stride(), weight.stride())
+    assert x.shape[-1] <= MAX_HIDDEN_SIZE, x.shape
+
+
+def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.float()).to(x.dtype)
+
+
+def _add_rms_norm_torch(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool
+) -> tuple[Tensor, Tensor]:
+    total = residual.add_(x) if inplace else residual + x
+    return _rms_norm_torch(total, weight, eps), total
+
+
+def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    _launch(out, rows, rows, rows, weight, eps, add=False)
+    return out.view(x.shape)
+
+
+def _add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool
+) -> tuple[Tensor, Tensor]:
+    rows, residual_rows = (tensor.view(-1, x.shape[-1]) for tensor in (x, residual))
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    total = residual_rows if inplace else torch.empty_like(out)
+    _launch(out, rows, residual_rows, total, weight, eps, add=True)
+    return out.view(x.shape), residual if inplace else total.view(x.shape)
+
+
+def _launch(out: Tensor, x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float, add: bool) -> None:
+    num_rows, hidden_size = x.shape
+    if num_rows == 0:
+        return
+    block = next_power_of_two(hidden_size)
+    _rms_norm_kernel[(num_rows,)](
+        out,
+        x,
+        residual,
+        total,
+        weight,
+        eps,
+        hidden_size,
+        x.stride(0),
+        residual.stride(0),
+        total.stride(0),
+        ADD=add,
+        BLOCK=block,
+        num_warps=_num_warps(block),
+    )
+
+
+def _num_warps(block: int) -> int:
+    """Two 16-byte loads of bf16 per thread: enough in flight, and few warps to wait for in the reduction."""
+    return min(max(block // 512, 1), 16)
+
+
+@jit
+def _rms_norm_kernel(
+    out: Pointer,
+    x: Pointer,
+    residual: Pointer,
+    total: Pointer,
+    weight: Pointer,
+    eps: float,
+    hidden_size: Scalar,
+    x_stride: Scalar,
+    residual_stride: Scalar,
+    total_stride: Scalar,
+    ADD: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden_size
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if ADD:
+        value = value.to(tl.float32) + tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        # What the next layer reads back is the rounded sum, so the norm is the norm of that.
+        value = value.to(x.dtype.element_ty)
+        tl.store(total + row * total_stride + column, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden_size + eps)
+    weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    normed = (wide * scale * weights).to(x.dtype.element_ty)
+    tl.store(out + row * hidden_size + column, normed, mask=inside)

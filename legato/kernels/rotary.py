@@ -1,0 +1,176 @@
+"""Rotary position embedding of queries and keys, and the store of keys and values into the cache, in one launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, next_power_of_two, runs_triton, tl
+
+# Heads per program: 8 heads of 128 are 2 KB of bf16, two 16-byte loads for each thread of two warps.
+HEADS_PER_PROGRAM = 8
+
+
+def rotary_and_store(
+    qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], the packed projection
+    positions: Tensor,  # [T] int32 or int64
+    cos_sin_cache: Tensor | None,  # [max_positions, rotary_dim]: cosines, then sines; None stores without turning
+    k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    v_cache: Tensor,
+    slot_mapping: Tensor,  # [T] int32 or int64, block * block_size + offset; negative: not stored
+) -> None:
+    """Turn queries and keys in place, halves against halves (GPT-NeoX), and write keys and values to their slots.
+
+    A `rotary_dim` below `head_dim` leaves the last dimensions of a head as they are.
+    """
+    num_tokens, width = qkv.shape
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    assert qkv.stride(1) == 1 and width % head_dim == 0 and width > 2 * num_kv_heads * head_dim, (qkv.shape, k_cache.shape)
+    assert k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous(), k_cache.stride()
+    assert positions.shape == slot_mapping.shape == (num_tokens,), (positions.shape, slot_mapping.shape)
+    assert positions.stride(0) == slot_mapping.stride(0) == 1, (positions.stride(), slot_mapping.stride())
+    if cos_sin_cache is not None:
+        assert cos_sin_cache.is_contiguous() and cos_sin_cache.shape[1] <= head_dim, cos_sin_cache.shape
+        assert cos_sin_cache.shape[1] % 2 == 0, cos_sin_cache.shape
+    run = _rotary_and_store_triton if runs_triton(qkv) else _rotary_and_store_torch
+    run(qkv, positions, cos_sin_cache, k_cache, v_cache, slot_mapping)
+
+
+def _rotary_and_store_torch(
+    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.unflatten(1, (-1, head_dim))
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    if cos_sin_cache is not None:
+        half = cos_sin_cache.shape[1] // 2
+        cos, sin = cos_sin_cache[positions].float()[:, None].split(half, dim=-1)
+        turned = heads[:, : num_heads + num_kv_heads, : 2 * half]
+        low, high = turned.float().split(half, dim=-1)
+        turned.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
+    stored = slot_mapping >= 0
+    slots = slot_mapping[stored].long()
+    k_cache.flatten(0, 1)[slots] = heads[stored, num_heads : num_heads + num_kv_heads]
+    v_cache.flatten(0, 1)[slots] = heads[stored, num_heads + num_kv_heads :]
+
+
+def _rotary_and_store_triton(
+    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    num_tokens, width = qkv.shape
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_heads = width // head_dim - 2 * num_kv_heads
+    rotary_dim = 0 if cos_sin_cache is None else cos_sin_cache.shape[1]
+    if num_tokens == 0:
+        return
+    num_programs = ceil_div(num_heads, HEADS_PER_PROGRAM) + ceil_div(num_kv_heads, HEADS_PER_PROGRAM)
+    _rotary_and_store_kernel[(num_tokens, num_programs)](
+        qkv,
+        positions,
+        # Without a table nothing is read through this pointer.
+        qkv if cos_sin_cache is None else cos_sin_cache,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        qkv.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim,
+        BLOCK_HALF=next_power_of_two(max(rotary_dim // 2, 1)),
+        BLOCK_REST=next_power_of_two(max(head_dim - rotary_dim, 1)),
+        BLOCK_HEADS=HEADS_PER_PROGRAM,
+        num_warps=2,
+    )
+
+
+@jit
+def _rotary_and_store_kernel(
+    qkv: Pointer,
+    positions: Pointer,
+    cos_sin_cache: Pointer,
+    k_cache: Pointer,
+    v_cache: Pointer,
+    slot_mapping: Pointer,
+    qkv_stride: Scalar,
+    NUM_HEADS: constexpr,
+    NUM_KV_HEADS: constexpr,
+    HEAD_DIM: constexpr,
+    ROTARY_DIM: constexpr,
+    BLOCK_HALF: constexpr,
+    BLOCK_REST: constexpr,
+    BLOCK_HEADS: constexpr,
+) -> None:
+    """The first programs of a token turn its queries; the others turn and store its keys and store its values."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    num_query_groups = tl.cdiv(NUM_HEADS, BLOCK_HEADS)
+    row = qkv + token * qkv_stride
+    position = tl.load(positions + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    angles = cos_sin_cache + position * ROTARY_DIM
+    if group < num_query_groups:
+        head = group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        if ROTARY_DIM > 0:
+            _turn(row, head, head < NUM_HEADS, angles, row, False, HEAD_DIM, ROTARY_DIM, BLOCK_HALF)
+    else:
+        head = (group - num_query_groups) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        inside = head < NUM_KV_HEADS
+        stored = inside & (slot >= 0)
+        keys = row + NUM_HEADS * HEAD_DIM
+        values = keys + NUM_KV_HEADS * HEAD_DIM
+        cached_keys = k_cache + slot * (NUM_KV_HEADS * HEAD_DIM)
+        cached_values = v_cache + slot * (NUM_KV_HEADS * HEAD_DIM)
+        if ROTARY_DIM > 0:
+            _turn(keys, head, inside, angles, cached_keys, slot >= 0, HEAD_DIM, ROTARY_DIM, BLOCK_HALF)
+            _copy(values, cached_values, head, stored, 0, ROTARY_DIM, HEAD_DIM, 2 * BLOCK_HALF)
+        if ROTARY_DIM < HEAD_DIM:
+            _copy(keys, cached_keys, head, stored, ROTARY_DIM, HEAD_DIM, HEAD_DIM, BLOCK_REST)
+            _copy(values, cached_values, head, stored, ROTARY_DIM, HEAD_DIM, HEAD_DIM, BLOCK_REST)
+
+
+@jit
+def _turn(
+    heads: Pointer,
+    head: Scalar,
+    inside: Scalar,
+    angles: Pointer,
+    cached: Pointer,
+    stored: Scalar,
+    HEAD_DIM: constexpr,
+    ROTARY_DIM: constexpr,
+    BLOCK_HALF: constexpr,
+) -> None:
+    """Rotate some heads in place and, where `stored`, write the result to `cached` as well."""
+    half: tl.constexpr = ROTARY_DIM // 2
+    column = tl.arange(0, BLOCK_HALF)
+    cos = tl.load(angles + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angles + half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    offset = head[:, None] * HEAD_DIM + column[None, :]
+    mask = inside[:, None] & (column < half)[None, :]
+    low = tl.load(heads + offset, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(heads + offset + half, mask=mask, other=0.0).to(tl.float32)
+    turned_low = (low * cos - high * sin).to(heads.dtype.element_ty)
+    turned_high = (high * cos + low * sin).to(heads.dtype.element_ty)
+    tl.store(heads + offset, turned_low, mask=mask)
+    tl.store(heads + offset + half, turned_high, mask=mask)
+    tl.store(cached + offset, turned_low, mask=mask & stored)
+    tl.store(cached + offset + half, turned_high, mask=mask & stored)
+
+
+@jit
+def _copy(
+    heads: Pointer,
+    cached: Pointer,
+    head: Scalar,
+    mask: Scalar,
+    FIRST: constexpr,
+    LAST: constexpr,
+    HEAD_DIM: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    """Columns [FIRST, LAST) of some heads, as they are."""
+    column = FIRST + tl.arange(0, BLOCK)
+    offset = head[:, None] * HEAD_DIM + column[None, :]
+    inside = mask[:, None] & (column < LAST)[None, :]
+    tl.store(cached + offset, tl.load(heads + offset, mask=inside), mask=inside)

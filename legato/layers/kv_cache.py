@@ -1,0 +1,42 @@
+"""The bytes of the KV cache: per layer two tensors of blocks. Who owns which block is the router's business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    keys: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    values: torch.Tensor
+
+    def store(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write [T, num_kv_heads, head_dim] to the slots [T]."""
+        self.keys.flatten(0, 1).index_copy_(0, slots, keys)
+        self.values.flatten(0, 1).index_copy_(0, slots, values)
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVCache:
+    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        # Not zeroed: on a CPU the pages are only taken from the system when a block is first written.
+        self.layers = [
+            LayerCache(*(torch.empty(size, dtype=shape.dtype, device=device) for _ in range(2)))
+            for _ in range(shape.num_layers)
+        ]

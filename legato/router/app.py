@@ -1,0 +1,169 @@
+"""The HTTP face: which route does what, and what every answer has in common."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from tokenizers import Tokenizer
+
+from legato.router import metrics as prometheus
+from legato.router.docs_page import PAGE
+from legato.router.errors import (
+    ClientGone,
+    InternalError,
+    MethodNotAllowed,
+    NotFound,
+    RequestError,
+    Unhealthy,
+)
+from legato.router.exchange import Exchange
+from legato.router.generate import GenerateRoutes
+from legato.router.inference import Inference
+from legato.router.metrics import Metrics
+from legato.router.openapi import document
+from legato.router.schemas import Info, TokenizeRequest
+from legato.router.seam import Backend, Limits
+from legato.router.settings import RouterSettings
+
+JSON = "application/json"
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+
+
+def create_app(
+    backend: Backend, tokenizer: Tokenizer, settings: RouterSettings, metrics: Metrics | None = None
+) -> Starlette:
+    """The router as an ASGI application. Whoever records steps makes the `Metrics` and gives the same ones here."""
+    metrics = Metrics(backend.limits) if metrics is None else metrics
+    metrics.watch(backend)
+    inference = Inference.create(backend, tokenizer, settings, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        inference.validator.close()
+
+    app = Starlette(
+        routes=_routes(inference),
+        middleware=[
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_allow_origin or ["*"],
+                allow_methods=["GET", "POST"],
+                allow_headers=["Content-Type"],
+            )
+        ],
+        exception_handlers={
+            RequestError: _on_request_error,
+            HTTPException: _on_http_exception,
+            Exception: _on_bug,
+        },
+        lifespan=lifespan,
+    )
+    # TGI has no route with a slash at its end, and a redirect would lose the body of a POST in many clients.
+    app.router.redirect_slashes = False
+    return app
+
+
+class Endpoint:
+    """A handler that talks to the server through ASGI itself, and is never called back by a client that left."""
+
+    def __init__(self, handler: Callable[[Exchange], Awaitable[None]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientGone):
+            await self._handler(Exchange(scope, receive, send))
+
+
+def _routes(inference: Inference) -> list[Route]:
+    settings, backend = inference.settings, inference.backend
+    generate = GenerateRoutes(inference)
+    info = msgspec.json.encode(_info(settings, backend.limits))
+    openapi = msgspec.json.encode(document(settings))
+
+    async def health(request: Request) -> Response:
+        if not await backend.healthy():
+            raise Unhealthy
+        return Response()
+
+    async def tokenize(exchange: Exchange) -> None:
+        request = await exchange.json(_tokenize_decoder, settings.payload_limit)
+        tokens = await inference.validator.tokenize(request.inputs)
+        await exchange.respond(msgspec.json.encode(tokens), {"content-type": JSON})
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(inference.metrics.render(), media_type=prometheus.CONTENT_TYPE)
+
+    def page(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+        async def show(request: Request) -> Response:
+            return Response(content, media_type=media_type)
+
+        return show
+
+    return [
+        Route("/", Endpoint(generate.compat), methods=["POST"]),
+        Route("/generate", Endpoint(generate.generate), methods=["POST"]),
+        Route("/generate_stream", Endpoint(generate.generate_stream), methods=["POST"]),
+        Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
+        Route("/", health),
+        Route("/health", health),
+        Route("/ping", health),
+        Route("/info", page(info, JSON)),
+        Route("/metrics", show_metrics),
+        Route("/docs", page(PAGE.encode(), "text/html")),
+        Route("/api-doc/openapi.json", page(openapi, JSON)),
+    ]
+
+
+def _info(settings: RouterSettings, limits: Limits) -> Info:
+    return Info(
+        model_id=settings.model_id,
+        model_sha=settings.model_sha,
+        model_pipeline_tag=settings.model_pipeline_tag,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_best_of=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        validation_workers=settings.validation_workers,
+        max_client_batch_size=settings.max_client_batch_size,
+        router="text-generation-router",
+        version=settings.version,
+        sha=settings.sha,
+        docker_label=settings.docker_label,
+    )
+
+
+# ---- errors, as TGI's clients expect them ------------------------------------------------------------------------
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return Response(error.body, error.status, error.headers, JSON)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the framework itself refuses: an unknown path, or a known one with another method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=error.headers)
+    if error.status_code == 405:
+        refusal: RequestError = MethodNotAllowed(f"{request.url.path} does not take {request.method}")
+    else:
+        refusal = NotFound(f"There is no route {request.url.path}")
+    return Response(refusal.body, refusal.status, error.headers, JSON)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The server logs it; the client learns that it was not their fault."""
+    return Response(InternalError().body, InternalError.status, media_type=JSON)

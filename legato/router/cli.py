@@ -1,0 +1,165 @@
+"""`text-generation-router`: waits for the shards, warms them up, then serves HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from legato.common.errors import EndpointInUse, LegatoError, OptionError
+from legato.common.logging import setup
+from legato.common.model_files import ModelFiles
+from legato.common.options import RouterOptions
+from legato.common.program import command, run_program
+from legato.pb import generate_pb2 as pb
+from legato.router.app import create_app
+from legato.router.backend import Backend
+from legato.router.blocks import RESERVED_BLOCKS
+from legato.router.metrics import Metrics
+from legato.router.scheduler import Scheduler, SchedulerLimits
+from legato.router.seam import Limits
+from legato.router.settings import RouterSettings
+from legato.router.shards import GrpcShards, WarmupLimits
+
+logger = logging.getLogger(__name__)
+
+# Tokens of one step where nobody says. A step that large takes about half a second on two cores and a tenth of one
+# on a large GPU: longer ones would make everybody else wait for a newcomer's prompt.
+STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+
+
+def run(options: RouterOptions) -> None:
+    setup(options.logger_level, options.json_output, "text-generation-router")
+    if options.max_input_tokens and options.max_total_tokens and options.max_input_tokens >= options.max_total_tokens:
+        raise OptionError("--max-input-tokens must be smaller than --max-total-tokens")
+    listener = bind(options.hostname, options.port)  # before anything slow: a port in use ends at once
+    import uvloop
+
+    with suppress(KeyboardInterrupt):
+        uvloop.run(serve(options, listener))
+
+
+async def serve(options: RouterOptions, listener: socket.socket) -> None:
+    files = ModelFiles.open(_model_path(options))
+    tokenizer = await asyncio.to_thread(files.tokenizer)
+    shards = await GrpcShards.connect(options.master_shard_uds_path)
+    info = await shards.info()
+    scheduler, limits = await warm_up(shards, info, options)
+    metrics = Metrics(limits)
+    backend = Backend(scheduler, shards, limits, metrics.step)
+    app = create_app(backend, tokenizer, settings_for(options, files, info), metrics)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=options.graceful_termination_timeout,
+            timeout_keep_alive=75, server_header=False, h11_max_incomplete_event_size=64 * 1024,
+        )  # fmt: skip
+    )
+    steps = asyncio.create_task(backend.run())
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    logger.info("Listening", extra={"fields": {"address": f"http://{options.hostname}:{options.port}"}})
+    await asyncio.wait([steps, http], return_when=asyncio.FIRST_COMPLETED)
+    if steps.done():  # a shard is lost: the streams have been told, let them end
+        server.should_exit = True
+        await http
+        raise steps.exception() or LegatoError("the shards ended")
+    steps.cancel()
+    with suppress(asyncio.CancelledError):
+        await steps
+    await shards.close()
+
+
+async def warm_up(
+    shards: GrpcShards, info: pb.InfoResponse, options: RouterOptions
+) -> tuple[Scheduler, Limits]:
+    started = time.perf_counter()
+    step_tokens = options.max_batch_prefill_tokens or STEP_TOKENS.get(info.device_type, STEP_TOKENS["cpu"])
+    rows = options.max_concurrent_requests
+    found = await shards.warmup(
+        WarmupLimits(
+            options.max_input_tokens, options.max_total_tokens, step_tokens, options.max_batch_total_tokens, rows
+        )
+    )
+    eos = frozenset(info.eos_token_ids)
+    scheduler = Scheduler(
+        SchedulerLimits(
+            num_blocks=found.num_blocks,
+            block_size=info.block_size,
+            max_rows=found.max_rows,
+            max_step_tokens=max(step_tokens, found.max_rows),
+            eos_token_ids=eos,
+            prefix_caching=info.use_prefix_caching,
+        )
+    )
+    limits = Limits(
+        max_input_tokens=found.max_input_tokens,
+        max_total_tokens=found.max_total_tokens,
+        max_batch_total_tokens=(found.num_blocks - RESERVED_BLOCKS) * info.block_size,
+        vocab_size=info.vocab_size,
+        block_size=info.block_size,
+        eos_token_ids=eos,
+    )
+    logger.info(
+        "Connected to the shards",
+        extra={
+            "fields": {
+                "warmup_seconds": round(time.perf_counter() - started, 2),
+                "max_input_tokens": limits.max_input_tokens,
+                "max_total_tokens": limits.max_total_tokens,
+                "max_batch_total_tokens": limits.max_batch_total_tokens,
+            }
+        },
+    )
+    return scheduler, limits
+
+
+def settings_for(options: RouterOptions, files: ModelFiles, info: pb.InfoResponse) -> RouterSettings:
+    return RouterSettings(
+        model_id=options.model_id or str(files.path),
+        max_concurrent_requests=options.max_concurrent_requests,
+        max_best_of=options.max_best_of,
+        max_stop_sequences=options.max_stop_sequences,
+        max_top_n_tokens=options.max_top_n_tokens,
+        max_client_batch_size=options.max_client_batch_size,
+        validation_workers=options.validation_workers,
+        payload_limit=options.payload_limit,
+        cors_allow_origin=options.cors_allow_origin,
+        compute_type=os.environ.get("COMPUTE_TYPE", info.device_type),
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bound but not listening: clients are refused until the model is ready, and nobody else takes the port."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise EndpointInUse(f"cannot listen on {host}:{port} (--hostname, --port): {error.strerror}") from None
+    return listener
+
+
+def _model_path(options: RouterOptions) -> Path:
+    from legato.common import hub
+
+    cache = Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
+    if options.model_id is None:
+        return hub.resolve_default(cache_dir=cache)
+    return hub.resolve(options.model_id, options.revision, cache_dir=cache)
+
+
+def main(args: list[str] | None = None) -> Any:
+    cmd = command(RouterOptions, run, "text-generation-router", "Schedules requests and serves them over HTTP.")
+    sys.exit(run_program(cmd, args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The errors of requests, as a tree. Each knows its HTTP status and the `error_type` that TGI's clients look for.
+
+RequestError
+├── MalformedBody      400   not JSON
+├── NotFound           404
+├── MethodNotAllowed   405
+├── PayloadTooLarge    413
+├── InvalidRequest     422   JSON, but not a request we can serve
+├── GenerationFailed   424   a shard failed under it
+├── Overloaded         429
+├── InternalError      500   a bug of ours
+└── Unhealthy          503
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from legato.router.schemas import ErrorResponse
+
+
+class RequestError(Exception):
+    """Answered to the client as `{"error": message, "error_type": ...}`."""
+
+    status: ClassVar[int]
+    error_type: ClassVar[str]
+    headers: ClassVar[dict[str, str]] = {}
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorResponse(error=str(self), error_type=self.error_type))
+
+
+class MalformedBody(RequestError):
+    status, error_type = 400, "validation"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"Failed to parse the request body as JSON: {cause}")
+
+
+class NotFound(RequestError):
+    status, error_type = 404, "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    status, error_type = 405, "method_not_allowed"
+
+
+class PayloadTooLarge(RequestError):
+    status, error_type = 413, "validation"
+    # The rest of the body is not read, so the connection cannot be used again.
+    headers: ClassVar = {"connection": "close"}
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The request body is larger than the limit of {limit} bytes")
+
+
+class InvalidRequest(RequestError):
+    status, error_type = 422, "validation"
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"Input validation error: {problem}")
+
+
+class GenerationFailed(RequestError):
+    status, error_type = 424, "generation"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"Request failed during generation: {cause}")
+
+
+class Overloaded(RequestError):
+    status, error_type = 429, "overloaded"
+    headers: ClassVar = {"retry-after": "1"}
+
+    def __init__(self) -> None:
+        super().__init__("Model is overloaded")
+
+
+class InternalError(RequestError):
+    status, error_type = 500, "internal"
+
+    def __init__(self) -> None:
+        super().__init__("Internal server error")
+
+
+class Unhealthy(RequestError):
+    status, error_type = 503, "healthcheck"
+
+    def __init__(self) -> None:
+        super().__init__("unhealthy")
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""

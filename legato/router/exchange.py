@@ -1,0 +1,119 @@
+"""One HTTP exchange through ASGI itself: what the token path uses instead of a framework's request and response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from legato.router.errors import ClientGone, InvalidRequest, MalformedBody, PayloadTooLarge
+
+T = TypeVar("T")
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """The body as a struct: 400 if it is not JSON, 422 if it is JSON of another shape."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if _is_json(body):
+            raise InvalidRequest("strings must not contain unpaired surrogates") from None
+        raise MalformedBody(str(error)) from None
+
+
+def _is_json(body: bytes) -> bool:
+    """Python's own parser lets half a surrogate pair through, msgspec calls it malformed. It is a wrong value."""
+    try:
+        json.loads(body.decode(), parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+class Client:
+    """Whoever waits for the answer, and what to do when they hang up."""
+
+    def __init__(self) -> None:
+        self._gone = False
+        self._on_gone: Callable[[], None] | None = None
+
+    def hang_up(self) -> None:
+        self._gone = True
+        if self._on_gone is not None:
+            self._on_gone()
+
+    def raise_if_gone(self) -> None:
+        if self._gone:
+            raise ClientGone
+
+    def when_gone(self, callback: Callable[[], None]) -> None:
+        self._on_gone = callback
+
+
+class Exchange:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+
+    async def json(self, decoder: msgspec.json.Decoder[T], limit: int) -> T:
+        """The request's body. No content type is asked for: curl's default says form data."""
+        return decode(await self._body(limit), decoder)
+
+    async def _body(self, limit: int) -> bytes:
+        for name, value in self._scope["headers"]:
+            if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > limit):
+                raise PayloadTooLarge(limit)
+        chunks = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk: bytes = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise PayloadTooLarge(limit)
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """Watches for the client to hang up. Only after the body was read: both come through `receive`."""
+        client = Client()
+        watch = asyncio.create_task(self._watch(client))
+        try:
+            yield client
+        finally:
+            watch.cancel()
+
+    async def _watch(self, client: Client) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        client.hang_up()
+
+    async def respond(self, body: bytes, headers: Mapping[str, str], *, status: int = 200) -> None:
+        await self.start({**headers, "content-length": str(len(body))}, status=status)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def start(self, headers: Mapping[str, str], *, status: int = 200) -> None:
+        encoded = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,144 @@
+"""From a parsed request to its streams: permits, validation, submission, and the record of how it went.
+
+Shared by every route that generates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from legato.common.detokenize import Vocabulary
+from legato.router.errors import ClientGone, Overloaded, RequestError
+from legato.router.exchange import Client
+from legato.router.metrics import Metrics, Timings
+from legato.router.schemas import GenerateRequest
+from legato.router.seam import Backend
+from legato.router.settings import RouterSettings
+from legato.router.streams import Stream, Transcript
+from legato.router.validation import Validator, ValidRequest, random_seed
+
+logger = logging.getLogger("legato.router")
+
+
+class Permits:
+    """How many sequences may run or wait. Taken before anything is computed, never waited for."""
+
+    def __init__(self, total: int) -> None:
+        self.free = total
+
+    @contextmanager
+    def take(self, num: int) -> Iterator[None]:
+        if num > self.free:
+            raise Overloaded
+        self.free -= num
+        try:
+            yield
+        finally:
+            self.free += num
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    backend: Backend
+    vocabulary: Vocabulary
+    validator: Validator
+    permits: Permits
+    settings: RouterSettings
+    metrics: Metrics
+    ids: Iterator[int]
+
+    @staticmethod
+    def create(backend: Backend, tokenizer: Tokenizer, settings: RouterSettings, metrics: Metrics) -> Inference:
+        return Inference(
+            backend=backend,
+            vocabulary=Vocabulary(tokenizer),
+            validator=Validator(tokenizer, backend.limits, settings),
+            permits=Permits(settings.max_concurrent_requests),
+            settings=settings,
+            metrics=metrics,
+            ids=itertools.count(1),
+        )
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts one request, and its failure if it fails."""
+        self.metrics.request_arrived()
+        try:
+            yield
+        except RequestError as error:
+            self.metrics.request_failed(error.error_type)
+            raise
+        except ClientGone:
+            self.metrics.request_failed("dropped")
+            raise
+        except Exception:
+            self.metrics.request_failed("internal")
+            raise
+
+    async def validate(self, request: GenerateRequest, best_of: int = 1) -> ValidRequest:
+        valid = await self.validator.validate(request, best_of)
+        self.metrics.request_validated(len(valid.input_ids), valid.max_new_tokens)
+        return valid
+
+    @contextmanager
+    def streams(self, request: ValidRequest, client: Client) -> Iterator[list[Stream]]:
+        """One running stream per sequence. None of them runs on once this is left or the client is gone."""
+        client.raise_if_gone()
+        seeds = [request.sampling.seed, *(random_seed() for _ in range(request.best_of - 1))]
+        streams = [self._stream(request, seed) for seed in seeds]
+
+        def cancel() -> None:
+            for stream in streams:
+                stream.cancel()
+
+        client.when_gone(cancel)
+        try:
+            for stream in streams:
+                stream.start()
+            yield streams
+        finally:
+            cancel()
+
+    def _stream(self, request: ValidRequest, seed: int) -> Stream:
+        transcript = Transcript(self.vocabulary, request.input_ids, request.stop)
+        return Stream(self.backend, request.generation(next(self.ids), seed), transcript)
+
+    def succeeded(self, stream: Stream, arrived_at: float) -> Timings:
+        """Records a request whose stream is complete. People parse the log line."""
+        timings = _timings(stream, arrived_at)
+        num_tokens = stream.transcript.num_tokens
+        self.metrics.request_succeeded(timings, num_tokens, num_skipped=num_tokens - stream.num_deliveries)
+        logger.info(
+            "Success",
+            extra={
+                "total_time": timings.total,
+                "validation_time": timings.validation,
+                "queue_time": timings.queue,
+                "inference_time": timings.inference,
+                "time_per_token": timings.per_token,
+                "seed": stream.seed,
+            },
+        )
+        return timings
+
+
+def _timings(stream: Stream, arrived_at: float) -> Timings:
+    now = time.monotonic()
+    # A backend that does not tell when it admits a request has no queue to speak of.
+    admitted_at = stream.queued_at if stream.admitted_at is None else stream.admitted_at
+    first_token_at = now if stream.first_token_at is None else stream.first_token_at
+    return Timings(
+        total=now - arrived_at,
+        validation=stream.queued_at - arrived_at,
+        queue=admitted_at - stream.queued_at,
+        inference=now - admitted_at,
+        per_token=(now - admitted_at) / stream.transcript.num_tokens,
+        to_first_token=first_token_at - arrived_at,
+    )

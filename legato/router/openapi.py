@@ -1,0 +1,170 @@
+"""The OpenAPI document: the routes are listed here, their schemas come from the structs that parse and answer them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from legato.router.schemas import (
+    CompatGenerateRequest,
+    ErrorResponse,
+    GenerateRequest,
+    GenerateResponse,
+    Info,
+    SimpleToken,
+    StreamResponse,
+    TokenizeRequest,
+)
+from legato.router.settings import RouterSettings
+
+_REFERENCE = "#/components/schemas/{name}"
+_JSON, _EVENTS = "application/json", "text/event-stream"
+# status -> (description, error_type, message)
+_ERRORS = {
+    400: ("The body is not JSON", "validation", "Failed to parse the request body as JSON: ..."),
+    413: ("The body is too large", "validation", "The request body is larger than the limit of 2000000 bytes"),
+    422: ("The request cannot be served", "validation", "Input validation error: `inputs` cannot be empty"),
+    424: ("Generation failed", "generation", "Request failed during generation: ..."),
+    429: ("Too many requests; try again", "overloaded", "Model is overloaded"),
+    503: ("The model cannot be reached", "healthcheck", "unhealthy"),
+}
+_BODY_ERRORS = (400, 413, 422)
+_GENERATION_ERRORS = (*_BODY_ERRORS, 424, 429)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of the table of routes."""
+
+    method: str
+    path: str
+    summary: str
+    description: str = ""
+    request: Any = None
+    example: dict[str, Any] | None = None
+    # Media type -> type of the answer with status 200; None for plain text or nothing.
+    response: dict[str, Any] | None = None
+    errors: tuple[int, ...] = ()
+
+
+_PARAMETERS = {"max_new_tokens": 20, "details": True}
+_GENERATE_EXAMPLE = {"inputs": "The capital of France is", "parameters": _PARAMETERS}
+
+OPERATIONS = [
+    Operation(
+        "post",
+        "/generate",
+        "Generate text",
+        "Answers when the text is complete. Timings are in the x-* headers, in milliseconds.",
+        GenerateRequest,
+        _GENERATE_EXAMPLE,
+        {_JSON: GenerateResponse},
+        _GENERATION_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/generate_stream",
+        "Generate text and stream its tokens",
+        "Server-sent events, one per token; the last one has the whole text. Errors after the body was parsed come as "
+        "an event too, with status 200, except when the server is overloaded. `best_of` and `decoder_input_details` "
+        "need the whole answer and are refused here.",
+        GenerateRequest,
+        _GENERATE_EXAMPLE,
+        {_EVENTS: StreamResponse},
+        _GENERATION_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/",
+        "Generate text, streamed or not",
+        "With `stream` like /generate_stream, otherwise a list with the answer of /generate. `return_full_text` is "
+        "true unless the model's pipeline tag says that it does something else than text generation.",
+        CompatGenerateRequest,
+        {**_GENERATE_EXAMPLE, "stream": False},
+        {_JSON: list[GenerateResponse], _EVENTS: StreamResponse},
+        _GENERATION_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "Tokenize text",
+        "Every token with its place in the text, in bytes.",
+        TokenizeRequest,
+        {"inputs": "The capital of France is"},
+        {_JSON: list[SimpleToken]},
+        _BODY_ERRORS,
+    ),
+    Operation("get", "/", "Health", "Can the model compute?", errors=(503,)),
+    Operation("get", "/health", "Health", "Can the model compute?", errors=(503,)),
+    Operation("get", "/ping", "Health", "Can the model compute?", errors=(503,)),
+    Operation("get", "/info", "The model and the limits of this server", response={_JSON: Info}),
+    Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": None}),
+    Operation("get", "/docs", "This documentation as a page", response={"text/html": None}),
+    Operation("get", "/api-doc/openapi.json", "This documentation", response={_JSON: None}),
+]
+
+
+def document(settings: RouterSettings) -> dict[str, Any]:
+    schemas = _Schemas()
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Legato",
+            "description": f"Text generation with {settings.model_id}.",
+            "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
+            "version": settings.version,
+        },
+        "paths": paths,
+        "components": {"schemas": schemas.components},
+    }
+
+
+class _Schemas:
+    """JSON schemas of the structs, and references to them."""
+
+    def __init__(self) -> None:
+        types = [operation.request for operation in OPERATIONS if operation.request is not None]
+        for operation in OPERATIONS:
+            types += [kind for kind in (operation.response or {}).values() if kind is not None]
+        types.append(ErrorResponse)
+        self._types = types
+        self._schemas, self.components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
+
+    def of(self, kind: Any) -> dict[str, Any]:
+        if kind is None:
+            return {"type": "string"}
+        schema: dict[str, Any] = self._schemas[self._types.index(kind)]
+        return schema
+
+
+def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": f"{operation.method}_{operation.path.strip('/').replace('/', '_') or 'root'}",
+        "summary": operation.summary,
+        "responses": {"200": _success(operation, schemas)},
+    }
+    if operation.description:
+        described["description"] = operation.description
+    if operation.request is not None:
+        content = {"schema": schemas.of(operation.request), "example": operation.example}
+        described["requestBody"] = {"required": True, "content": {_JSON: content}}
+    for status in operation.errors:
+        description, error_type, message = _ERRORS[status]
+        content = {
+            "schema": schemas.of(ErrorResponse),
+            "example": {"error": message, "error_type": error_type},
+        }
+        described["responses"][str(status)] = {"description": description, "content": {_JSON: content}}
+    return described
+
+
+def _success(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    if operation.response is None:
+        return {"description": "Yes"}
+    content = {media_type: {"schema": schemas.of(kind)} for media_type, kind in operation.response.items()}
+    return {"description": "The answer", "content": content}

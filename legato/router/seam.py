@@ -1,0 +1,60 @@
+"""The seam between text and scheduling. The HTTP side gets a Backend and knows nothing of rows, blocks and shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from legato.router.state import GenerationRequest, Output
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and its memory allow. Known once the shards are warm, fixed from then on."""
+
+    max_input_tokens: int
+    max_total_tokens: int
+    # Tokens that the KV cache holds.
+    max_batch_total_tokens: int
+    vocab_size: int
+    block_size: int = 16
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+class Sink(Protocol):
+    """Where the tokens of one request go. Called on the event loop, and must not block."""
+
+    def admitted(self) -> None:
+        """The request got a row: its time in the queue is over. Later admissions, after preemption, may tell again."""
+        ...
+
+    def __call__(self, outputs: list[Output]) -> None:
+        """At most once per step, with one output or more. The last of all has a finish reason or an error."""
+        ...
+
+
+class Backend(Protocol):
+    """The scheduler and its shards. Methods are called on the event loop; all but `healthy` return at once."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def queue_size(self) -> int:
+        """Requests that wait for a row."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        ...
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Take a valid request. Never refuses: the HTTP side counts how many there may be."""
+        ...
+
+    def cancel(self, request_id: int) -> None:
+        """Give row and blocks back within one step; its sink is not called any more. Unknown ids are fine."""
+        ...
+
+    async def healthy(self) -> bool: ...

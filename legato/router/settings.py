@@ -1,0 +1,38 @@
+"""What a person configured about the HTTP side. The defaults are TGI's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import legato
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    model_id: str
+    model_sha: str | None = None
+    model_pipeline_tag: str | None = None
+    # Requests that run or wait; one more is answered with 429.
+    max_concurrent_requests: int = 128
+    max_best_of: int = 2
+    max_stop_sequences: int = 4
+    max_top_n_tokens: int = 5
+    max_client_batch_size: int = 4
+    # Threads that tokenize.
+    validation_workers: int = 2
+    # Bytes of a request body.
+    payload_limit: int = 2_000_000
+    # Origins that browsers may call from; empty allows any.
+    cors_allow_origin: tuple[str, ...] = ()
+    # What x-compute-type says.
+    compute_type: str = "cpu"
+    version: str = legato.__version__
+    sha: str | None = None
+    docker_label: str | None = None
+    # Seconds of silence after which a stream sends a comment, so that proxies keep the connection.
+    keep_alive: float = 15.0
+
+    @property
+    def default_return_full_text(self) -> bool:
+        """What `POST /` does when nobody says: local models have no tag and count as text generation."""
+        return self.model_pipeline_tag in (None, "text-generation")

@@ -1,0 +1,193 @@
+"""The shards behind their sockets: every plan goes to all of them, the answers of the first are used.
+
+All shards of a model compute the same step and sample the same token from the same gathered logits, so one answer is
+as good as another; the others are read all the same, because one that falls silent has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import grpc
+
+from legato.common.errors import LegatoError
+from legato.pb import generate_pb2 as pb
+from legato.pb import generate_pb2_grpc as pb_grpc
+from legato.router.state import Admission, Sampling, StepPlan, StepResult
+
+CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
+
+
+class ShardsLost(LegatoError):
+    """A shard ended or cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupLimits:
+    max_input_tokens: int | None
+    max_total_tokens: int | None
+    max_prefill_tokens: int
+    max_batch_total_tokens: int | None
+    max_rows: int
+
+
+class GrpcShards:
+    def __init__(self, channels: list[grpc.aio.Channel]) -> None:
+        self._channels = channels
+        self._stubs = [pb_grpc.TextGenerationServiceStub(channel) for channel in channels]
+        self._outboxes: list[asyncio.Queue[pb.StepRequest]] = []
+
+    @classmethod
+    async def connect(cls, master_path: str, timeout: float | None = None) -> GrpcShards:
+        """Wait for the first shard's socket, ask it for the others."""
+        first = _channel(f"unix://{master_path}")
+        try:
+            await asyncio.wait_for(_until_ready(first, master_path), timeout)
+        except TimeoutError:
+            raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
+        answer = await pb_grpc.TextGenerationServiceStub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest())
+        others = [_channel(url) for url in answer.urls if url != f"unix://{master_path}"]
+        return cls([first, *others])
+
+    async def info(self) -> pb.InfoResponse:
+        answer: pb.InfoResponse = await self._stubs[0].Info(pb.InfoRequest())
+        return answer
+
+    async def warmup(self, limits: WarmupLimits) -> pb.WarmupResponse:
+        """What the smallest shard can hold is what all can hold."""
+        request = pb.WarmupRequest(
+            max_input_tokens=limits.max_input_tokens,
+            max_total_tokens=limits.max_total_tokens,
+            max_prefill_tokens=limits.max_prefill_tokens,
+            max_rows=limits.max_rows,
+            max_batch_total_tokens=limits.max_batch_total_tokens or 0,
+        )
+        try:
+            answers = await asyncio.gather(*(stub.Warmup(request) for stub in self._stubs))
+        except grpc.aio.AioRpcError as error:
+            raise ShardsLost(error.details() or str(error)) from None
+        smallest: pb.WarmupResponse = min(answers, key=lambda answer: int(answer.num_blocks))
+        return smallest
+
+    async def healthy(self, timeout: float = 5.0) -> bool:
+        try:
+            await asyncio.gather(*(stub.Health(pb.HealthRequest(), timeout=timeout) for stub in self._stubs))
+        except grpc.aio.AioRpcError:
+            return False
+        return True
+
+    def send(self, plan: StepPlan) -> None:
+        """Hand a plan to every shard without waiting for any."""
+        request = _to_pb(plan)
+        for outbox in self._outboxes:
+            outbox.put_nowait(request)
+
+    async def run(self, on_result: Callable[[StepResult], None]) -> None:
+        """Keep the streams open and report every result, in order, until a shard is lost."""
+        self._outboxes = [asyncio.Queue() for _ in self._stubs]
+        answers = [stub.Tokens(_drain(box)) for stub, box in zip(self._stubs, self._outboxes, strict=True)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for rank, stream in enumerate(answers):
+                    group.create_task(self._read(rank, stream, on_result if rank == 0 else None))
+        except* grpc.aio.AioRpcError as errors:
+            first = errors.exceptions[0]
+            detail = first.details() if isinstance(first, grpc.aio.AioRpcError) else str(first)
+            raise ShardsLost(f"lost a shard: {detail}") from None
+
+    async def _read(
+        self, rank: int, stream: AsyncIterator[pb.StepResponse], on_result: Callable[[StepResult], None] | None
+    ) -> None:
+        async for response in stream:
+            if on_result is not None:
+                on_result(_from_pb(response))
+        raise ShardsLost(f"shard {rank} ended its stream")
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+
+async def _until_ready(channel: grpc.aio.Channel, path: str) -> None:
+    """gRPC backs off for seconds when a socket is not there yet; asking often starts the server sooner."""
+    stub = pb_grpc.TextGenerationServiceStub(channel)
+    while True:
+        try:
+            await stub.Health(pb.HealthRequest(), timeout=2.0)
+            return
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise ShardsLost(f"the shard on {path} refused: {error.details()}") from None
+        await asyncio.sleep(0.05)
+
+
+async def _drain(outbox: asyncio.Queue[pb.StepRequest]) -> AsyncIterator[pb.StepRequest]:
+    while True:
+        yield await outbox.get()
+
+
+def _channel(target: str) -> grpc.aio.Channel:
+    backoff = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
+    return grpc.aio.insecure_channel(target, options=[*CHANNEL_OPTIONS, *backoff])
+
+
+# ---- plain data to messages and back ----------------------------------------------------------------------------
+
+
+def _to_pb(plan: StepPlan) -> pb.StepRequest:
+    return pb.StepRequest(
+        id=plan.id,
+        admitted=[_admission(admission) for admission in plan.admitted],
+        rows=plan.rows,
+        num_tokens=plan.num_tokens,
+        num_new_blocks=[len(blocks) for blocks in plan.new_blocks],
+        new_blocks=[block for blocks in plan.new_blocks for block in blocks],
+    )
+
+
+def _admission(admission: Admission) -> pb.Admission:
+    request = admission.request
+    return pb.Admission(
+        row=admission.row,
+        request_id=request.id,
+        input_ids=admission.input_ids,
+        num_generated=admission.num_generated,
+        num_cached=admission.num_cached,
+        blocks=admission.blocks,
+        parameters=_parameters(request.sampling),
+        top_n_tokens=request.top_n_tokens,
+        prompt_logprobs=request.prompt_logprobs and admission.num_generated == 0,
+        adapter_id=request.adapter_id,
+    )
+
+
+def _parameters(sampling: Sampling) -> pb.NextTokenChooserParameters:
+    return pb.NextTokenChooserParameters(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        typical_p=sampling.typical_p,
+        do_sample=sampling.do_sample,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        watermark=sampling.watermark,
+        min_p=sampling.min_p,
+        token_bias=sampling.logit_bias,
+    )
+
+
+def _from_pb(response: pb.StepResponse) -> StepResult:
+    result = StepResult(
+        response.id, list(response.token_ids), list(response.logprobs),
+        forward_ns=response.forward_ns, total_ns=response.total_ns,
+        error=response.error if response.HasField("error") else None,
+    )
+    for top in response.top_tokens:
+        result.top_tokens[top.index] = list(zip(top.ids, top.logprobs, strict=True))
+    for prompt in response.prompt_logprobs:
+        result.prompt_logprobs[prompt.row] = list(prompt.logprobs)
+    return result

@@ -1,0 +1,212 @@
+"""The text of one generation: a Transcript turns outputs into tokens with text, a Stream brings them to a reader."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from legato.common.detokenize import Vocabulary
+from legato.common.stopping import StopMatcher
+from legato.router.errors import ClientGone, GenerationFailed
+from legato.router.schemas import PrefillToken, Token
+from legato.router.seam import Backend
+from legato.router.state import FinishReason, GenerationRequest, Output
+
+
+class Piece(Struct, gc=False):
+    """What one token brought. `text` is its share of the generated text, which special tokens have no part in."""
+
+    token: Token
+    text: str
+    top_tokens: list[Token]
+
+
+class Transcript:
+    """What a generation has said so far, and whether that was all.
+
+    The token that completes a stop string is cut right after it, and so is the text. Special tokens are visible to stop
+    strings: people stop at `<|im_end|>`.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, prompt: Sequence[int], stop: Sequence[str] = (), *, include_stop: bool = True
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._special = vocabulary.special
+        self._detokenizer = vocabulary.detokenizer(prompt)
+        self._stops = StopMatcher(stop, include=include_stop) if any(stop) else None
+        # Text that the stop matcher has not let through yet: (text, part of the generated text?)
+        self._held: list[tuple[str, bool]] = []
+        self._texts: list[str] = []
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def has_stop_strings(self) -> bool:
+        return self._stops is not None
+
+    def add(self, output: Output) -> Piece:
+        assert self.finish_reason is None, "the generation has ended"
+        self.num_tokens += 1
+        self.finish_reason = output.finish_reason
+        token_id = output.token_id
+        name = self._special.get(token_id)
+        text = "" if name is not None else self._detokenizer.push(token_id)
+        if self.finish_reason is not None:
+            text += self._detokenizer.flush()
+        shown = text if name is None else text + name
+        if self._stops is not None:
+            shown, text = self._stop(self._stops, text, name or "")
+        self._texts.append(text)
+        token = Token(token_id, shown, output.logprob, name is not None)
+        return Piece(token, text, self._top_tokens(output) if output.top_tokens else [])
+
+    def _stop(self, stops: StopMatcher, text: str, name: str) -> tuple[str, str]:
+        """What may be shown now, and how much of that is generated text."""
+        self._held += [(text, True), (name, False)]
+        released = stops.feed(text + name)
+        if stops.stopped:
+            # The scheduler's reason comes first, as in TGI: the last token that was allowed has reason "length".
+            self.finish_reason = self.finish_reason or FinishReason.STOP_SEQUENCE
+        elif self.finish_reason is not None:
+            released += stops.flush()
+        return released, self._release(len(released))
+
+    def _release(self, size: int) -> str:
+        """Take the oldest `size` held characters; the answer is those of them that are generated text."""
+        texts = []
+        while self._held:
+            text, generated = self._held[0]
+            if generated:
+                texts.append(text[:size])
+            if len(text) > size:
+                self._held[0] = text[size:], generated
+                break
+            size -= len(text)
+            del self._held[0]
+        return "".join(texts)
+
+    def _top_tokens(self, output: Output) -> list[Token]:
+        return [
+            Token(token_id, self._vocabulary.text(token_id), logprob, token_id in self._special)
+            for token_id, logprob in output.top_tokens or ()
+        ]
+
+
+class Stream:
+    """One request on its way through the backend: the sink at one end, a reader at the other."""
+
+    def __init__(self, backend: Backend, request: GenerationRequest, transcript: Transcript) -> None:
+        self._backend = backend
+        self._request = request
+        self.transcript = transcript
+        self.prompt_logprobs: list[float | None] = []
+        # Monotonic seconds, for the timing headers and histograms.
+        self.queued_at = 0.0
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        # How many times the backend delivered: less than the number of tokens when steps bring several.
+        self.num_deliveries = 0
+        self._arrived: list[Output] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._patient = False
+        self._ended = False
+        self._cancelled = False
+
+    @property
+    def seed(self) -> int | None:
+        """What the answer reports: nothing when nothing was random."""
+        sampling = self._request.sampling
+        return sampling.seed if sampling.do_sample else None
+
+    @property
+    def input_len(self) -> int:
+        return len(self._request.input_ids)
+
+    # ---- the backend's end ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.queued_at = time.monotonic()
+        self._backend.submit(self._request, self)
+
+    def admitted(self) -> None:
+        if self.admitted_at is None:
+            self.admitted_at = time.monotonic()
+
+    def __call__(self, outputs: list[Output]) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+            self.prompt_logprobs = outputs[0].prompt_logprobs or []
+        self.num_deliveries += 1
+        self._arrived += outputs
+        if not self._patient or outputs[-1].finish_reason is not None or outputs[-1].error is not None:
+            self.wake()
+
+    # ---- the reader's end -----------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Let `read` return, with nothing if nothing came."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cancel(self) -> None:
+        """Nobody reads any more. Safe at any time, also after the end."""
+        self._cancelled = True
+        if not self._ended:
+            self._ended = True
+            self._backend.cancel(self._request.id)
+        self.wake()
+
+    async def read(self) -> list[Piece]:
+        """What has arrived since the last call; waits if nothing has."""
+        if not self._arrived and not self._cancelled:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        if self._cancelled:
+            raise ClientGone
+        outputs, self._arrived = self._arrived, []
+        return self._transcribe(outputs)
+
+    async def read_all(self) -> list[Piece]:
+        """The whole generation. Without stop strings nobody needs to look before it is complete."""
+        self._patient = not self.transcript.has_stop_strings
+        pieces: list[Piece] = []
+        while self.transcript.finish_reason is None:
+            pieces += await self.read()
+        return pieces
+
+    def _transcribe(self, outputs: list[Output]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for i, output in enumerate(outputs):
+            if output.error is not None:
+                if pieces:  # tokens first, the error at the next call
+                    self._arrived = outputs[i:]
+                    break
+                self._ended = True
+                raise GenerationFailed(output.error)
+            pieces.append(self.transcript.add(output))
+            if self.transcript.finish_reason is not None:
+                if output.finish_reason is None:  # a stop string, which the scheduler knows nothing of
+                    self._backend.cancel(self._request.id)
+                self._ended = True
+                break
+        return pieces
+
+    def prefill(self, vocabulary: Vocabulary) -> list[PrefillToken]:
+        """The prompt's tokens with their logprobs, if those were asked for."""
+        if not self._request.prompt_logprobs:
+            return []
+        ids = self._request.input_ids
+        logprobs = self.prompt_logprobs or [None] * len(ids)
+        return [
+            PrefillToken(token_id, vocabulary.text(token_id), logprob)
+            for token_id, logprob in zip(ids, logprobs, strict=True)
+        ]

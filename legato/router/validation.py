@@ -1,0 +1,260 @@
+"""Every limit on a request, checked before it costs anybody anything. Order and wording are TGI's.
+
+Where we differ: `top_p` and `typical_p` of 1.0 mean "off" instead of an error, an unknown adapter is an error instead
+of the base model, and numbers that a float32 cannot hold are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from tokenizers import Encoding, Tokenizer
+
+from legato.router.errors import InvalidRequest
+from legato.router.offsets import token_offsets
+from legato.router.schemas import GenerateParameters, GenerateRequest, SimpleToken
+from legato.router.seam import Limits
+from legato.router.settings import RouterSettings
+from legato.router.state import GenerationRequest, Sampling
+
+T = TypeVar("T")
+
+# TGI reserved memory for this many tokens at a time, and checked only the first portion against the total. So it took
+# requests that ask for more than fits; they end at the limit.
+TGI_PORTION = 1024
+# An absent `parameters` object samples, an empty one does not.
+_NO_PARAMETERS = GenerateParameters(do_sample=True)
+_MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A request that can be served, and how its client wants the answer."""
+
+    inputs: str
+    input_ids: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    top_n_tokens: int
+    best_of: int
+    details: bool
+    decoder_input_details: bool
+    return_full_text: bool
+
+    def generation(self, request_id: int, seed: int) -> GenerationRequest:
+        """The part that the scheduler needs. Every one of the `best_of` sequences has its own seed."""
+        return GenerationRequest(
+            id=request_id,
+            input_ids=self.input_ids,
+            max_new_tokens=self.max_new_tokens,
+            sampling=replace(self.sampling, seed=seed),
+            ignore_eos=self.ignore_eos,
+            top_n_tokens=self.top_n_tokens,
+            prompt_logprobs=self.decoder_input_details,
+        )
+
+
+def random_seed() -> int:
+    return secrets.randbits(64)
+
+
+class Validator:
+    """Checks parameters on the event loop and tokenizes in threads of its own."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, settings: RouterSettings) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._settings = settings
+        self._threads = ThreadPoolExecutor(settings.validation_workers, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def num_sequences(self, parameters: GenerateParameters | None, *, streaming: bool) -> int:
+        """How many permits the request takes. Checked before anything else, because permits are."""
+        parameters = parameters or _NO_PARAMETERS
+        best_of = 1 if parameters.best_of is None else parameters.best_of
+        if streaming and best_of != 1:
+            raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
+        if streaming and parameters.decoder_input_details:
+            raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
+        maximum = self._settings.max_best_of
+        if best_of > 1 and maximum == 1:
+            raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
+        if best_of > maximum:
+            raise InvalidRequest(f"`best_of` must be > 0 and <= {maximum}. Given: {best_of}")
+        return max(best_of, 1)
+
+    async def validate(self, request: GenerateRequest, best_of: int = 1) -> ValidRequest:
+        parameters = request.parameters or _NO_PARAMETERS
+        sampling = _sampling(parameters, best_of)
+        self._check_counts(parameters)
+        seed = _seed(parameters, best_of)
+        self._check_inputs(request.inputs, parameters)
+        input_ids = await self._input_ids(request.inputs, parameters.truncate)
+        max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
+        self._check_extensions(parameters)
+        return ValidRequest(
+            inputs=request.inputs,
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=replace(sampling, seed=seed),
+            stop=tuple(parameters.stop or ()),
+            ignore_eos=bool(parameters.ignore_eos),
+            top_n_tokens=parameters.top_n_tokens or 0,
+            best_of=best_of,
+            details=bool(parameters.details or parameters.decoder_input_details),
+            decoder_input_details=bool(parameters.decoder_input_details),
+            return_full_text=bool(parameters.return_full_text),
+        )
+
+    async def tokenize(self, inputs: str) -> list[SimpleToken]:
+        return await self._in_thread(lambda: token_offsets(self._encode(inputs, with_offsets=True), inputs))
+
+    async def _input_ids(self, inputs: str, truncate: int | None) -> list[int]:
+        input_ids = await self._in_thread(lambda: self._encode(inputs, with_offsets=False).ids)
+        if not input_ids:  # text that the tokenizer's normalizer removes completely
+            raise InvalidRequest("`inputs` cannot be empty")
+        return input_ids if truncate is None else input_ids[-truncate:]
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _encode(self, inputs: str, *, with_offsets: bool) -> Encoding:
+        # The batch calls release the interpreter lock, the plain one does not: a long text would stop every stream.
+        encode = self._tokenizer.encode_batch if with_offsets else self._tokenizer.encode_batch_fast
+        try:
+            return encode([inputs])[0]
+        except BaseException as error:  # a panic inside the tokenizer is not an Exception
+            raise InvalidRequest(f"tokenizer error {error}") from error
+
+    def _check_counts(self, parameters: GenerateParameters) -> None:
+        if parameters.max_new_tokens == 0:
+            raise InvalidRequest("`max_new_tokens` must be strictly positive")
+        maximum, given = self._settings.max_stop_sequences, len(parameters.stop or ())
+        if given > maximum:
+            raise InvalidRequest(f"`stop` supports up to {maximum} stop sequences. Given: {given}")
+
+    def _check_inputs(self, inputs: str, parameters: GenerateParameters) -> None:
+        maximum, given = self._settings.max_top_n_tokens, parameters.top_n_tokens or 0
+        if given > maximum:
+            raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {maximum}. Given: {given}")
+        if not inputs:
+            raise InvalidRequest("`inputs` cannot be empty")
+        maximum, truncate = self._limits.max_input_tokens, parameters.truncate
+        if truncate is not None and not 0 < truncate <= maximum:
+            raise InvalidRequest(f"`truncate` must be strictly positive and less than {maximum}. Given: {truncate}")
+
+    def _max_new_tokens(self, input_len: int, wanted: int | None) -> int:
+        """As many as wanted and as fit."""
+        limits = self._limits
+        room = max(limits.max_total_tokens - input_len, 0)
+        portion = min(room if wanted is None else wanted, TGI_PORTION)
+        if input_len + portion > limits.max_total_tokens:
+            raise InvalidRequest(
+                f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
+                f"Given: {input_len} `inputs` tokens and {portion} `max_new_tokens`"
+            )
+        if input_len > limits.max_input_tokens:
+            raise InvalidRequest(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {input_len}")
+        return room if wanted is None else min(wanted, room)
+
+    def _check_extensions(self, parameters: GenerateParameters) -> None:
+        if parameters.grammar is not None:
+            raise InvalidRequest("grammar is not supported")
+        if parameters.adapter_id is not None:
+            raise InvalidRequest(f"`adapter_id` is unknown: no adapter {parameters.adapter_id!r} is loaded")
+        for token_id, bias in (parameters.logit_bias or {}).items():
+            if not 0 <= token_id < self._limits.vocab_size:
+                raise InvalidRequest(
+                    f"`logit_bias` must have token ids >= 0 and < {self._limits.vocab_size}. Given: {token_id}"
+                )
+            if not -100 <= bias <= 100:
+                raise InvalidRequest(f"`logit_bias` must be >= -100 and <= 100. Given: {bias} for {token_id}")
+
+
+def _sampling(parameters: GenerateParameters, best_of: int) -> Sampling:
+    """The sampling parameters, without the seed."""
+    warpers = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p, parameters.min_p)
+    if best_of > 1 and not parameters.do_sample and all(warper is None for warper in warpers):
+        raise InvalidRequest("you must use sampling when `best_of` is > 1")
+    temperature = _positive("temperature", parameters.temperature)
+    repetition_penalty = _positive("repetition_penalty", parameters.repetition_penalty)
+    frequency_penalty = _penalty("frequency_penalty", parameters.frequency_penalty)
+    presence_penalty = _penalty("presence_penalty", parameters.presence_penalty)
+    top_p = _share("top_p", parameters.top_p)
+    typical_p = _share("typical_p", parameters.typical_p)
+    min_p = 0.0 if parameters.min_p is None else parameters.min_p
+    if not 0 <= min_p <= 1:
+        raise InvalidRequest("`min_p` must be >= 0.0 and <= 1.0")
+    if parameters.top_k is not None and parameters.top_k <= 0:
+        raise InvalidRequest("`top_k` must be strictly positive")
+    top_k = parameters.top_k or 0
+    return Sampling(
+        # Whoever sets a filter wants to sample, also without saying so. At its neutral value it says nothing.
+        do_sample=bool(parameters.do_sample)
+        or best_of > 1
+        or (temperature, top_k, top_p, typical_p, min_p) != (1.0, 0, 1.0, 1.0, 0.0),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        typical_p=typical_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        watermark=bool(parameters.watermark),
+        logit_bias=dict(parameters.logit_bias or {}),
+    )
+
+
+def _seed(parameters: GenerateParameters, best_of: int) -> int:
+    if parameters.seed is None:
+        return random_seed()
+    if best_of > 1:
+        raise InvalidRequest("`seed` must not be set when `best_of` > 1")
+    if not 0 <= parameters.seed <= _MAX_SEED:
+        raise InvalidRequest(f"`seed` must be >= 0 and <= {_MAX_SEED}. Given: {parameters.seed}")
+    return parameters.seed
+
+
+def _positive(name: str, value: float | None) -> float:
+    if value is None:
+        return 1.0
+    if _as_float32(name, value) <= 0:
+        raise InvalidRequest(f"`{name}` must be strictly positive")
+    return value
+
+
+def _penalty(name: str, value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if not -2 <= value <= 2:
+        raise InvalidRequest(f"`{name}` must be >= -2.0 and <= 2.0")
+    return value
+
+
+def _share(name: str, value: float | None) -> float:
+    if value is None:
+        return 1.0
+    if _as_float32(name, value) <= 0 or value > 1:
+        raise InvalidRequest(f"`{name}` must be > 0.0 and < 1.0")
+    return value
+
+
+def _as_float32(name: str, value: float) -> float:
+    """What a shard will see: 1e-50 is zero there, and 1e300 nothing at all."""
+    try:
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:
+        raise InvalidRequest(f"`{name}` must fit in a 32-bit float. Given: {value}") from None
+    assert isinstance(rounded, float)
+    return rounded

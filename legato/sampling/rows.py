@@ -1,0 +1,128 @@
+"""The sampling parameters of all rows, and how the rows of one batch are sorted by what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from legato.sampling.params import Feature, SamplingParams
+from legato.sampling.randomness import counter
+
+# These work on the rows that draw, not on the whole batch.
+_FILTERS = (Feature.TOP_K, Feature.TOP_P, Feature.TYPICAL_P, Feature.MIN_P)
+
+
+class Column(IntEnum):
+    """Where a parameter stands in `RowTable.numbers`; the names are those of `SamplingParams`."""
+
+    temperature = 0
+    top_k = 1
+    top_p = 2
+    typical_p = 3
+    min_p = 4
+    repetition_penalty = 5
+    frequency_penalty = 6
+    presence_penalty = 7
+
+
+class RowTable:
+    """One entry per row, on the device, written when a request enters the row.
+
+    `users` is the host's own record of who needs what, so that deciding what to compute asks nothing of the device.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.device = device
+        self.params = [SamplingParams()] * max_rows
+        self.users: dict[Feature, set[int]] = {feature: set() for feature in Feature}
+        self.version = 0  # grows with every write
+        self.numbers = torch.ones(len(Column), max_rows, device=device)
+        # Both of these advance with every token, where a row draws or is watermarked.
+        self.counters = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    def write(self, row: int, params: SamplingParams, position: int, last_token: int) -> None:
+        self.version += 1
+        self.params[row] = params
+        features = params.features()
+        for feature, rows in self.users.items():
+            (rows.add if feature in features else rows.discard)(row)
+        if features:
+            numbers = [float(getattr(params, column.name)) for column in Column]
+            self.numbers[:, row] = torch.tensor(numbers).to(self.device)
+            self.counters[row] = counter(params.seed, position)
+            self.last_tokens[row] = last_token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The m rows of a batch that use one feature."""
+
+    places: Tensor  # [m]: where they stand in what this is a part of
+    rows: Tensor  # [m]: which rows of the table they are
+    whole: bool  # the part is all of it, in order: nothing needs to be picked out
+    numbers: tuple[Tensor, ...]  # [m, 1] for each column
+
+    def number(self, column: Column) -> Tensor:
+        return self.numbers[column]
+
+    def take(self, x: Tensor) -> Tensor:
+        """The part's lines of x: x itself where that is all of x, else a copy."""
+        return x if self.whole else x.index_select(0, self.places)
+
+    @contextmanager
+    def edit(self, x: Tensor) -> Iterator[Tensor]:
+        """The part's lines of x, to be changed in place: the changes are in x afterwards."""
+        lines = self.take(x)
+        yield lines
+        if not self.whole:
+            self.put(x, lines)
+
+    def put(self, x: Tensor, lines: Tensor) -> None:
+        x.index_copy_(0, self.places, lines)
+
+
+class Composition:
+    """Who needs what in one batch. Consecutive steps mostly have the same one, so it is made once for all of them."""
+
+    def __init__(self, table: RowTable, rows: list[int], vocab_size: int) -> None:
+        self.rows = list(rows)
+        self.version = table.version
+        used = [feature for feature, users in table.users.items() if not users.isdisjoint(rows)]
+        drawing = [row for row in rows if row in table.users[Feature.SAMPLE]]
+        self.parts = _parts(table, {feature: drawing if feature in _FILTERS else rows for feature in used})
+        params = [table.params[row] for row in rows]
+        self.max_top_k = max((each.top_k for each in params if each.do_sample), default=0)
+        # For the batch's index i of each row that asked for the likeliest tokens, how many.
+        self.top_n = {i: each.top_n_tokens for i, each in enumerate(params) if each.top_n_tokens > 0}
+        # The biases of all rows, as places in the flattened scores and what to add there.
+        biases = [
+            (i * vocab_size + token, bias) for i, each in enumerate(params) for token, bias in each.token_bias.items()
+        ]
+        if biases:
+            places, values = zip(*biases, strict=True)
+            self.bias_places = torch.tensor(places).to(table.device)
+            self.bias_values = torch.tensor(values, dtype=torch.float32).to(table.device)
+
+    def describes(self, table: RowTable, rows: list[int]) -> bool:
+        """Whether it is still true: the same rows in the same order, and none written since."""
+        return self.version == table.version and self.rows == rows
+
+
+def _parts(table: RowTable, wholes: dict[Feature, list[int]]) -> dict[Feature, Part]:
+    """Each feature's part of its whole. The indices of all of them travel to the device together."""
+    places = [
+        [place for place, row in enumerate(whole) if row in table.users[feature]] for feature, whole in wholes.items()
+    ]
+    rows = [[whole[place] for place in part] for whole, part in zip(wholes.values(), places, strict=True)]
+    flat = torch.tensor([index for part in places + rows for index in part], dtype=torch.int64)
+    indices = torch.split(flat.to(table.device), [len(part) for part in places + rows])
+    return {
+        feature: Part(on, of, len(of) == len(whole), table.numbers.index_select(1, of).unsqueeze(-1).unbind())
+        for (feature, whole), on, of in zip(wholes.items(), indices[: len(wholes)], indices[len(wholes) :], strict=True)
+    }

@@ -1,0 +1,157 @@
+"""TGI's unary calls on top of the engine: batches kept under an id, texts and stopping in the shard.
+
+Our own router does not come this way; it sends steps (`Tokens`). This is the face for everybody else: a TGI router, a
+benchmark, a script. A batch is a list of members, and a member is a row: `concatenate` is list addition, `filter`
+gives rows back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from legato.common.detokenize import Detokenizer, Vocabulary
+from legato.common.stopping import StopMatcher
+from legato.pb import generate_pb2 as pb
+from legato.server.interceptor import RequestRefused
+from legato.server.model import RESERVED_BLOCKS, Capacity
+
+
+class Places:
+    """Free rows and blocks, for callers that leave the choice to the shard."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.rows = set(range(capacity.max_rows))
+        self.blocks = set(range(RESERVED_BLOCKS, capacity.num_blocks))
+
+    def take_row(self) -> int:
+        if not self.rows:
+            raise RequestRefused("no row is free: more requests are running than Warmup was told of")
+        return self.rows.pop()
+
+    def take_blocks(self, count: int) -> list[int]:
+        if count > len(self.blocks):
+            raise RequestRefused(f"{count} KV blocks needed, {len(self.blocks)} free")
+        return [self.blocks.pop() for _ in range(count)]
+
+
+@dataclass(slots=True)
+class Member:
+    """One request of a batch: what it asked for, where it runs, and how far it is."""
+
+    request: pb.Request
+    input_ids: list[int]
+    row: int
+    blocks: list[int]
+    own_blocks: bool  # taken from `Places`, so they go back there
+    detokenizer: Detokenizer
+    stops: StopMatcher
+    num_computed: int
+    pieces: list[str] = field(default_factory=list)
+    num_generated: int = 0
+    prompt_logprobs: list[float] = field(default_factory=list)
+    admitted: bool = False
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.input_ids) + self.num_generated - self.num_computed
+
+
+class Batch:
+    def __init__(self, batch_id: int, members: list[Member]) -> None:
+        self.id = batch_id
+        self.members = members
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @classmethod
+    def concatenate(cls, batches: list[Batch]) -> Batch:
+        return cls(batches[0].id, [member for batch in batches for member in batch.members])
+
+    def filter(self, request_ids: Iterable[int]) -> tuple[Batch, list[Member]]:
+        """The members to keep, and those that leave."""
+        kept = set(request_ids)
+        missing = kept - {member.request.id for member in self.members}
+        if missing:
+            raise RequestRefused(f"batch {self.id} has no request {min(missing)}")
+        leaving = [member for member in self.members if member.request.id not in kept]
+        return Batch(self.id, [member for member in self.members if member.request.id in kept]), leaving
+
+    def to_pb(self) -> pb.CachedBatch:
+        total = sum(len(m.input_ids) + m.request.stopping_parameters.max_new_tokens for m in self.members)
+        return pb.CachedBatch(
+            id=self.id,
+            request_ids=[member.request.id for member in self.members],
+            size=len(self.members),
+            max_tokens=total,
+            current_tokens=sum(member.num_to_compute for member in self.members),
+        )
+
+
+class Cache:
+    """Batches between two calls, by id."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, Batch] = {}
+
+    def set(self, batch: Batch) -> None:
+        self._batches[batch.id] = batch
+
+    def pop(self, batch_id: int) -> Batch:
+        if batch_id not in self._batches:
+            raise RequestRefused(f"batch {batch_id} is not cached")
+        return self._batches.pop(batch_id)
+
+    def pop_all(self) -> list[Batch]:
+        batches, self._batches = list(self._batches.values()), {}
+        return batches
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One token of one request of a batch, and the whole text with the last one."""
+
+    member: Member
+    token_id: int
+    logprob: float
+    text: str
+    top: tuple[list[int], list[float]] | None
+    finish_reason: pb.FinishReason | None
+
+    def to_pb(self, vocabulary: Vocabulary) -> pb.Generation:
+        member = self.member
+        answer = pb.Generation(
+            request_id=member.request.id,
+            tokens=pb.Tokens(
+                ids=[self.token_id],
+                logprobs=[self.logprob],
+                texts=[self.text],
+                is_special=[self.token_id in vocabulary.special],
+            ),
+        )
+        if self.top is not None:
+            answer.top_tokens.append(_tokens(self.top[0], self.top[1], vocabulary))
+        if member.num_generated == 1 and member.request.prefill_logprobs:
+            answer.prefill_tokens.CopyFrom(
+                _tokens(member.input_ids, [float("nan"), *member.prompt_logprobs], vocabulary)
+            )
+        if self.finish_reason is not None:
+            answer.generated_text.CopyFrom(
+                pb.GeneratedText(
+                    text="".join(member.pieces),
+                    generated_tokens=member.num_generated,
+                    finish_reason=self.finish_reason,
+                    seed=member.request.parameters.seed if member.request.parameters.do_sample else None,
+                )
+            )
+        return answer
+
+
+def _tokens(ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> pb.Tokens:
+    return pb.Tokens(
+        ids=ids,
+        logprobs=logprobs,
+        texts=[vocabulary.text(token_id) for token_id in ids],
+        is_special=[token_id in vocabulary.special for token_id in ids],
+    )

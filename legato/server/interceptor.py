@@ -1,0 +1,52 @@
+"""Errors of a call become a status with a message, and a line in the log; the shard lives on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from legato.common.errors import LegatoError
+
+logger = logging.getLogger(__name__)
+
+
+class RequestRefused(LegatoError):
+    """The caller asked for something that cannot be done now; `code` says what kind of mistake it was."""
+
+    def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ExceptionInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps the unary methods. The step stream reports a failed step in its own answer and goes on."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+        method, call = handler_call_details.method.rpartition("/")[2], handler.unary_unary
+
+        async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                return await call(request, context)
+            except RequestRefused as error:
+                await context.abort(error.code, str(error))
+            except LegatoError as error:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            except Exception as error:
+                if isinstance(error, grpc.aio.AbortError):
+                    raise
+                logger.exception("Method %s failed", method)
+                await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+        return grpc.unary_unary_rpc_method_handler(
+            guarded, handler.request_deserializer, handler.response_serializer
+        )

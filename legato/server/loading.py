@@ -1,0 +1,84 @@
+"""From options to a model on its device."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from legato.common.errors import OptionError
+from legato.common.model_files import ModelFiles
+from legato.common.options import ServerOptions
+from legato.models.config import ModelConfig
+from legato.models.registry import CausalModel, architecture_for, get_model
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: CausalModel
+    files: ModelFiles
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load(files: ModelFiles, options: ServerOptions) -> LoadedModel:
+    """Cheap checks first: a wrong file or flag ends in milliseconds, not after the weights are read."""
+    config = _with_rope_option(ModelConfig.from_hf(files.config()), options)
+    architecture_for(config.model_type)
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, files.config(), device)
+    if options.load_format == "auto":
+        files.check_weights()
+    started = time.perf_counter()
+    progress = LoadProgress() if options.load_format == "auto" else None
+    model = get_model(files, config, dtype, device, dummy=options.load_format == "dummy", progress=progress)
+    logger.info(
+        "Weights loaded",
+        extra={"fields": {"seconds": round(time.perf_counter() - started, 2), "dtype": str(dtype)[6:], "device": str(device)}},
+    )
+    return LoadedModel(model, files, device, dtype)
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device cuda: torch finds no usable CUDA device")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def choose_dtype(name: str | None, config: dict[str, object], device: torch.device) -> torch.dtype:
+    """On a CPU float32: the 16-bit formats are emulated on most of them and many times slower."""
+    if name is not None:
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    own = str(config.get("torch_dtype") or config.get("dtype") or "float16")
+    return DTYPES[own] if own in ("float16", "bfloat16") else torch.float16
+
+
+def _with_rope_option(config: ModelConfig, options: ServerOptions) -> ModelConfig:
+    """`--rope-scaling` and `--rope-factor` replace what the checkpoint says, and stretch the longest sequence."""
+    if options.rope is None:
+        return config
+    kind, factor = options.rope
+    rope = replace(config.rope, scaling={"rope_type": kind, "factor": factor})
+    return replace(config, rope=rope, max_positions=int(config.max_positions * factor))
+
+
+class LoadProgress:
+    """A line for every tenth of the weights: the launcher relays it."""
+
+    def __init__(self) -> None:
+        self._next_tenth = 1
+
+    def __call__(self, done: int, total: int) -> None:
+        if total and done * 10 >= self._next_tenth * total:
+            self._next_tenth = done * 10 // total + 1
+            logger.info("Loading weights", extra={"fields": {"percent": min(100, done * 100 // total)}})

@@ -1,0 +1,66 @@
+"""Rows to one `Step`: the tensors that a forward reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from legato.kernels.paged_attention import PagedContext
+from legato.layers.step import ChunkSpans, Step
+from legato.server.rows import Rows, RowStep
+
+
+def order(parts: list[RowStep]) -> list[int]:
+    """Places of the decodes, then of the chunks: attention treats the two differently."""
+    return sorted(range(len(parts)), key=lambda i: not parts[i].decode)
+
+
+def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtype) -> Step:
+    """`parts` are ordered, decodes first. Chunk tokens come from the host, decode tokens are on the device."""
+    device = rows.last_tokens.device
+    counts = np.array([part.count for part in parts], dtype=np.int32)
+    starts = np.array([part.start for part in parts], dtype=np.int32)
+    index = np.array([part.row for part in parts], dtype=np.int32)
+    ends = np.cumsum(counts)
+    positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
+    num_decodes = sum(part.decode for part in parts)
+
+    row_index, positions_there = _to(index, device), _to(positions, device)
+    owners = _to(np.repeat(index, counts), device)
+    blocks = rows.block_tables[owners, positions_there // block_size].long()
+    input_ids = rows.last_tokens[row_index[:num_decodes]]
+    if chunks := parts[num_decodes:]:
+        ids = [rows[part.row].input_ids[part.start : part.start + part.count] for part in chunks]
+        input_ids = torch.cat((input_ids, _to(np.concatenate(ids), device)))
+    sampling = np.array([part.samples for part in parts])
+    context_lens = starts + counts
+    return Step(
+        input_ids=input_ids,
+        positions=positions_there,
+        slots=blocks * block_size + positions_there % block_size,
+        logits_indices=_to(ends[sampling] - 1, device),
+        num_decodes=num_decodes,
+        rows=row_index,
+        block_tables=rows.block_tables,
+        context_lens=_to(context_lens, device),
+        chunks=_spans(counts[num_decodes:], starts[num_decodes:], device),
+        on_host=PagedContext(
+            counts.tolist(), context_lens.tolist(), num_decodes, rows.block_tables[row_index], block_size, dtype
+        )
+        if device.type == "cpu"
+        else None,
+    )
+
+
+def _spans(counts: np.ndarray, starts: np.ndarray, device: torch.device) -> ChunkSpans | None:
+    if not len(counts):
+        return None
+    alike = bool((counts == counts[0]).all() and not starts.any())
+    cu_seqlens = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
+    return ChunkSpans(_to(cu_seqlens, device), int(counts[0]) if alike else 0)
+
+
+def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Pinned on the way to a GPU, so that the copy is queued instead of waited for."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,138 @@
+"""The gRPC face of a shard. Everything that touches tensors runs on one thread, in the order it was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import grpc
+
+from legato.pb import generate_pb2 as pb
+from legato.pb import generate_pb2_grpc as pb_grpc
+from legato.server.engine import Pending
+from legato.server.interceptor import RequestRefused
+from legato.server.model import Model
+from legato.server.unary import UnaryBatches
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
+    def __init__(self, model: Model, server_urls: list[str]) -> None:
+        self._model = model
+        self._server_urls = server_urls
+        # Launches are asynchronous on a GPU, reading waits for it: on two threads the one overlaps the other.
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._unary: UnaryBatches | None = None
+        self._streaming = False
+
+    async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
+        return self._model.info()
+
+    async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthResponse:
+        """Answers from the event loop: a long step must not look like a dead shard."""
+        return pb.HealthResponse()
+
+    async def ServiceDiscovery(
+        self, request: pb.ServiceDiscoveryRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ServiceDiscoveryResponse:
+        return pb.ServiceDiscoveryResponse(urls=self._server_urls)
+
+    async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupResponse:
+        self._refuse_while_streaming("Warmup")
+        capacity = await self._on_engine(lambda: self._model.warmup(request))
+        self._unary = None
+        return pb.WarmupResponse(
+            max_supported_total_tokens=(capacity.num_blocks - 1) * self._model.block_size,
+            max_input_tokens=capacity.max_input_tokens,
+            max_total_tokens=capacity.max_total_tokens,
+            num_blocks=capacity.num_blocks,
+            max_rows=capacity.max_rows,
+        )
+
+    async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> pb.PrefillResponse:
+        return await self._on_engine(lambda: self._batches("Prefill").prefill(request))
+
+    async def Decode(self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext) -> pb.DecodeResponse:
+        return await self._on_engine(lambda: self._batches("Decode").decode(request))
+
+    async def FilterBatch(
+        self, request: pb.FilterBatchRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FilterBatchResponse:
+        return await self._on_engine(lambda: self._batches("FilterBatch").filter(request))
+
+    async def ClearCache(
+        self, request: pb.ClearCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ClearCacheResponse:
+        if self._unary is not None:
+            await self._on_engine(lambda: self._batches("ClearCache").clear(request))
+        return pb.ClearCacheResponse()
+
+    async def Tokens(
+        self, request_iterator: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.StepResponse]:
+        """Steps queue up at the engine's thread, so the next one starts the moment the last has been launched."""
+        try:
+            self._refuse_while_streaming("Tokens")
+            self._model.capacity  # noqa: B018 - refuses before warm-up
+        except RequestRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        self._streaming, self._unary = True, None
+        answers: asyncio.Queue[asyncio.Future[pb.StepResponse] | None] = asyncio.Queue()
+        feeder = asyncio.create_task(self._feed(request_iterator, answers))
+        try:
+            while (answer := await answers.get()) is not None:
+                yield await answer
+        finally:
+            feeder.cancel()
+            self._streaming = False
+
+    async def _feed(
+        self, requests: AsyncIterator[pb.StepRequest], answers: asyncio.Queue[asyncio.Future[pb.StepResponse] | None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async for request in requests:
+                launched = self._launcher.submit(self._launch, request)
+                answers.put_nowait(loop.run_in_executor(self._reader, lambda launch=launched: _read(launch.result())))
+        finally:
+            answers.put_nowait(None)
+
+    def _launch(self, request: pb.StepRequest) -> Pending | pb.StepResponse:
+        try:
+            return self._model.engine.launch(request)
+        except Exception as error:
+            logger.exception("Step %d failed", request.id)
+            return pb.StepResponse(id=request.id, error=f"{type(error).__name__}: {error}")
+
+    def _batches(self, method: str) -> UnaryBatches:
+        self._refuse_while_streaming(method)
+        if self._unary is None:
+            self._unary = UnaryBatches(self._model, self._model.loaded.files.tokenizer())
+        return self._unary
+
+    def _refuse_while_streaming(self, method: str) -> None:
+        """A router that sends steps owns all rows and blocks."""
+        if self._streaming:
+            raise RequestRefused(
+                f"{method} is not possible while a router drives this shard", grpc.StatusCode.FAILED_PRECONDITION
+            )
+
+    async def _on_engine(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._launcher, call)
+
+
+def _read(launched: Pending | pb.StepResponse) -> pb.StepResponse:
+    """Wait for the device. An error that only shows here belongs to the step just the same."""
+    if isinstance(launched, pb.StepResponse):
+        return launched
+    try:
+        return launched.read()
+    except Exception as error:
+        logger.exception("Step %d failed", launched.step_id)
+        return pb.StepResponse(id=launched.step_id, error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,74 @@
+"""A shard as a process: load, listen on the socket, stop on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from legato.common.errors import EndpointInUse
+from legato.common.model_files import ModelFiles
+from legato.common.options import ServerOptions
+from legato.pb import generate_pb2 as pb
+from legato.pb import generate_pb2_grpc as pb_grpc
+from legato.server.interceptor import ExceptionInterceptor
+from legato.server.loading import load
+from legato.server.model import Model
+from legato.server.service import TextGenerationService
+
+logger = logging.getLogger(__name__)
+
+UNLIMITED_MESSAGES = [("grpc.max_send_message_length", 2**31 - 1), ("grpc.max_receive_message_length", 2**31 - 1)]
+
+
+def run(files: ModelFiles, options: ServerOptions) -> None:
+    path = f"{options.uds_path}-{options.rank}"
+    claim_socket(path)
+    model = Model(load(files, options), options)
+    urls = [f"unix://{options.uds_path}-{rank}" for rank in range(options.world_size)]
+    asyncio.run(serve(TextGenerationService(model, urls), path))
+
+
+def claim_socket(path: str) -> None:
+    """A socket that somebody answers on is theirs; one that nobody does was left behind and goes."""
+    if not os.path.exists(path):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+    raise EndpointInUse(f"{path} is in use by another server: give this one another --uds-path (--shard-uds-path)")
+
+
+async def serve(service: TextGenerationService, path: str) -> None:
+    server = grpc.aio.server(interceptors=[ExceptionInterceptor()], options=UNLIMITED_MESSAGES)
+    pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)
+    name = pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
+    reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
+    old_mask = os.umask(0o177)  # the socket is made with mode 0600: only this user may drive the model
+    try:
+        server.add_insecure_port(f"unix://{path}")
+        await server.start()
+    except RuntimeError:
+        raise EndpointInUse(f"cannot listen on {path}") from None
+    finally:
+        os.umask(old_mask)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stopping.set)
+    logger.info("Server started", extra={"fields": {"socket": path}})
+    await stopping.wait()
+    await server.stop(grace=1.0)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,196 @@
+"""Prefill and Decode as TGI has them: one step over a batch, its tokens with texts, and what is left of the batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from legato.common.detokenize import Vocabulary
+from legato.common.stopping import StopMatcher
+from legato.pb import generate_pb2 as pb
+from legato.server.batch import Batch, Cache, Generation, Member, Places
+from legato.server.interceptor import RequestRefused
+from legato.server.model import Model
+
+
+class UnaryBatches:
+    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._vocabulary = Vocabulary(tokenizer)
+        self._eos = set(model.eos_token_ids)
+        self._cache = Cache()
+        self._places = Places(model.capacity)
+        self._steps = 0
+
+    def prefill(self, request: pb.PrefillRequest) -> pb.PrefillResponse:
+        started = time.perf_counter_ns()
+        batch = self._from_pb(request.batch)
+        if request.HasField("cached_batch"):
+            batch = Batch.concatenate([batch, self._cache.pop(request.cached_batch.id)])
+        generations, forward_ns = self.generate_token(batch)
+        return pb.PrefillResponse(
+            generations=generations,
+            batch=self._keep(batch),
+            forward_ns=forward_ns,
+            decode_ns=time.perf_counter_ns() - started - forward_ns,
+            total_ns=time.perf_counter_ns() - started,
+        )
+
+    def decode(self, request: pb.DecodeRequest) -> pb.DecodeResponse:
+        started = time.perf_counter_ns()
+        if not request.batches:
+            raise RequestRefused("Decode needs at least one batch")
+        batch = Batch.concatenate([self._cache.pop(cached.id) for cached in request.batches])
+        generations, forward_ns = self.generate_token(batch)
+        return pb.DecodeResponse(
+            generations=generations,
+            batch=self._keep(batch),
+            forward_ns=forward_ns,
+            decode_ns=time.perf_counter_ns() - started - forward_ns,
+            total_ns=time.perf_counter_ns() - started,
+        )
+
+    def filter(self, request: pb.FilterBatchRequest) -> pb.FilterBatchResponse:
+        batch, leaving = self._cache.pop(request.batch_id).filter(request.request_ids)
+        self._leave(leaving)
+        self._cache.set(batch)
+        return pb.FilterBatchResponse(batch=batch.to_pb())
+
+    def clear(self, request: pb.ClearCacheRequest) -> None:
+        batches = [self._cache.pop(request.id)] if request.HasField("id") else self._cache.pop_all()
+        for batch in batches:
+            self._leave(batch.members)
+
+    def generate_token(self, batch: Batch) -> tuple[list[pb.Generation], int]:
+        """One step over all members. Those that end leave the batch. If the step fails, all of them do."""
+        self._steps += 1
+        chunks = [self._chunk(member) for member in batch.members]
+        try:
+            response = self._model.engine.launch(self._step(batch.members, chunks)).read()
+        except BaseException:
+            self._leave(batch.members)
+            raise
+        prompt_logprobs = {item.row: item.logprobs for item in response.prompt_logprobs}
+        tops = {item.index: (list(item.ids), list(item.logprobs)) for item in response.top_tokens}
+        generations, left, index = [], [], 0
+        for member, count in zip(batch.members, chunks, strict=True):
+            samples = count == member.num_to_compute
+            member.num_computed += count
+            member.admitted = True
+            member.prompt_logprobs.extend(prompt_logprobs.get(member.row, ()))
+            if not samples:
+                continue
+            generation = self._generation(member, response, index, tops.get(index))
+            generations.append(generation.to_pb(self._vocabulary))
+            if generation.finish_reason is not None:
+                left.append(member)
+            index += 1
+        batch.members = [member for member in batch.members if member not in left]
+        self._leave(left)
+        return generations, int(response.forward_ns)
+
+    def _chunk(self, member: Member) -> int:
+        """The caller sizes the first chunk of a prompt; the rest follows in one."""
+        if not member.admitted and member.request.HasField("chunk_len") and member.request.chunk_len:
+            return min(int(member.request.chunk_len), member.num_to_compute)
+        return member.num_to_compute
+
+    def _step(self, members: Sequence[Member], chunks: list[int]) -> pb.StepRequest:
+        newcomers = [member for member in members if not member.admitted]
+        return pb.StepRequest(
+            id=self._steps,
+            admitted=[
+                pb.Admission(
+                    row=member.row,
+                    request_id=member.request.id,
+                    input_ids=member.input_ids,
+                    num_cached=member.num_computed,
+                    blocks=member.blocks,
+                    parameters=member.request.parameters,
+                    top_n_tokens=member.request.top_n_tokens,
+                    prompt_logprobs=member.request.prefill_logprobs,
+                )
+                for member in newcomers
+            ],
+            rows=[member.row for member in members],
+            num_tokens=chunks,
+            num_new_blocks=[0] * len(members),
+        )
+
+    def _generation(
+        self, member: Member, response: pb.StepResponse, index: int, top: tuple[list[int], list[float]] | None
+    ) -> Generation:
+        token_id, logprob = response.token_ids[index], response.logprobs[index]
+        member.num_generated += 1
+        text = member.stops.feed(member.detokenizer.push(token_id))
+        reason = self._finish_reason(member, token_id)
+        if reason is not None and reason != pb.FINISH_REASON_STOP_SEQUENCE:
+            text += member.detokenizer.flush()
+        member.pieces.append(text)
+        shown = self._vocabulary.special.get(token_id, text)
+        return Generation(member, token_id, logprob, shown, top, reason)
+
+    def _finish_reason(self, member: Member, token_id: int) -> pb.FinishReason | None:
+        stopping = member.request.stopping_parameters
+        if member.num_generated >= stopping.max_new_tokens:
+            return pb.FINISH_REASON_LENGTH
+        if token_id in self._eos and not stopping.ignore_eos_token:
+            return pb.FINISH_REASON_EOS_TOKEN
+        return pb.FINISH_REASON_STOP_SEQUENCE if member.stops.stopped else None
+
+    def _from_pb(self, batch: pb.Batch) -> Batch:
+        members: list[Member] = []
+        try:
+            for request in batch.requests:
+                members.append(self._member(request))
+        except RequestRefused:
+            self._leave(members)
+            raise
+        if not members:
+            raise RequestRefused("Prefill needs at least one request")
+        return Batch(batch.id, members)
+
+    def _member(self, request: pb.Request) -> Member:
+        ids = self._tokenize(request)
+        longest = len(ids) + request.stopping_parameters.max_new_tokens
+        if not ids or longest > self._model.capacity.max_total_tokens:
+            raise RequestRefused(
+                f"request {request.id}: {len(ids)} prompt tokens and {request.stopping_parameters.max_new_tokens} new ones"
+                f" do not fit between 1 and {self._model.capacity.max_total_tokens}"
+            )
+        row = self._places.take_row()
+        try:
+            needed = -(-longest // self._model.block_size)
+            own = not request.blocks
+            blocks = self._places.take_blocks(needed) if own else list(request.blocks)
+        except RequestRefused:
+            self._places.rows.add(row)
+            raise
+        stopping = request.stopping_parameters
+        return Member(
+            request, ids, row, blocks, own, self._vocabulary.detokenizer(ids),
+            StopMatcher(stopping.stop_sequences), 0 if own else int(request.cache_len),
+        )  # fmt: skip
+
+    def _tokenize(self, request: pb.Request) -> list[int]:
+        if request.input_ids:
+            ids = list(request.input_ids)
+        else:
+            text = request.inputs or "".join(chunk.text for chunk in request.input_chunks.chunks)
+            ids = self._tokenizer.encode(text, add_special_tokens=request.add_special_tokens).ids
+        return ids[-request.truncate :] if request.truncate else ids
+
+    def _keep(self, batch: Batch) -> pb.CachedBatch | None:
+        if not batch.members:
+            return None
+        self._cache.set(batch)
+        return batch.to_pb()
+
+    def _leave(self, members: Sequence[Member]) -> None:
+        for member in members:
+            self._places.rows.add(member.row)
+            if member.own_blocks:
+                self._places.blocks.update(member.blocks)

@@ -1,0 +1,147 @@
+"""Log lines as text and as JSON, and back."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from legato.common.errors import OptionError
+from legato.common.logging import TRACE, parse, setup
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def untouched_logging() -> Iterator[None]:
+    """Whatever a test sets up ends with it."""
+    root, ours = logging.getLogger(), logging.getLogger("legato")
+    handlers, levels = root.handlers[:], (root.level, ours.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+    logging.getLogger("legato.router").setLevel(logging.NOTSET)
+
+
+def logged(level: str = "info", json_output: bool = False, stream: io.StringIO | None = None) -> io.StringIO:
+    out = stream or io.StringIO()
+    setup(level, json_output, "router", out)
+    return out
+
+
+def test_text_has_time_level_program_message_and_fields() -> None:
+    out = logged()
+    logging.getLogger("legato.router").warning("Slow %s", "step", extra={"fields": {"ms": 12, "why": "a prompt"}})
+    moment, line = out.getvalue().split(" ", 1)
+    assert moment.endswith("Z") and len(moment) == len("2026-01-31T12:00:00.000000Z")
+    assert line == ' WARN router: Slow step ms=12 why="a prompt"\n'
+
+
+def test_json_is_one_object_per_line() -> None:
+    out = logged(json_output=True)
+    logging.getLogger("legato.router.app").info("two\nlines", extra={"fields": {"total_time": "1.2s"}})
+    (line,) = out.getvalue().splitlines()
+    entry = json.loads(line)
+    assert entry.pop("timestamp").endswith("Z")
+    assert entry == {
+        "level": "INFO",
+        "message": "two\nlines",
+        "target": "legato.router.app",
+        "program": "router",
+        "fields": {"total_time": "1.2s"},
+    }
+
+
+@pytest.mark.parametrize("json_output", [False, True])
+def test_a_traceback_is_kept(json_output: bool) -> None:
+    out = logged(json_output=json_output)
+    try:
+        raise ValueError("bad weights")
+    except ValueError:
+        logging.getLogger("legato").exception("Cannot load")
+    assert "Traceback" in out.getvalue()
+    assert "ValueError: bad weights" in out.getvalue()
+
+
+def test_colours_appear_only_on_a_terminal() -> None:
+    plain, coloured = logged(), None
+    logging.getLogger("legato").error("x")
+    coloured = logged(stream=Terminal())
+    logging.getLogger("legato").error("x")
+    assert "\033" not in plain.getvalue()
+    assert "\033[31m" in coloured.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("error", ["ERROR"]),
+        ("warn", ["ERROR", "WARN"]),
+        ("INFO", ["ERROR", "WARN", "INFO"]),
+        ("debug", ["ERROR", "WARN", "INFO", "DEBUG"]),
+        ("trace", ["ERROR", "WARN", "INFO", "DEBUG", "TRACE"]),
+        ("off", []),
+    ],
+)
+def test_a_level_lets_itself_and_worse_through(level: str, expected: list[str]) -> None:
+    out = logged(level)
+    for number in (logging.ERROR, logging.WARNING, logging.INFO, logging.DEBUG, TRACE):
+        logging.getLogger("legato.x").log(number, "x")
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == expected
+
+
+def test_other_libraries_speak_one_level_less() -> None:
+    out = logged("info")
+    logging.getLogger("some.library").info("chatter")
+    logging.getLogger("some.library").warning("trouble")
+    assert "chatter" not in out.getvalue()
+    assert "trouble" in out.getvalue()
+
+
+def test_single_modules_may_have_a_level_of_their_own() -> None:
+    out = logged("warn,legato.router=debug,text_generation_router::infer=trace")
+    logging.getLogger("legato.router").debug("shown")
+    logging.getLogger("legato.server").info("hidden")
+    assert out.getvalue().endswith("shown\n")
+    assert "hidden" not in out.getvalue()
+
+
+def test_an_unknown_level_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(OptionError, match=r"LOG_LEVEL.*'loud'.*error, warn, info, debug, trace"):
+        setup("loud", False, "router", io.StringIO())
+
+
+def test_a_json_line_reads_back_as_the_same_record() -> None:
+    out = logged(json_output=True)
+    try:
+        raise ValueError("bad weights")
+    except ValueError:
+        logging.getLogger("legato.server").warning("100 %", exc_info=True, extra={"fields": {"rank": 0}})
+    first = out.getvalue()
+    record = parse(first.rstrip())
+    assert record is not None
+    again = logged(json_output=True)
+    logging.getLogger().handle(record)
+    assert again.getvalue() == first
+
+
+@pytest.mark.parametrize("line", ["", "plain", "{", "{}", '{"message": 1}', "[1]", '{"timestamp": 1, "level": 2}'])
+def test_other_lines_are_not_taken_for_records(line: str) -> None:
+    assert parse(line) is None
+
+
+def test_a_reader_that_leaves_causes_no_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    logged(stream=Broken())
+    logging.getLogger("legato").error("x")
+    assert capsys.readouterr().err == ""

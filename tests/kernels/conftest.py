@@ -1,0 +1,51 @@
+"""Every kernel is compared with its torch version, on the GPU if there is one, else in Triton's interpreter.
+
+The interpreter is chosen when Triton is first imported, hence before any test imports a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.importorskip("triton")
+
+Randn = Callable[..., torch.Tensor]
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def randn(device: torch.device) -> Randn:
+    """Seeded normal noise: randn(2, 3, dtype=torch.bfloat16)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype=dtype, device=device)
+
+    return draw
+
+
+@pytest.fixture
+def assert_close() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Equal up to the rounding of the result's dtype. NaN never passes."""
+    tolerances = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+    def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        tolerance = tolerances[actual.dtype]
+        torch.testing.assert_close(
+            actual.double(), expected.double(), rtol=tolerance, atol=tolerance, check_device=False
+        )
+
+    return check

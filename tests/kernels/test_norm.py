@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from legato.kernels import norm
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 7, 96, 576])
+def test_rms_norm_equals_torch(randn, assert_close, hidden, dtype):
+    x, weight = randn(3, hidden, dtype=dtype), randn(hidden, dtype=dtype)
+    assert_close(norm._rms_norm_triton(x, weight, 1e-5), norm._rms_norm_torch(x, weight, 1e-5))
+
+
+def test_rms_norm_reads_strided_rows(randn, assert_close):
+    x, weight = randn(5, 64)[:, 3:51], randn(48)
+    assert_close(norm._rms_norm_triton(x, weight, 1e-5), norm._rms_norm_torch(x, weight, 1e-5))
+
+
+def test_rms_norm_keeps_a_wider_weight(randn, assert_close):
+    x, weight = randn(2, 40, dtype=torch.bfloat16), randn(40)
+    assert_close(norm._rms_norm_triton(x, weight, 1e-6), norm._rms_norm_torch(x, weight, 1e-6))
+
+
+def test_rms_norm_of_no_rows_is_empty(randn):
+    assert norm._rms_norm_triton(randn(0, 8), randn(8), 1e-5).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_add_rms_norm_equals_torch(randn, assert_close, dtype, inplace):
+    x, residual, weight = randn(3, 96, dtype=dtype), randn(3, 96, dtype=dtype), randn(96, dtype=dtype)
+    expected_norm, expected_sum = norm._add_rms_norm_torch(x, residual.clone(), weight, 1e-5, inplace)
+    actual_norm, actual_sum = norm._add_rms_norm_triton(x, residual, weight, 1e-5, inplace)
+    assert_close(actual_norm, expected_norm)
+    assert_close(actual_sum, expected_sum)
+    assert (actual_sum.data_ptr() == residual.data_ptr()) == inplace
+
+
+def test_the_fused_norm_is_the_norm_of_the_sum_it_returns(randn):
+    x, residual, weight = (randn(4, 64, dtype=torch.bfloat16) for _ in range(3))
+    normed, total = norm._add_rms_norm_triton(x, residual, weight[0], 1e-5, False)
+    torch.testing.assert_close(normed, norm._rms_norm_triton(total, weight[0], 1e-5), rtol=0, atol=0)
+
+
+def test_the_public_functions_run_on_any_device(randn, assert_close):
+    x, residual, weight = randn(2, 8), randn(2, 8), randn(8)
+    normed, total = norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert_close(normed, norm.rms_norm(total, weight, 1e-5))
+
+
+def test_a_weight_of_another_size_is_refused(randn):
+    with pytest.raises(AssertionError):
+        norm.rms_norm(randn(2, 8), randn(4), 1e-5)

@@ -1,0 +1,166 @@
+"""A launcher whose shards and router are small scripts, so that a test can make them do anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PRELUDE = """\
+#!{python}
+import json, os, signal, socket, sys, time
+
+journal = open(os.environ["JOURNAL"], "a", buffering=1)
+
+def flag(name, default=None):
+    return next((word.partition("=")[2] for word in sys.argv if word.startswith(name + "=")), default)
+
+def say(level, message, **fields):
+    entry = {{"timestamp": "2026-01-31T12:00:00.000000Z", "level": level, "message": message}}
+    print(json.dumps(entry | {{"target": "fake", "program": "fake", "fields": fields}}), flush=True)
+
+def on_stop(name, behaviour):
+    def stop(number, frame):
+        journal.write(name + " asked to stop\\n")
+        if behaviour == "stubborn":
+            return
+        if behaviour == "slow":
+            time.sleep(0.2)
+        journal.write(name + " stopped\\n")
+        os._exit(0)
+    signal.signal(signal.SIGTERM, stop)
+"""
+
+SERVER = """
+if sys.argv[1] == "download-weights":
+    journal.write("download " + " ".join(sys.argv[2:]) + "\\n")
+    say("INFO", "downloading")
+    if os.environ.get("FAKE_DOWNLOAD") == "fail":
+        sys.exit("error: no such model")
+    if os.environ.get("FAKE_DOWNLOAD") == "slow":
+        time.sleep(60)
+    sys.exit(0)
+
+name = "shard-" + os.environ["RANK"]
+behaviour = os.environ.get("FAKE_SHARD")
+journal.write(f"{name} started {os.getpid()}\\n")
+on_stop(name, behaviour)
+if behaviour == "crash":
+    print("Traceback (most recent call last):", "  in load", "ValueError: bad weights", sep="\\n", file=sys.stderr)
+    sys.exit(3)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(flag("--uds-path") + "-" + os.environ["RANK"])
+listener.listen()
+say("WARN", "loaded", rank=0)
+print("plain words", flush=True)
+if behaviour == "die":
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    time.sleep(60)
+"""
+
+ROUTER = """
+behaviour = os.environ.get("FAKE_ROUTER")
+journal.write(f"router started {os.getpid()}\\n")
+on_stop("router", behaviour)
+while not os.path.exists(flag("--master-shard-uds-path")):
+    time.sleep(0.02)
+listener = socket.socket()
+listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+listener.bind(("127.0.0.1", int(flag("--port"))))
+listener.listen()
+while True:
+    connection, _ = listener.accept()
+    connection.recv(4096)
+    connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
+    connection.close()
+    if behaviour == "exit":
+        sys.exit(0)
+"""
+
+# The launcher looks for its programs beside its interpreter.
+RUN = "import sys; sys.executable = sys.argv.pop(1); from legato.launcher.cli import main; main()"
+
+
+class Launched:
+    """A running launcher: its log, and what its children wrote down."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path, journal: Path, socket_path: Path, port: int) -> None:
+        self.process = process
+        self._log = log
+        self._journal = journal
+        self.socket_path = socket_path
+        self.port = port
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def journal(self) -> list[str]:
+        return self._journal.read_text().splitlines()
+
+    def pid_of(self, name: str) -> int:
+        return next(int(line.split()[-1]) for line in self.journal if line.startswith(f"{name} started"))
+
+    def until(self, condition: Callable[[], bool], timeout: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing happened; log so far:\n{self.log}"
+            time.sleep(0.01)
+
+    def until_logged(self, words: str) -> None:
+        self.until(lambda: words in self.log)
+
+    def until_journal(self, words: str) -> None:
+        self.until(lambda: words in "\n".join(self.journal))
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> tuple[int, str]:
+        """Exit code and stderr."""
+        _, stderr = self.process.communicate(timeout=10)
+        return self.process.returncode, stderr
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
+    """Start a launcher with the given arguments and environment."""
+    for name, body in {"text-generation-server": SERVER, "text-generation-router": ROUTER}.items():
+        script = tmp_path / name
+        script.write_text(PRELUDE.format(python=sys.executable) + body)
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    started: list[Launched] = []
+
+    def start(*args: str, model: str = ".", **environ: str) -> Launched:
+        log, journal, socket_path = (tmp_path / name for name in (f"log-{len(started)}", "journal", "shard"))
+        journal.touch()
+        words = [sys.executable, "-c", RUN, str(tmp_path / "python"), f"--port={free_port}", "--hostname=127.0.0.1"]
+        words += [f"--shard-uds-path={socket_path}", f"--model-id={model}", *args]
+        environ = {"PATH": os.environ["PATH"], "JOURNAL": str(journal)} | environ
+        with log.open("w") as out:
+            process = subprocess.Popen(words, stdout=out, stderr=subprocess.PIPE, text=True, env=environ)
+        started.append(Launched(process, log, journal, socket_path, free_port))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        launched.process.kill()
+        launched.process.communicate()

@@ -1,0 +1,56 @@
+"""The launcher's command without children, the legato command, and the reference page."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from legato import __version__
+from legato.cli import legato
+from legato.common.program import run_program
+from legato.launcher.reference import reference_page
+
+HEAVY = {"torch", "grpc", "huggingface_hub", "numpy", "transformers", "rich", "starlette", "uvicorn"}
+
+
+@pytest.mark.parametrize("module", ["legato.launcher.cli", "legato.cli", "legato.common.program"])
+def test_importing_brings_in_nothing_heavy(module: str) -> None:
+    code = f"import {module}, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not HEAVY & set(loaded)
+
+
+def test_the_reference_page_is_fresh() -> None:
+    page = Path(__file__).parents[2] / "docs" / "launcher.md"
+    assert page.read_text() == reference_page(), "run: legato options > docs/launcher.md"
+
+
+def test_legato_options_prints_the_reference_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(legato, ["options"]) == 0
+    assert capsys.readouterr().out == reference_page()
+
+
+def test_legato_serve_is_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(legato, ["serve", "--speculate=2"]) == 1
+    expected = "error: --speculate: speculative decoding is not available in this version of Legato\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_legato_env_names_versions_without_importing_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(legato, ["env"]) == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["legato"] == __version__
+    assert lines["torch"][0].isdigit()
+    assert int(lines["cpus"]) >= 1
+
+
+def test_legato_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(legato, ["--version"]) == 0
+    assert capsys.readouterr().out == f"legato {__version__}\n"
+
+
+def test_an_unknown_subcommand_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(legato, ["nonsense"]) == 2

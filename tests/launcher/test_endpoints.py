@@ -1,0 +1,105 @@
+"""Ports and sockets that are free, in use, stale or something else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from legato.common.errors import EndpointInUse, OptionError
+from legato.launcher.endpoints import check_port, claim_sockets, is_healthy, url
+
+
+def test_a_free_port_is_free(free_port: int) -> None:
+    check_port("127.0.0.1", free_port)
+    check_port("0.0.0.0", free_port)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_with_a_listener_is_in_use(address: str, free_port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port))
+        other.listen()
+        with pytest.raises(EndpointInUse, match=f"port {free_port} .* --port"):
+            check_port(address, free_port)
+
+
+def test_an_address_of_another_machine_is_refused(free_port: int) -> None:
+    with pytest.raises(OptionError, match="--hostname"):
+        check_port("192.0.2.1", free_port)
+
+
+def test_sockets_are_named_after_their_rank(tmp_path: Path) -> None:
+    with claim_sockets(f"{tmp_path}/shard", 2) as sockets:
+        assert sockets == [f"{tmp_path}/shard-0", f"{tmp_path}/shard-1"]
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    with claim_sockets(f"{tmp_path}/shard", 1) as (path,), socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_server_keeps_its_socket(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{tmp_path}/shard-0")
+        server.listen()
+        with pytest.raises(EndpointInUse, match="--shard-uds-path"), claim_sockets(f"{tmp_path}/shard", 1):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["shard-0"]
+
+
+def test_a_stale_socket_is_removed(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{tmp_path}/shard-0")
+        server.listen()
+    with claim_sockets(f"{tmp_path}/shard", 1) as (path,):
+        assert not os.path.exists(path)
+
+
+def test_two_claims_exclude_each_other_before_there_is_a_socket(tmp_path: Path) -> None:
+    with (
+        claim_sockets(f"{tmp_path}/shard", 1),
+        pytest.raises(EndpointInUse, match="--shard-uds-path"),
+        claim_sockets(f"{tmp_path}/shard", 1),
+    ):
+        pass
+    with claim_sockets(f"{tmp_path}/shard", 1):
+        pass
+
+
+def test_a_file_that_is_no_socket_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "shard-0").write_text("precious")
+    with pytest.raises(OptionError, match="is not a socket"), claim_sockets(f"{tmp_path}/shard", 1):
+        pass
+    assert (tmp_path / "shard-0").read_text() == "precious"
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/shard", "x" * 120])
+def test_an_impossible_path_is_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(OptionError, match="--shard-uds-path"), claim_sockets(str(tmp_path / path), 1):
+        pass
+
+
+def test_health_is_an_answer_of_200(free_port: int) -> None:
+    statuses = [b"503 Service Unavailable", b"200 OK"]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 " + statuses.pop(0) + b"\r\n\r\n")
+        writer.close()
+
+    async def ask() -> list[bool]:
+        before = await is_healthy("0.0.0.0", free_port)
+        async with await asyncio.start_server(answer, "127.0.0.1", free_port):
+            return [before, await is_healthy("0.0.0.0", free_port), await is_healthy("0.0.0.0", free_port)]
+
+    assert asyncio.run(ask()) == [False, False, True]
+
+
+def test_urls_put_ipv6_in_brackets() -> None:
+    assert url("0.0.0.0", 80) == "http://0.0.0.0:80"
+    assert url("::1", 80) == "http://[::1]:80"

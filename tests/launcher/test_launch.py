@@ -1,0 +1,210 @@
+"""The launcher as a process, with scripts in place of shards and router."""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.conftest import Launched
+
+Launch = Callable[..., Launched]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_router_before_the_shard_and_exits_0(launch: Launch, number: signal.Signals) -> None:
+    launched = launch(FAKE_ROUTER="slow")
+    launched.until_logged("Listening on")
+    launched.send(number)
+    assert launched.wait() == (0, "")
+    stops = [line for line in launched.journal if "stop" in line]
+    assert stops == ["router asked to stop", "router stopped", "shard-0 asked to stop", "shard-0 stopped"]
+
+
+def test_start_up_is_announced_step_by_step(launch: Launch) -> None:
+    launched = launch()
+    launched.until_logged("Listening on")
+    messages = ["Starting shards and router", "Shard ready in", "Connected", f"http://127.0.0.1:{launched.port}"]
+    positions = [launched.log.index(message) for message in messages]
+    assert positions == sorted(positions)
+
+
+def test_lines_of_children_keep_their_level_and_fields(launch: Launch) -> None:
+    launched = launch()
+    launched.until_logged("plain words")
+    assert "2026-01-31T12:00:00.000000Z  WARN shard-0: loaded rank=0" in launched.log
+    assert "INFO shard-0: plain words" in launched.log
+
+
+def test_with_json_output_every_line_is_an_object(launch: Launch) -> None:
+    launched = launch("--json-output")
+    launched.until_logged("Listening on")
+    entries = [json.loads(line) for line in launched.log.splitlines()]
+    assert {(entry["program"], entry["level"], entry["message"]) for entry in entries} >= {
+        ("shard-0", "WARN", "loaded"),
+        ("shard-0", "INFO", "plain words"),
+        ("launcher", "INFO", "Connected"),
+    }
+
+
+def test_a_local_model_is_not_downloaded(launch: Launch, tmp_path: Path) -> None:
+    launched = launch(model=str(tmp_path))
+    launched.until_logged("Listening on")
+    assert not any(line.startswith("download") for line in launched.journal)
+
+
+def test_another_model_is_downloaded_before_anything_starts(launch: Launch) -> None:
+    launched = launch("--revision=main", model="some/model")
+    launched.until_logged("Listening on")
+    assert launched.journal[0] == "download some/model --revision=main --json-output"
+    assert "INFO download: downloading" in launched.log
+
+
+def test_a_failed_download_passes_its_line_and_code_through(launch: Launch) -> None:
+    launched = launch(model="some/model", FAKE_DOWNLOAD="fail")
+    assert launched.wait() == (1, "error: no such model\n")
+    assert len(launched.journal) == 1
+
+
+def test_a_signal_during_the_download_ends_it(launch: Launch) -> None:
+    launched = launch(model="some/model", FAKE_DOWNLOAD="slow")
+    launched.until_logged("downloading")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == (0, "")
+
+
+def test_a_shard_that_crashes_is_named_with_its_last_words(launch: Launch) -> None:
+    code, stderr = launch(FAKE_SHARD="crash").wait()
+    assert code == 1
+    assert stderr.splitlines() == [
+        "Traceback (most recent call last):",
+        "  in load",
+        "ValueError: bad weights",
+        "error: shard-0 exited with code 3: ValueError: bad weights",
+    ]
+
+
+def test_a_killed_shard_ends_everything_and_the_signal_is_named(launch: Launch) -> None:
+    launched = launch(FAKE_SHARD="die")
+    code, stderr = launched.wait()
+    assert code == 1
+    assert stderr.startswith("error: shard-0 was killed by SIGKILL")
+    assert "router stopped" in launched.journal
+
+
+def test_a_router_that_leaves_unasked_is_an_error(launch: Launch) -> None:
+    launched = launch(FAKE_ROUTER="exit")
+    assert launched.wait() == (1, "error: router exited with code 0\n")
+    assert "shard-0 stopped" in launched.journal
+
+
+def test_a_stubborn_router_is_killed_after_the_grace(launch: Launch) -> None:
+    launched = launch("-g1", FAKE_ROUTER="stubborn")
+    launched.until_logged("Listening on")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == (0, "")
+    assert "WARN launcher: router has not stopped within 1 s: killing it" in launched.log
+    assert launched.journal[-1] == "shard-0 stopped"
+
+
+def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
+    launched = launch(FAKE_ROUTER="stubborn")
+    launched.until_logged("Listening on")
+    launched.send(signal.SIGINT)
+    launched.until_journal("router asked to stop")
+    launched.send(signal.SIGINT)
+    assert launched.wait() == (130, "")
+
+
+def test_nohup_is_respected(launch: Launch) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launched = launch()
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    launched.until_logged("Listening on")
+    launched.send(signal.SIGHUP)
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == (0, "")
+    assert "Received SIGTERM" in launched.log
+    assert "Received SIGHUP" not in launched.log
+
+
+def test_a_killed_launcher_leaves_no_orphans(launch: Launch) -> None:
+    launched = launch()
+    launched.until_logged("Listening on")
+    pids = [launched.pid_of("shard-0"), launched.pid_of("router")]
+    launched.send(signal.SIGKILL)
+    launched.wait()
+    launched.until(lambda: not any(map(alive, pids)))
+
+
+def test_sockets_are_gone_at_the_end(launch: Launch) -> None:
+    launched = launch()
+    launched.until_logged("Listening on")
+    assert Path(f"{launched.socket_path}-0").is_socket()
+    launched.send(signal.SIGTERM)
+    launched.wait()
+    assert not list(launched.socket_path.parent.glob("shard*"))
+
+
+def test_a_stale_socket_is_replaced(launch: Launch, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(tmp_path / "shard-0"))
+    launch().until_logged("Listening on")
+
+
+def test_a_second_launcher_on_the_same_sockets_is_refused_while_the_first_starts(launch: Launch) -> None:
+    first = launch()
+    first.until_logged("Starting")
+    second = launch("--port=1234")
+    code, stderr = second.wait()
+    assert code == 1
+    assert "--shard-uds-path" in stderr
+    first.until(lambda: Path(f"{first.socket_path}-0").exists())
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(launch: Launch, free_port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port))
+        other.listen()
+        launched = launch()
+        code, stderr = launched.wait()
+    assert code == 1
+    assert stderr == f"error: port {free_port} belongs to another process: stop it or choose another with --port\n"
+    assert launched.journal == []
+
+
+def test_options_without_effect_are_mentioned(launch: Launch) -> None:
+    launched = launch("--prometheus-port=9100", MAX_WAITING_TOKENS="7")
+    launched.until_logged("Starting")
+    assert "WARN launcher: --prometheus-port has no effect: " in launched.log
+    assert "WARN launcher: --max-waiting-tokens has no effect: " in launched.log
+
+
+def test_more_devices_than_this_version_uses_are_mentioned(launch: Launch) -> None:
+    launched = launch(CUDA_VISIBLE_DEVICES="0,1")
+    launched.until_logged("Starting")
+    assert "2 devices are visible" in launched.log
+    assert "num_shard=1" in launched.log
+
+
+def test_environment_is_printed_without_starting_anything(launch: Launch) -> None:
+    launched = launch("--env")
+    assert launched.wait() == (0, "")
+    assert f"python: {platform.python_version()}" in launched.log
+    assert "torch: " in launched.log
+    assert launched.journal == []

@@ -1,0 +1,164 @@
+"""Children: what they say, how they end, and what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from legato.launcher.processes import KEPT_LINES, Child, ChildFailed, Command, Supervisor
+
+T = TypeVar("T")
+
+
+def supervised(body: Callable[[Supervisor], Awaitable[T]]) -> T:
+    async def run() -> T:
+        with Supervisor() as supervisor:
+            return await body(supervisor)
+
+    return asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def ended(code: str) -> Child:
+    """A child that ran this Python code to its end."""
+
+    async def body(supervisor: Supervisor) -> Child:
+        child = supervisor.start(python(code))
+        assert await supervisor.first_exit(child) is child
+        return child
+
+    return supervised(body)
+
+
+def python(code: str, name: str = "child") -> Command:
+    return Command(name, [sys.executable, "-c", code], dict(os.environ))
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("pass", "child exited with code 0"),
+        ("import sys; sys.exit(3)", "child exited with code 3"),
+        ("import sys; sys.exit('error: no such file')", "child exited with code 1: no such file"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "child was killed by SIGSEGV"),
+        ("import os, signal; os.kill(os.getpid(), 9)", "child was killed by SIGKILL, perhaps because memory ran out"),
+    ],
+)
+def test_an_exit_is_described(code: str, expected: str) -> None:
+    assert ended(code).describe_exit() == expected
+
+
+def test_only_the_end_of_stderr_is_kept() -> None:
+    child = ended(f"import sys; [print(i, file=sys.stderr) for i in range({KEPT_LINES + 100})]")
+    assert list(child.stderr) == [str(i) for i in range(100, KEPT_LINES + 100)]
+
+
+def test_everything_said_before_the_end_is_relayed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ended("import sys; sys.stdout.write(''.join(f'line {i}\\n' for i in range(20000)) + 'no newline')")
+    assert caplog.messages == [*(f"line {i}" for i in range(20000)), "no newline"]
+
+
+def test_a_very_long_line_and_broken_text_are_survived(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ended("import sys; sys.stdout.buffer.write(b'x' * 3_000_000 + b'\\xff\\nlast\\n')")
+    assert "".join(caplog.messages[:-1]) == "x" * 3_000_000 + "\ufffd"
+    assert caplog.messages[-1] == "last"
+
+
+def test_a_grandchild_that_holds_the_pipe_delays_nothing_and_dies() -> None:
+    start = time.monotonic()
+    child = ended(
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+        " stdout=1); sys.stderr.write(f'{p.pid}\\nlast words')"
+    )
+    assert time.monotonic() - start < 5
+    grandchild = int(child.stderr[0])
+    assert child.describe_exit() == "child exited with code 0: last words"
+    deadline = time.monotonic() + 5
+    while is_running(grandchild):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until_lines(path: Path, count: int) -> None:
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        await asyncio.sleep(0.01)
+
+
+def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    code = f"""
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open({str(ready)!r}, "w").write("deaf\\n")
+time.sleep(60)
+"""
+
+    async def body(supervisor: Supervisor) -> int:
+        child = supervisor.start(python(code))
+        await until_lines(ready, 1)
+        await supervisor.stop(child, grace=0.1)
+        return await child.exited
+
+    assert supervised(body) == -9
+
+
+def test_children_of_one_stop_are_asked_together(tmp_path: Path) -> None:
+    ready, asked = tmp_path / "ready", tmp_path / "asked"
+    # Each leaves only when it sees that the others have been asked as well.
+    code = f"""
+import signal, sys, time
+def stop(*_):
+    open({str(asked)!r}, "a").write("asked\\n")
+    while len(open({str(asked)!r}).readlines()) < 3:
+        time.sleep(0.01)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+open({str(ready)!r}, "a").write("ready\\n")
+time.sleep(60)
+"""
+
+    async def body(supervisor: Supervisor) -> list[int]:
+        children = [supervisor.start(python(code)) for _ in range(3)]
+        await until_lines(ready, 3)
+        await supervisor.stop(*children, grace=5)
+        return [await child.exited for child in children]
+
+    assert supervised(body) == [0, 0, 0]
+
+
+def test_children_do_not_outlive_an_error() -> None:
+    seen: list[int] = []
+
+    async def body(supervisor: Supervisor) -> None:
+        child = supervisor.start(python("import time; time.sleep(60)"))
+        seen.append(child._process.pid)
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError):
+        supervised(body)
+    os.waitpid(seen[0], 0)
+
+
+def test_a_program_that_is_not_there_is_named() -> None:
+    async def body(supervisor: Supervisor) -> None:
+        supervisor.start(Command("router", ["/no/such/program"], {}))
+
+    with pytest.raises(ChildFailed, match="/no/such/program"):
+        supervised(body)

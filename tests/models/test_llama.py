@@ -1,0 +1,120 @@
+"""Llama's logits against transformers', for the variations of the family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from legato.common.errors import ModelFileError
+from legato.layers.kv_cache import KVCache
+from legato.models.registry import CausalModel
+from legato.server.prepare import prepare
+from legato.server.rows import Rows
+from tests.server.local import CPU, load
+from tests.tiny_models import tiny_llama
+
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+LINEAR_ROPE = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
+
+
+def logits(model: CausalModel, ids: list[int]) -> torch.Tensor:
+    """Of every position, through the paged path."""
+    rows = Rows(1, 64, CPU)
+    rows.admit(0, 1, ids, 0, False)
+    rows.append_blocks(0, list(range(1, 1 + -(-len(ids) // 16))))
+    step = prepare(rows, [rows.advance(0, len(ids))], 16, torch.float32)
+    with torch.inference_mode():
+        return model.logits(model.forward(step, KVCache(model.kv_shape, 64, 16, CPU)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(num_key_value_heads=6),
+        dict(num_key_value_heads=1, head_dim=32),
+        dict(tie_word_embeddings=True),
+        dict(attention_bias=True, mlp_bias=True),
+        dict(rope_parameters=dict(rope_type="default", rope_theta=1_000_000.0)),
+        dict(rope_parameters=LLAMA3_ROPE),
+        dict(rope_parameters=YARN_ROPE),
+        dict(rope_parameters=LINEAR_ROPE),
+        dict(rms_norm_eps=1e-3),
+    ],
+    ids=str,
+)
+def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_llama(tmp_path, **changes)
+    ids = torch.randint(3, 320, (100,), generator=torch.Generator().manual_seed(1))
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = oracle(ids[None]).logits[0]
+    torch.testing.assert_close(logits(load(folder), ids.tolist()), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_checkpoints_are_read_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_llama(tmp_path, dtype=dtype)
+    ids = list(range(3, 60))
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(logits(load(folder), ids), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    tiny_llama(whole)
+    tiny_llama(cut)
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(cut, max_shard_size="100KB")
+    (cut / "model.safetensors").unlink()
+    assert len(list(cut.glob("*.safetensors"))) > 1
+    ids = list(range(3, 30))
+    assert torch.equal(logits(load(whole), ids), logits(load(cut), ids))
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    change_tensors(tiny_llama(tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelFileError, match=r"no tensor 'model.layers.1.mlp.up_proj.weight'"):
+        load(tmp_path)
+
+
+def test_a_tensor_too_many_is_named(tmp_path: Path) -> None:
+    change_tensors(tiny_llama(tmp_path), lambda tensors: tensors.update(stranger=torch.zeros(3)))
+    with pytest.raises(ModelFileError, match="stranger"):
+        load(tmp_path)
+
+
+def test_a_tensor_of_the_wrong_shape_is_named(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    change_tensors(tiny_llama(tmp_path), lambda tensors: tensors.update({name: torch.zeros(3, 5)}))
+    with pytest.raises(ModelFileError, match=rf"'{name}' has shape \(3, 5\), the configuration says \(32, 96\)"):
+        load(tmp_path)
+
+
+def test_integer_weights_are_refused(tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    change_tensors(tiny_llama(tmp_path), lambda t: t.update({name: torch.zeros(96, dtype=torch.int8)}))
+    with pytest.raises(ModelFileError, match=rf"'{name}' has type torch.int8"):
+        load(tmp_path)
+
+
+def change_tensors(folder: Path, change: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

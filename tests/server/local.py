@@ -1,0 +1,66 @@
+"""Scheduler and engine in one process, without sockets: what the router and a shard do together, step by step."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from legato.common.model_files import ModelFiles
+from legato.layers.kv_cache import KVCache
+from legato.models.config import ModelConfig
+from legato.models.registry import CausalModel, get_model
+from legato.router.scheduler import Scheduler, SchedulerLimits
+from legato.router.shards import _from_pb, _to_pb
+from legato.router.state import GenerationRequest, Output
+from legato.sampling.sampler import Sampler
+from legato.server.engine import Engine
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path) -> CausalModel:
+    files = ModelFiles.open(folder)
+    return get_model(files, ModelConfig.from_hf(files.config()), torch.float32, CPU)
+
+
+class LocalServer:
+    def __init__(
+        self, model: CausalModel, *, num_blocks: int = 256, block_size: int = 16, max_rows: int = 16,
+        step_tokens: int = 512, prefix_caching: bool = True, eos: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        limits = SchedulerLimits(num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching)
+        cache = KVCache(model.kv_shape, num_blocks, block_size, CPU)
+        vocab = model.config.vocab_size
+        self.scheduler = Scheduler(limits)
+        self.engine = Engine(model, cache, max_rows, limits.max_tokens, lambda rows: Sampler(vocab, rows, CPU))
+        self.outputs: dict[int, list[Output]] = {}
+        self._waiting: list = []
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.outputs[request.id] = []
+        self.scheduler.submit(request)
+
+    def step(self) -> bool:
+        """Keep two steps in flight, as the router does; finish the older one."""
+        while self.scheduler.num_in_flight < 2 and (plan := self.scheduler.plan()) is not None:
+            self._waiting.append(self.engine.launch(_to_pb(plan)))
+        if not self._waiting:
+            return False
+        for request_id, output in self.scheduler.complete(_from_pb(self._waiting.pop(0).read())):
+            assert output.error is None, output.error
+            self.outputs[request_id].append(output)
+        return True
+
+    def run(self, requests: list[GenerationRequest], arrivals: random.Random | None = None) -> dict[int, list[int]]:
+        """All at once, or a few at random times while others are running."""
+        todo = list(requests)
+        while todo or self.scheduler.running or self.scheduler.queue or self._waiting:
+            while todo and (arrivals is None or arrivals.random() < 0.2):
+                self.submit(todo.pop(0))
+            self.step()
+        return {request.id: self.tokens(request.id) for request in requests}
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [output.token_id for output in self.outputs[request_id]]
