@@ -5,7 +5,7 @@ import warnings
 
 import route_guide_pb2 as route__guide__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in route_guide_pb2_grpc.py depends on'
+        + f' but the generated code in route_guide_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class RouteGuideStub:
+class RouteGuideStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -56,7 +56,7 @@ class RouteGuideStub:
                 _registered_method=True)
 
 
-class RouteGuideServicer:
+class RouteGuideServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetFeature(self, request, context):
@@ -118,7 +118,7 @@ def add_RouteGuideServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class RouteGuide:
+class RouteGuide(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -50,7 +50,7 @@ class RouteGuide(rpc.RouteGuideServicer):
         self, request_iterator: AsyncIterator[pb.RouteNote], context: Context
     ) -> AsyncIterator[pb.RouteNote]:
         """A caller that cancels, or whose deadline passes, ends this with CancelledError at the next await.
-        What a call holds is therefore given back in `finally`; in Legato that is a request's row."""
+        What a call holds is given back in `finally`, as Legato's Tokens gives back its claim on the shard."""
         self.num_chats += 1
         try:
             async for note in request_iterator:

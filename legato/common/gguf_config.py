@@ -12,6 +12,10 @@ from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.common.gguf import GgmlType, GgufFile
 from legato.common.tokenizer_gguf import TokenType, Vocabulary
 
+# Far beyond any model; what is built from these numbers stays of bearable size even when a file lies.
+MAX_LAYERS = 4096
+MAX_SIZE = 1 << 31
+
 # Where Llama 3.1 and later bend their frequencies; only the factor differs between them.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -83,21 +87,22 @@ class _Keys:
             return float(value)
         raise ModelFileError(f"{self.gguf.path}: {self.architecture}.{key} is {value!r} and must be a number")
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """A size. Some are given per layer; Legato's layers are all alike."""
         value = self.get(key, default)
         if isinstance(value, list) and value:
             if len(set(value)) > 1:
                 raise UnsupportedModel(f"{self.gguf.path}: {self.architecture}.{key} differs from layer to layer")
             value = value[0]
-        if isinstance(value, int) and value > 0:
+        if isinstance(value, int) and 0 < value <= most:
             return value
-        raise ModelFileError(f"{self.gguf.path}: {self.architecture}.{key} is {value!r} and must be a positive number")
+        raise ModelFileError(f"{self.gguf.path}: {self.architecture}.{key} is {value!r} and must be 1 to {most}")
 
 
 def config_of(gguf: GgufFile) -> dict[str, Any]:
     keys = _Keys(gguf)
     family = _family_of(keys)
+    num_layers = keys.count("block_count", most=MAX_LAYERS)
     num_heads = keys.count("attention.head_count")
     hidden_size = keys.count("embedding_length")
     head_dim = keys.count("attention.key_length", hidden_size // num_heads)
@@ -107,7 +112,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "vocab_size": _vocab_size(gguf),
         "hidden_size": hidden_size,
         "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": keys.count("block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
@@ -119,7 +124,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         **_norm(keys),
         **_rope(keys, head_dim),
         **family.fixed,
-        **_attention_window(keys, family),
+        **_attention_window(keys, family, num_layers),
         **{name: keys.get(key) for key, name in family.optional.items() if keys.get(key) is not None},
         **{f"{role}_token_id": gguf.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")},
         "pad_token_id": gguf.metadata.get("tokenizer.ggml.padding_token_id"),
@@ -186,12 +191,12 @@ def _norm(keys: _Keys) -> dict[str, Any]:
     return {"norm_epsilon": keys.number("attention.layer_norm_epsilon", 1e-5)}
 
 
-def _attention_window(keys: _Keys, family: Family) -> dict[str, Any]:
+def _attention_window(keys: _Keys, family: Family, num_layers: int) -> dict[str, Any]:
     if keys.get("attention.sliding_window") is None:
         return {}
     window: dict[str, Any] = {"sliding_window": keys.count("attention.sliding_window")}
     if every := family.full_attention_every:
-        layers = range(1, keys.count("block_count") + 1)
+        layers = range(1, num_layers + 1)
         window["layer_types"] = ["sliding_attention" if layer % every else "full_attention" for layer in layers]
     return window
 
@@ -268,12 +273,13 @@ def _llama3_divisors(factor: float, head_dim: int, theta: float) -> np.ndarray[A
 
 def _eos_token_ids(gguf: GgufFile) -> list[int]:
     vocabulary = Vocabulary.of(gguf)
-    by_token = vocabulary.ids()
-    ends = [vocabulary.special(role) for role in ("eos", "eot", "eom")]
+    ids = [vocabulary.special_id(role) for role in ("eos", "eot", "eom")]
     if "tokenizer.chat_template" in gguf.metadata:
+        by_token = vocabulary.ids()
+        ends = [by_token[token] for token in TURN_ENDS if token in by_token]
         whole = (TokenType.CONTROL, TokenType.USER_DEFINED)
-        ends += [token for token in TURN_ENDS if token in by_token and vocabulary.types[by_token[token]] in whole]
-    return list(dict.fromkeys(by_token[token] for token in ends if token is not None))
+        ids += [token_id for token_id in ends if vocabulary.types[token_id] in whole]
+    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
 def _template_names(gguf: GgufFile) -> list[str]:

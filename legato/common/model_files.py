@@ -11,7 +11,6 @@ the headers of the weight files, so that a download that broke off is reported b
 from __future__ import annotations
 
 import json
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
@@ -82,7 +81,10 @@ class ModelFiles(ABC):
         for config in (self.generation_config(), self.config()):
             ids = config.get("eos_token_id")
             if ids is not None:
-                return [ids] if isinstance(ids, int) else list(ids)
+                ids = ids if isinstance(ids, list) else [ids]
+                if not all(isinstance(token_id, int) for token_id in ids):
+                    raise ModelFileError(f"{self.path}: eos_token_id is {ids} and must be token ids")
+                return ids
         return []
 
 
@@ -207,34 +209,33 @@ def _read_json(file: Path, optional: bool = False) -> dict[str, Any]:
 
 def _check_safetensors(file: Path) -> None:
     """Eight bytes of header length, a JSON header, then exactly the bytes that it speaks of."""
-    cure = "download it again"
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            raise ModelFileError(f"{file} is cut off: it has {size} bytes; {cure}")
-        (header_len,) = struct.unpack("<Q", prefix)
-        if header_len > MAX_SAFETENSORS_HEADER:
-            raise ModelFileError(f"{file} is not a safetensors file: its header would have {header_len} bytes")
-        header_bytes = stream.read(header_len)
-    if len(header_bytes) < header_len:
-        raise ModelFileError(f"{file} is cut off: its header needs {header_len} bytes, the file has {size}; {cure}")
     try:
-        header = json.loads(header_bytes)
-        end = max(_data_ends(header), default=0)
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            header_len = int.from_bytes(prefix, "little")
+            if len(prefix) == 8 and header_len > MAX_SAFETENSORS_HEADER:
+                raise ModelFileError(f"{file} is not a safetensors file: its header would have {header_len} bytes")
+            header = stream.read(header_len)
+    except OSError as error:
+        raise ModelFileError(f"{file} cannot be read: {error.strerror}; download it again") from None
+    if len(prefix) < 8 or len(header) < header_len:
+        raise ModelFileError(f"{file} is cut off: it ends after {size} bytes, in its header; download it again")
+    try:
+        end = max(_data_ends(json.loads(header)), default=0)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ModelFileError(f"{file}: the safetensors header is malformed; {cure}") from None
+        raise ModelFileError(f"{file}: the safetensors header is malformed; download it again") from None
     expected = 8 + header_len + end
     if size < expected:
-        raise ModelFileError(f"{file} is cut off: it has {size} of {expected} bytes; {cure}")
+        raise ModelFileError(f"{file} is cut off: it has {size} of {expected} bytes; download it again")
     if size > expected:
-        raise ModelFileError(f"{file} has {size - expected} bytes that belong to no tensor; {cure}")
+        raise ModelFileError(f"{file} has {size - expected} bytes that belong to no tensor; download it again")
 
 
 def _data_ends(header: dict[str, Any]) -> Iterable[int]:
     for name, tensor in header.items():
         if name != "__metadata__":
             begin, end = tensor["data_offsets"]
-            if not 0 <= int(begin) <= int(end):
+            if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end):
                 raise ValueError(name)
-            yield int(end)
+            yield end

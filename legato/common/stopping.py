@@ -19,6 +19,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], *, include: bool = True) -> None:
         self._stops = [stop for stop in stops if stop]
         self._include = include
+        self._first_characters = {stop[0] for stop in self._stops}
         self.stopped = False
         # The longest end of the text so far that begins a stop string.
         self._partial = ""
@@ -27,6 +28,8 @@ class StopMatcher:
         """The text that may be shown now: the oldest that was held back first. Empty once stopped."""
         if self.stopped:
             return ""
+        if not self._partial and self._first_characters.isdisjoint(text):
+            return text
         held = len(self._partial)
         buffer = self._partial + text
         match = self._match(buffer)

@@ -20,6 +20,8 @@ from legato.common.tokenizer_split import splitting_of
 from legato.common.tokenizer_template import set_template
 
 SPACE = "\u2581"
+# No trainer makes longer ones. Every way to cut a token in two is tried, which for a hostile one would take forever.
+MAX_MERGED_CHARACTERS = 256
 
 
 class TokenType(IntEnum):
@@ -65,16 +67,18 @@ class Vocabulary:
                 raise ModelFileError(f"{gguf.path}: tokenizer.ggml.{name} does not have one entry per token")
         return vocabulary
 
-    def special(self, role: str) -> str | None:
-        """The token that `tokenizer.ggml.<role>_token_id` points to: bos, eos, unknown, padding, eot."""
+    def special_id(self, role: str) -> int | None:
+        """`tokenizer.ggml.<role>_token_id`, for the roles bos, eos, unknown, padding, eot and eom."""
         token_id = self.metadata.get(f"tokenizer.ggml.{role}_token_id")
-        if token_id is None:
-            return None
-        if not isinstance(token_id, int) or not 0 <= token_id < len(self.tokens):
-            raise ModelFileError(
-                f"{self.source}: tokenizer.ggml.{role}_token_id is {token_id!r}, not one of {len(self.tokens)} tokens"
-            )
-        return self.tokens[token_id]
+        if token_id is None or (isinstance(token_id, int) and 0 <= token_id < len(self.tokens)):
+            return token_id
+        raise ModelFileError(
+            f"{self.source}: tokenizer.ggml.{role}_token_id is {token_id!r}, not one of {len(self.tokens)} tokens"
+        )
+
+    def special(self, role: str) -> str | None:
+        token_id = self.special_id(role)
+        return None if token_id is None else self.tokens[token_id]
 
     @property
     def add_bos(self) -> bool:
@@ -111,23 +115,30 @@ def tokenizer_from_gguf(gguf: GgufFile) -> Tokenizer:
         set_template(tokenizer, bos if vocabulary.add_bos else None, eos if vocabulary.add_eos else None)
     except (ModelFileError, UnsupportedModel):
         raise
-    except (
-        Exception
-    ) as error:  # tokenizers raises bare exceptions for merges and templates that do not fit the vocabulary
+    except Exception as error:
+        # The library raises bare exceptions for merges and templates that do not fit the vocabulary.
         raise ModelFileError(f"{gguf.path}: the tokenizer in it is malformed: {error}") from None
     return tokenizer
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     splitting = splitting_of(vocabulary.splitting)
-    # The two halves of a merge are joined by a space, which neither may contain but the left one may begin with.
-    merges = [(merge[:cut], merge[cut + 1 :]) for merge in vocabulary.merges if (cut := merge.find(" ", 1)) > 0]
-    tokenizer = Tokenizer(BPE(vocabulary.ids(), merges, ignore_merges=splitting.ignore_merges))
+    ids = vocabulary.ids()
+    merges = [_halves(merge, ids) for merge in vocabulary.merges]
+    tokenizer = Tokenizer(BPE(ids, merges, ignore_merges=splitting.ignore_merges))
     if splitting.compose:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = splitting.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _halves(merge: str, ids: dict[str, int]) -> tuple[str, str]:
+    """A merge is written as its two halves and a space between them."""
+    left, _, right = merge.partition(" ")
+    if left in ids and right in ids and left + right in ids:
+        return left, right
+    raise ValueError(f"the merge '{merge}' speaks of tokens that are not in the vocabulary")
 
 
 def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
@@ -151,14 +162,14 @@ def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
 def _merges_from_scores(vocabulary: Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
     """Every way to join two tokens into a third, the best-scoring third first.
 
-    Only normal tokens come from merging: control tokens are never made of text, and user-defined ones are cut out of the
-    text before. SentencePiece takes the leftmost of equal pairs; among pairs that make the same token that only matters
-    in runs of one letter, where the longer left half is the one that was grown from the left. Hence it comes first.
+    Only normal tokens come from merging: control tokens are never made of text, and user-defined ones are cut out of
+    the text before. SentencePiece takes the leftmost of equal pairs; among pairs that make the same token that only
+    matters in runs of one letter, where the longer left half is the one grown from the left. Hence it comes first.
     """
     scores = {
         token: vocabulary.scores[token_id]
         for token, token_id in ids.items()
-        if vocabulary.types[token_id] == TokenType.NORMAL
+        if vocabulary.types[token_id] == TokenType.NORMAL and len(token) <= MAX_MERGED_CHARACTERS
     }
     return [
         (token[:cut], token[cut:])
@@ -172,10 +183,12 @@ def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """Tokens found in the text as they stand, before any cutting: control (skipped in output), user-defined (shown)."""
     special, plain = [], []
     strips = _tokens_that_swallow_space(vocabulary)
-    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if kind in (TokenType.CONTROL, TokenType.UNKNOWN) and token:
+    # Some converters forget to mark these.
+    ends = {vocabulary.special_id(role) for role in ("eos", "eot", "eom")}
+    for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN) or token_id in ends:
             special.append(AddedToken(token, normalized=False, special=True, rstrip=token in strips))
-        elif kind == TokenType.USER_DEFINED and token:
+        elif kind == TokenType.USER_DEFINED:
             plain.append(AddedToken(token, normalized=False, special=False))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)

@@ -8,7 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, runs_triton, tl
+from legato.kernels.language import (
+    Pointer,
+    Scalar,
+    ceil_div,
+    constexpr,
+    jit,
+    launch_options,
+    runs_triton,
+    tl,
+    wait_for_previous,
+    widened,
+)
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -34,7 +45,7 @@ def activate_torch(gate: Tensor, activation: Activation) -> Tensor:
 
 
 def _gate_and_mul_torch(gate_up: Tensor, activation: Activation) -> Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = widened(gate_up).chunk(2, dim=-1)
     return (activate_torch(gate, activation) * up).to(gate_up.dtype)
 
 
@@ -44,14 +55,22 @@ def _gate_and_mul_triton(gate_up: Tensor, activation: Activation) -> Tensor:
     out = torch.empty(num_tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens > 0:
         grid = (num_tokens, ceil_div(inner, BLOCK))
-        _gate_and_mul_kernel[grid](out, gate_up, inner, gate_up.stride(0), activation, BLOCK, num_warps=4)
+        options = launch_options(gate_up)
+        _gate_and_mul_kernel[grid](out, gate_up, inner, gate_up.stride(0), activation, BLOCK, num_warps=4, **options)
     return out
 
 
 @jit
 def _gate_and_mul_kernel(
-    out: Pointer, gate_up: Pointer, inner: Scalar, stride: Scalar, ACTIVATION: constexpr, BLOCK: constexpr
+    out: Pointer,
+    gate_up: Pointer,
+    inner: Scalar,
+    stride: Scalar,
+    ACTIVATION: constexpr,
+    BLOCK: constexpr,
+    OVERLAP: constexpr,
 ) -> None:
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, constexpr, jit, next_power_of_two, padded, runs_triton, tl
+from legato.kernels.language import (
+    Pointer,
+    Scalar,
+    constexpr,
+    jit,
+    launch_options,
+    next_power_of_two,
+    padded,
+    runs_triton,
+    tl,
+    wait_for_previous,
+)
 from legato.kernels.paged_kv import (
     PagedKV,
     Scoring,
@@ -52,7 +63,10 @@ def chunk_attention(
     out: Tensor | None = None,
     config: ChunkConfig | None = None,
 ) -> Tensor:
-    """q [T, num_heads, head_dim]; sequence i owns queries [cu_seqlens_q[i], cu_seqlens_q[i + 1]), the last of its context."""
+    """q [T, num_heads, head_dim]; sequence i owns the queries from cu_seqlens_q[i] to cu_seqlens_q[i + 1].
+
+    They are the last of its context. q begins with the query cu_seqlens_q[0], so parts of a batch need no new sums.
+    """
     check_queries(q, kv)
     assert cu_seqlens_q.shape == (kv.num_sequences + 1,), (cu_seqlens_q.shape, kv.num_sequences)
     assert out is None or (out.shape == q.shape and out.is_contiguous()), "out must be contiguous and shaped like q"
@@ -99,6 +113,7 @@ def _chunk_attention_triton(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
+        **launch_options(q),
     )
     return out
 
@@ -127,15 +142,14 @@ def _chunk_kernel(
     SOFT_CAP: constexpr,
     WINDOW: constexpr,
     WIDE: constexpr,
+    OVERLAP: constexpr,
 ) -> None:
+    wait_for_previous(OVERLAP)
     kv_head = tl.program_id(0)
     # The last tiles of a sequence have the longest contexts: they start first, so that no long one is left to the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     tokens: tl.constexpr = BLOCK_M // GROUP
-    sequence = _find_sequence(tile, cu_seqlens_q, num_sequences, tokens)
-    first_query = tl.load(cu_seqlens_q + sequence)
-    num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
-    first_token = (tile - first_query // tokens - sequence) * tokens
+    sequence, first_query, num_queries, first_token = _find_tile(tile, cu_seqlens_q, num_sequences, tokens)
     if first_token >= num_queries:
         return
     row = sequence
@@ -147,7 +161,6 @@ def _chunk_kernel(
     head = kv_head * GROUP + r % GROUP
     inside = ((r < tokens * GROUP) & (token < num_queries))[:, None] & (d < HEAD_DIM)
     first_position = tl.load(context_lens + sequence) - num_queries + first_token
-    last_position = first_position + tl.minimum(tokens, num_queries - first_token) - 1
     query_row = (first_query + token).to(tl.int64)[:, None]
     mixed = _attend(
         tl.load(q + query_row * q_stride + head[:, None] * HEAD_DIM + d, mask=inside, other=0.0),
@@ -157,7 +170,7 @@ def _chunk_kernel(
         alibi_slopes,
         kv_head,
         first_position,
-        last_position,
+        first_position + tl.minimum(tokens, num_queries - first_token) - 1,
         NUM_KV_HEADS,
         GROUP,
         HEAD_DIM,
@@ -173,17 +186,22 @@ def _chunk_kernel(
 
 
 @jit
-def _find_sequence(tile: Scalar, cu_seqlens_q: Pointer, num_sequences: Scalar, TOKENS: constexpr) -> Scalar:
-    """Sequence i begins with tile cu_seqlens_q[i] // TOKENS + i, which leaves each at least the tiles it needs.
+def _find_tile(tile: Scalar, cu_seqlens_q: Pointer, num_sequences: Scalar, TOKENS: constexpr) -> Scalar:
+    """The tile's sequence, that sequence's first query and number of queries, and the tile's first token among them.
 
-    Counting all beginnings at once costs one round trip to memory where a binary search costs several.
+    Sequence i begins with tile first_query // TOKENS + i, which leaves each at least the tiles it needs. Counting all
+    beginnings at once costs one round trip to memory where a binary search costs several.
     """
+    base = tl.load(cu_seqlens_q)
     found = 0
     for first in range(0, num_sequences, 128):
         i = first + tl.arange(0, 128)
-        start = tl.load(cu_seqlens_q + i, mask=i < num_sequences, other=1 << 30)
+        start = tl.load(cu_seqlens_q + i, mask=i < num_sequences, other=1 << 30) - base
         found += tl.sum((start // TOKENS + i <= tile).to(tl.int32), axis=0)
-    return found - 1
+    sequence = found - 1
+    first_query = tl.load(cu_seqlens_q + sequence) - base
+    num_queries = tl.load(cu_seqlens_q + sequence + 1) - base - first_query
+    return sequence, first_query, num_queries, (tile - first_query // TOKENS - sequence) * TOKENS
 
 
 @jit

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
-from legato.kernels.language import Pointer, Scalar, compile_time, constexpr, jit, padded, runs_triton, tl
+from legato.kernels.language import (
+    Pointer,
+    Scalar,
+    compile_time,
+    constexpr,
+    jit,
+    launch_options,
+    padded,
+    runs_triton,
+    tl,
+    wait_for_previous,
+)
 from legato.kernels.paged_kv import (
     PagedKV,
     Scoring,
@@ -82,9 +93,9 @@ def _decode_attention_triton(
         MIN_SPLIT_LEN=config.min_split_len,
         BLOCK_N=config.block_n,
     )
-    num_parts = num_sequences * num_heads * config.num_splits if config.num_splits > 1 else 1
-    part_out = torch.empty(num_parts, head_dim, dtype=torch.float32, device=q.device)
-    part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=q.device)
+    # A part is the sum of values, then the largest score and the sum of weights; 4 more keep its rows aligned.
+    num_parts = num_sequences * num_heads * config.num_splits if config.num_splits > 1 else 0
+    parts = torch.empty(num_parts, head_dim + 4, dtype=torch.float32, device=q.device)
     _decode_kernel[(num_kv_heads, num_sequences, config.num_splits)](
         out,
         q,
@@ -94,8 +105,7 @@ def _decode_attention_triton(
         kv.context_lens,
         kv.rows,
         scoring.alibi_slopes,
-        part_out,
-        part_stats,
+        parts,
         arrival_counters(q.device),
         q.stride(0),
         kv.block_tables.stride(0),
@@ -103,10 +113,11 @@ def _decode_attention_triton(
         MERGE=config.merge_in_kernel,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **launch_options(q),
     )
     if config.num_splits > 1 and not config.merge_in_kernel:
         grid = (num_kv_heads, num_sequences)
-        _merge_kernel[grid](out, part_out, part_stats, kv.context_lens, **constants)
+        _merge_kernel[grid](out, parts, kv.context_lens, **constants, **launch_options(q))
     return out
 
 
@@ -120,8 +131,7 @@ def _decode_kernel(
     context_lens: Pointer,
     rows: Pointer,
     alibi_slopes: Pointer,
-    part_out: Pointer,
-    part_stats: Pointer,
+    parts: Pointer,
     counters: Pointer,
     q_stride: Scalar,
     table_stride: Scalar,
@@ -137,7 +147,9 @@ def _decode_kernel(
     WINDOW: constexpr,
     WIDE: constexpr,
     MERGE: constexpr,
+    OVERLAP: constexpr,
 ) -> None:
+    wait_for_previous(OVERLAP)
     kv_head = tl.program_id(0)  # fastest, so that neighbours read the heads of the same slots
     sequence = tl.program_id(1)
     split = tl.program_id(2)
@@ -168,15 +180,7 @@ def _decode_kernel(
         SOFT_CAP,
         WIDE,
     )
-    if NUM_SPLITS == 1:
-        _store_whole(out, pair, mixed, total, GROUP, HEAD_DIM)
-    elif num_active <= 1:
-        _store_whole(out, pair, mixed, total, GROUP, HEAD_DIM)
-    else:
-        _store_part(part_out, part_stats, pair * NUM_SPLITS + split, mixed, maximum, total, GROUP, HEAD_DIM)
-        if MERGE:
-            if arrives_last(counters + pair, num_active):
-                _merge(out, part_out, part_stats, pair, num_active, GROUP, HEAD_DIM, NUM_SPLITS)
+    _finish(out, parts, counters, pair, split, num_active, mixed, maximum, total, GROUP, HEAD_DIM, NUM_SPLITS, MERGE)
 
 
 @jit
@@ -265,23 +269,33 @@ def _store_whole(
 
 
 @jit
-def _store_part(
-    part_out: Pointer,
-    part_stats: Pointer,
-    part: Scalar,
+def _finish(
+    out: Pointer,
+    parts: Pointer,
+    counters: Pointer,
+    pair: Scalar,
+    split: Scalar,
+    num_active: Scalar,
     mixed: Scalar,
     maximum: Scalar,
     total: Scalar,
     GROUP: constexpr,
     HEAD_DIM: constexpr,
+    NUM_SPLITS: constexpr,
+    MERGE: constexpr,
 ) -> None:
-    h = tl.arange(0, mixed.shape[0])
-    d = tl.arange(0, mixed.shape[1])
-    row = part * GROUP + h
-    inside = (h < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    tl.store(part_out + row[:, None] * HEAD_DIM + d[None, :], mixed, mask=inside)
-    tl.store(part_stats + row * 2, maximum, mask=h < GROUP)
-    tl.store(part_stats + row * 2 + 1, total, mask=h < GROUP)
+    """Store the result of a lone split; else the split's part, and as the last to do so the sum of all."""
+    if NUM_SPLITS == 1 or num_active <= 1:
+        _store_whole(out, pair, mixed, total, GROUP, HEAD_DIM)
+    else:
+        h = tl.arange(0, mixed.shape[0])
+        d = tl.arange(0, mixed.shape[1])
+        part = parts + ((pair * NUM_SPLITS + split) * GROUP + h) * (HEAD_DIM + 4)
+        tl.store(part[:, None] + d[None, :], mixed, mask=(h < GROUP)[:, None] & (d < HEAD_DIM)[None, :])
+        tl.store(part + HEAD_DIM, maximum, mask=h < GROUP)
+        tl.store(part + HEAD_DIM + 1, total, mask=h < GROUP)
+        if MERGE and arrives_last(counters + pair, num_active):
+            _merge(out, parts, pair, num_active, GROUP, HEAD_DIM, NUM_SPLITS)
 
 
 @compile_time
@@ -293,8 +307,7 @@ def _parts_at_once(num_splits: int, size: int) -> int:
 @jit
 def _merge(
     out: Pointer,
-    part_out: Pointer,
-    part_stats: Pointer,
+    parts: Pointer,
     pair: Scalar,
     num_active: Scalar,
     GROUP: constexpr,
@@ -312,16 +325,12 @@ def _merge(
     total = tl.zeros((rows,), dtype=tl.float32)
     for first in range(0, num_active, s.shape[0]):
         split = first + s
-        part = (pair * NUM_SPLITS + split)[None, :] * GROUP + h[:, None]
         there = (h < GROUP)[:, None] & (split < num_active)[None, :]
-        part_maximum = tl.load(part_stats + part * 2, mask=there, other=-1.0e30, cache_modifier=".cg")
-        part_total = tl.load(part_stats + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-        part_mixed = tl.load(
-            part_out + part[:, :, None] * HEAD_DIM + d[None, None, :],
-            mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
+        part = parts + ((pair * NUM_SPLITS + split)[None, :] * GROUP + h[:, None]) * (HEAD_DIM + 4)
+        part_maximum = tl.load(part + HEAD_DIM, mask=there, other=-1.0e30, cache_modifier=".cg")
+        part_total = tl.load(part + HEAD_DIM + 1, mask=there, other=0.0, cache_modifier=".cg")
+        inside = there[:, :, None] & (d < HEAD_DIM)[None, None, :]
+        part_mixed = tl.load(part[:, :, None] + d[None, None, :], mask=inside, other=0.0, cache_modifier=".cg")
         new_maximum = tl.maximum(maximum, tl.max(part_maximum, axis=1))
         weights = tl.exp2(part_maximum - new_maximum[:, None])
         decay = tl.exp2(maximum - new_maximum)
@@ -334,8 +343,7 @@ def _merge(
 @jit
 def _merge_kernel(
     out: Pointer,
-    part_out: Pointer,
-    part_stats: Pointer,
+    parts: Pointer,
     context_lens: Pointer,
     NUM_KV_HEADS: constexpr,
     GROUP: constexpr,
@@ -346,10 +354,12 @@ def _merge_kernel(
     MIN_SPLIT_LEN: constexpr,
     WINDOW: constexpr,
     WIDE: constexpr,
+    OVERLAP: constexpr,
 ) -> None:
+    wait_for_previous(OVERLAP)
     sequence = tl.program_id(1)
     context_len = tl.load(context_lens + sequence)
     _, _, num_active = _split_bounds(0, context_len, NUM_SPLITS, MIN_SPLIT_LEN, BLOCK_N, WINDOW)
     if num_active > 1:
         pair = sequence * NUM_KV_HEADS + tl.program_id(0)
-        _merge(out, part_out, part_stats, pair, num_active, GROUP, HEAD_DIM, NUM_SPLITS)
+        _merge(out, parts, pair, num_active, GROUP, HEAD_DIM, NUM_SPLITS)

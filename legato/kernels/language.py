@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 tl: Any
 jit: Callable[[Callable[..., Any]], Any]
+compile_time: Callable[[Callable[..., Any]], Any]
 try:
     import triton
 
@@ -29,10 +31,33 @@ else:
     constexpr = tl.constexpr
     Pointer = Scalar = tl.tensor
 
+# Let a kernel start while the one before it still runs, up to the point where it needs its results (programmatic
+# dependent launch, Hopper and later). Every kernel of this package then calls `wait_for_previous` before it touches
+# anything that an earlier kernel may write or read.
+OVERLAP_LAUNCHES = False
+
+
+def launch_options(tensor: Tensor) -> dict[str, bool]:
+    overlap = OVERLAP_LAUNCHES and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
+
+
+@jit
+def wait_for_previous(OVERLAP: constexpr) -> None:
+    """Let the next kernel start, then wait for the end of the one before. What comes first must depend on neither."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
 
 def runs_triton(tensor: Tensor) -> bool:
     """One rule for every kernel: CUDA tensors go through Triton, everything else through torch."""
     return tensor.is_cuda and tl is not None
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """For the torch versions: fp32, or float64 if the caller wants a reference in that."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

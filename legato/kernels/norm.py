@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, constexpr, jit, next_power_of_two, runs_triton, tl
+from legato.kernels.language import (
+    Pointer,
+    Scalar,
+    constexpr,
+    jit,
+    launch_options,
+    next_power_of_two,
+    runs_triton,
+    tl,
+    wait_for_previous,
+    widened,
+)
 
 # A program holds one whole row in registers.
 MAX_HIDDEN_SIZE = 65536
@@ -35,9 +46,9 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 
 def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
+    wide = widened(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight.float()).to(x.dtype)
+    return (normed * weight.to(wide.dtype)).to(x.dtype)
 
 
 def _add_rms_norm_torch(
@@ -83,6 +94,7 @@ def _launch(out: Tensor, x: Tensor, residual: Tensor, total: Tensor, weight: Ten
         ADD=add,
         BLOCK=block,
         num_warps=_num_warps(block),
+        **launch_options(x),
     )
 
 
@@ -105,7 +117,9 @@ def _rms_norm_kernel(
     total_stride: Scalar,
     ADD: constexpr,
     BLOCK: constexpr,
+    OVERLAP: constexpr,
 ) -> None:
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden_size

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, constexpr, jit, tl
+from legato.kernels.language import Pointer, Scalar, constexpr, jit, tl, widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PagedKV:
     rows: Tensor | None = None  # [n] int32: sequence i is row rows[i] of the tables
 
     def __post_init__(self) -> None:
-        assert self.k_cache.shape == self.v_cache.shape and self.k_cache.dim() == 4, (self.k_cache.shape, self.v_cache.shape)
+        assert self.k_cache.shape == self.v_cache.shape, (self.k_cache.shape, self.v_cache.shape)
         assert self.k_cache.is_contiguous() and self.v_cache.is_contiguous(), self.k_cache.stride()
         assert self.block_tables.stride(1) == 1 and self.context_lens.stride(0) == 1, self.block_tables.stride()
         assert (self.rows if self.rows is not None else self.block_tables).shape[0] == self.num_sequences
@@ -33,6 +33,12 @@ class PagedKV:
     @property
     def num_sequences(self) -> int:
         return self.context_lens.shape[0]
+
+    def sequences(self, first: int, last: int) -> PagedKV:
+        """A view of sequences [first, last)."""
+        rows = None if self.rows is None else self.rows[first:last]
+        tables = self.block_tables[first:last] if rows is None else self.block_tables
+        return PagedKV(self.k_cache, self.v_cache, tables, self.context_lens[first:last], rows)
 
     def constants(self) -> dict[str, Any]:
         """What the kernels are compiled for."""
@@ -67,14 +73,13 @@ def check_queries(q: Tensor, kv: PagedKV) -> None:
 
 
 def ragged_attention_torch(q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring: Scoring) -> Tensor:
-    """Sequence i owns queries [cu_seqlens_q[i], cu_seqlens_q[i + 1]), the last ones of its context.
+    """Sequence i owns the queries from cu_seqlens_q[i] to cu_seqlens_q[i + 1], the last ones of its context.
 
-    Computed in fp32, or in float64 for float64 tensors.
+    The first query is that of cu_seqlens_q[0], which need not be 0.
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    starts, context_lens = cu_seqlens_q.tolist(), kv.context_lens.tolist()
+    starts, context_lens = (cu_seqlens_q - cu_seqlens_q[0]).tolist(), kv.context_lens.tolist()
     block_size, group = kv.k_cache.shape[1], q.shape[1] // kv.k_cache.shape[2]
-    wide = torch.promote_types(q.dtype, torch.float32)
     for i, context_len in enumerate(context_lens):
         here = slice(starts[i], starts[i + 1])
         if context_len == 0 or here.start == here.stop:
@@ -83,10 +88,10 @@ def ragged_attention_torch(q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring
         positions = torch.arange(context_len, device=q.device)
         slots = table[positions // block_size] * block_size + positions % block_size
         keys, values = (
-            cache.flatten(0, 1)[slots].to(wide).repeat_interleave(group, dim=1) for cache in (kv.k_cache, kv.v_cache)
+            widened(cache.flatten(0, 1)[slots]).repeat_interleave(group, dim=1) for cache in (kv.k_cache, kv.v_cache)
         )
         distance = positions - positions[context_len - (here.stop - here.start) :, None]  # [queries, keys]
-        scores = _scores_torch(torch.einsum("qhd,khd->hqk", q[here].to(wide), keys), distance, scoring)
+        scores = _scores_torch(torch.einsum("qhd,khd->hqk", widened(q[here]), keys), distance, scoring)
         out[here] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
     return out
 
@@ -125,9 +130,7 @@ def load_heads(pointers: Pointer, column: Scalar, HEAD_DIM: constexpr) -> Scalar
 
 
 @jit
-def base2_scores(
-    dots: Scalar, distance: Scalar, slopes: Scalar, SCALE: constexpr, SOFT_CAP: constexpr
-) -> Scalar:
+def base2_scores(dots: Scalar, distance: Scalar, slopes: Scalar, SCALE: constexpr, SOFT_CAP: constexpr) -> Scalar:
     """Scores times log2(e), so that their softmax is taken with exp2, which the hardware has.
 
     `distance` is key minus query position; `slopes`, one for each row of `dots`, may be None.

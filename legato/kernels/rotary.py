@@ -5,7 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, next_power_of_two, runs_triton, tl
+from legato.kernels.language import (
+    Pointer,
+    Scalar,
+    ceil_div,
+    constexpr,
+    jit,
+    launch_options,
+    next_power_of_two,
+    runs_triton,
+    tl,
+    wait_for_previous,
+    widened,
+)
 
 # Heads per program: 8 heads of 128 are 2 KB of bf16, two 16-byte loads for each thread of two warps.
 HEADS_PER_PROGRAM = 8
@@ -25,7 +37,10 @@ def rotary_and_store(
     """
     num_tokens, width = qkv.shape
     num_kv_heads, head_dim = k_cache.shape[2:]
-    assert qkv.stride(1) == 1 and width % head_dim == 0 and width > 2 * num_kv_heads * head_dim, (qkv.shape, k_cache.shape)
+    assert qkv.stride(1) == 1 and width % head_dim == 0 and width > 2 * num_kv_heads * head_dim, (
+        qkv.shape,
+        k_cache.shape,
+    )
     assert k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous(), k_cache.stride()
     assert positions.shape == slot_mapping.shape == (num_tokens,), (positions.shape, slot_mapping.shape)
     assert positions.stride(0) == slot_mapping.stride(0) == 1, (positions.stride(), slot_mapping.stride())
@@ -44,9 +59,9 @@ def _rotary_and_store_torch(
     num_heads = heads.shape[1] - 2 * num_kv_heads
     if cos_sin_cache is not None:
         half = cos_sin_cache.shape[1] // 2
-        cos, sin = cos_sin_cache[positions].float()[:, None].split(half, dim=-1)
+        cos, sin = widened(cos_sin_cache[positions])[:, None].split(half, dim=-1)
         turned = heads[:, : num_heads + num_kv_heads, : 2 * half]
-        low, high = turned.float().split(half, dim=-1)
+        low, high = widened(turned).split(half, dim=-1)
         turned.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
@@ -81,6 +96,7 @@ def _rotary_and_store_triton(
         BLOCK_REST=next_power_of_two(max(head_dim - rotary_dim, 1)),
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         num_warps=2,
+        **launch_options(qkv),
     )
 
 
@@ -100,8 +116,10 @@ def _rotary_and_store_kernel(
     BLOCK_HALF: constexpr,
     BLOCK_REST: constexpr,
     BLOCK_HEADS: constexpr,
+    OVERLAP: constexpr,
 ) -> None:
     """The first programs of a token turn its queries; the others turn and store its keys and store its values."""
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     num_query_groups = tl.cdiv(NUM_HEADS, BLOCK_HEADS)

@@ -86,5 +86,5 @@ class Llama:
         return x.add_(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[m, hidden_size] -> [m, vocab_size], float32."""
-        return self.head.apply(self.norm(hidden)).float()
+        """[m, hidden_size] -> [m, vocab_size]."""
+        return self.head.apply(self.norm(hidden))

@@ -5,7 +5,7 @@ import warnings
 
 from legato.pb import generate_pb2 as generate__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in generate_pb2_grpc.py depends on'
+        + f' but the generated code in generate_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class TextGenerationServiceStub:
+class TextGenerationServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -81,7 +81,7 @@ class TextGenerationServiceStub:
                 _registered_method=True)
 
 
-class TextGenerationServiceServicer:
+class TextGenerationServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Info(self, request, context):
@@ -203,7 +203,7 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class TextGenerationService:
+class TextGenerationService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

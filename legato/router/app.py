@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -13,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from legato.router import metrics as prometheus
@@ -26,7 +27,7 @@ from legato.router.errors import (
     RequestError,
     Unhealthy,
 )
-from legato.router.exchange import Exchange
+from legato.router.exchange import DIRECT_SEND, Exchange
 from legato.router.generate import GenerateRoutes
 from legato.router.inference import Inference
 from legato.router.metrics import Metrics
@@ -41,7 +42,7 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 
 def create_app(
     backend: Backend, tokenizer: Tokenizer, settings: RouterSettings, metrics: Metrics | None = None
-) -> Starlette:
+) -> ASGIApp:
     """The router as an ASGI application. Whoever records steps makes the `Metrics` and gives the same ones here."""
     metrics = Metrics(backend.limits) if metrics is None else metrics
     metrics.watch(backend)
@@ -71,18 +72,30 @@ def create_app(
     )
     # TGI has no route with a slash at its end, and a redirect would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
-    return app
+    return Shortcut(app)
+
+
+class Shortcut:
+    """Outermost: remembers the server's own `send`, so that tokens do not pass through every layer that follows."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT_SEND] = send
+        await self._app(scope, receive, send)
 
 
 class Endpoint:
-    """A handler that talks to the server through ASGI itself, and is never called back by a client that left."""
+    """A handler that talks to the server through ASGI itself. Nothing follows when its client hangs up."""
 
-    def __init__(self, handler: Callable[[Exchange], Awaitable[None]]) -> None:
+    def __init__(self, handler: Callable[[Exchange], Coroutine[None, None, None]]) -> None:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone):
-            await self._handler(Exchange(scope, receive, send))
+            # A task of its own, because waking one that waits inside ten layers of framework wakes every layer.
+            await asyncio.create_task(self._handler(Exchange(scope, receive, send)))
 
 
 def _routes(inference: Inference) -> list[Route]:

@@ -10,10 +10,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from legato.common.errors import LegatoError
+from legato.router.metrics import Step
 from legato.router.scheduler import Scheduler
 from legato.router.seam import Limits, Sink
 from legato.router.state import GenerationRequest, Output, StepPlan, StepResult
@@ -33,27 +34,27 @@ class Shards(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
-    """What metrics want to know of one step."""
+class SentStep:
+    """What must be remembered of a step until its result is here."""
 
-    num_rows: int
-    num_tokens: int
-    num_admitted: int
-    duration: float  # seconds from send to result
-    forward: float  # seconds on the device
-    failed: bool
+    plan: StepPlan
+    sent_at: float
+    planning_time: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_preempted: int
 
 
 class Backend:
     def __init__(
-        self, scheduler: Scheduler, shards: Shards, limits: Limits, on_step: Callable[[StepReport], None]
+        self, scheduler: Scheduler, shards: Shards, limits: Limits, on_step: Callable[[Step], None]
     ) -> None:
         self.limits = limits
         self.scheduler = scheduler
         self._shards = shards
         self._on_step = on_step
         self._sinks: dict[int, Sink] = {}
-        self._sent: deque[tuple[StepPlan, float]] = deque()
+        self._sent: deque[SentStep] = deque()
         self._pump_is_due = False
         self._lost: str | None = None
 
@@ -98,31 +99,54 @@ class Backend:
         """Plan and send while there is room in flight and something to compute."""
         self._pump_is_due = False
         while self.scheduler.num_in_flight < STEPS_IN_FLIGHT:
+            started, before = time.perf_counter(), replace(self.scheduler.stats)
             plan = self.scheduler.plan()
             if plan is None:
                 return
-            self._sent.append((plan, time.perf_counter()))
             self._shards.send(plan)
+            now, stats = time.perf_counter(), self.scheduler.stats
+            self._sent.append(
+                SentStep(
+                    plan,
+                    now,
+                    now - started,
+                    stats.prompt_tokens - before.prompt_tokens,
+                    stats.cached_tokens - before.cached_tokens,
+                    stats.preemptions - before.preemptions,
+                )
+            )
             for admission in plan.admitted:
                 self._sinks[admission.request.id].admitted()
 
     def _on_result(self, result: StepResult) -> None:
+        arrived = time.perf_counter()
         outputs = self.scheduler.complete(result)
         self._pump()
+        delivering = time.perf_counter()
         for request_id, output in outputs:
             ended = output.finish_reason is not None or output.error is not None
             sink = self._sinks.pop(request_id, None) if ended else self._sinks.get(request_id)
             if sink is not None:
                 sink([output])
-        plan, sent = self._sent.popleft()
+        self._record(self._sent.popleft(), result, arrived, time.perf_counter() - delivering)
+
+    def _record(self, sent: SentStep, result: StepResult, arrived: float, delivery_time: float) -> None:
+        plan, scheduler = sent.plan, self.scheduler
         self._on_step(
-            StepReport(
-                len(plan.rows),
-                sum(plan.num_tokens),
-                len(plan.admitted),
-                time.perf_counter() - sent,
-                result.forward_ns / 1e9,
-                result.error is not None,
+            Step(
+                method="prefill" if plan.admitted or max(plan.num_tokens) > 1 else "decode",
+                batch_size=len(plan.rows),
+                num_admitted=len(plan.admitted),
+                inference_time=arrived - sent.sent_at,
+                forward_time=result.forward_ns / 1e9,
+                delivery_time=delivery_time,
+                planning_time=sent.planning_time,
+                max_tokens=scheduler.max_running_tokens,
+                num_prompt_tokens=sent.num_prompt_tokens,
+                num_cached_tokens=sent.num_cached_tokens,
+                num_preempted=sent.num_preempted,
+                kv_usage=scheduler.kv_usage,
+                failed=result.error is not None,
             )
         )
 

@@ -9,12 +9,12 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from legato.common.errors import EndpointInUse, LegatoError, OptionError
+from legato.common.locate import locate
 from legato.common.logging import setup
 from legato.common.model_files import ModelFiles
 from legato.common.options import RouterOptions
@@ -38,6 +38,8 @@ STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 
 def run(options: RouterOptions) -> None:
     setup(options.logger_level, options.json_output, "text-generation-router")
+    for warning in options.warnings:
+        logger.warning(warning)
     if options.max_input_tokens and options.max_total_tokens and options.max_input_tokens >= options.max_total_tokens:
         raise OptionError("--max-input-tokens must be smaller than --max-total-tokens")
     listener = bind(options.hostname, options.port)  # before anything slow: a port in use ends at once
@@ -48,7 +50,7 @@ def run(options: RouterOptions) -> None:
 
 
 async def serve(options: RouterOptions, listener: socket.socket) -> None:
-    files = ModelFiles.open(_model_path(options))
+    files = ModelFiles.open(locate(options))
     tokenizer = await asyncio.to_thread(files.tokenizer)
     shards = await GrpcShards.connect(options.master_shard_uds_path)
     info = await shards.info()
@@ -58,7 +60,7 @@ async def serve(options: RouterOptions, listener: socket.socket) -> None:
     app = create_app(backend, tokenizer, settings_for(options, files, info), metrics)
     server = uvicorn.Server(
         uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=options.graceful_termination_timeout,
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=max(1, options.graceful_termination_timeout - 1),
             timeout_keep_alive=75, server_header=False, h11_max_incomplete_event_size=64 * 1024,
         )  # fmt: skip
     )
@@ -145,15 +147,6 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise EndpointInUse(f"cannot listen on {host}:{port} (--hostname, --port): {error.strerror}") from None
     return listener
-
-
-def _model_path(options: RouterOptions) -> Path:
-    from legato.common import hub
-
-    cache = Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
-    if options.model_id is None:
-        return hub.resolve_default(cache_dir=cache)
-    return hub.resolve(options.model_id, options.revision, cache_dir=cache)
 
 
 def main(args: list[str] | None = None) -> Any:

@@ -15,6 +15,9 @@ from legato.router.errors import ClientGone, InvalidRequest, MalformedBody, Payl
 
 T = TypeVar("T")
 
+# Where an ASGI scope holds the server's own `send`.
+DIRECT_SEND = "legato.send"
+
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """The body as a struct: 400 if it is not JSON, 422 if it is JSON of another shape."""
@@ -66,6 +69,8 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
+        # Headers go through the framework, which adds to them. What follows need not.
+        self._send_directly: Send = scope.get(DIRECT_SEND, send)
 
     async def json(self, decoder: msgspec.json.Decoder[T], limit: int) -> T:
         """The request's body. No content type is asked for: curl's default says form data."""
@@ -113,7 +118,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send_directly({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send_directly({"type": "http.response.body", "body": b"", "more_body": False})

@@ -113,7 +113,7 @@ class GenerateRoutes:
         return {
             "content-type": "application/json",
             "x-compute-type": self._settings.compute_type,
-            "x-compute-time": str(timings.total),
+            "x-compute-time": f"{timings.total:.9f}",
             "x-compute-characters": str(len(request.inputs)),
             "x-total-time": _milliseconds(timings.total),
             "x-validation-time": _milliseconds(timings.validation),

@@ -118,12 +118,14 @@ class Inference:
         logger.info(
             "Success",
             extra={
-                "total_time": timings.total,
-                "validation_time": timings.validation,
-                "queue_time": timings.queue,
-                "inference_time": timings.inference,
-                "time_per_token": timings.per_token,
-                "seed": stream.seed,
+                "fields": {
+                    "total_time": timings.total,
+                    "validation_time": timings.validation,
+                    "queue_time": timings.queue,
+                    "inference_time": timings.inference,
+                    "time_per_token": timings.per_token,
+                    "seed": stream.seed,
+                }
             },
         )
         return timings

@@ -116,6 +116,7 @@ class Scheduler:
         self.queue: Queue[Entry] = Queue()
         self.running: list[Entry] = []
         self.stats = SchedulerStats()
+        self.max_running_tokens = 0  # what the running requests hold or may still come to
         self._entries: dict[int, Entry] = {}
         self._free_rows = list(range(limits.max_rows))
         self._in_flight: deque[tuple[int, list[PlannedRow]]] = deque()
@@ -142,6 +143,11 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that requests use; cached ones that nobody uses are as good as free."""
+        return 1 - (self.pool.available + self.tree.num_evictable) / self.pool.total
 
     # ---- plan a step ----------------------------------------------------------------------------------------------
 
@@ -218,6 +224,7 @@ class Scheduler:
         entry.epoch += 1
         entry.prompt_logprobs = [None]
         bisect.insort(self.running, entry, key=lambda running: running.arrival)
+        self.max_running_tokens += entry.num_prompt + entry.request.max_new_tokens
         self.stats.prompt_tokens += len(tokens)
         self.stats.cached_tokens += entry.num_scheduled
         plan.admitted.append(
@@ -258,6 +265,7 @@ class Scheduler:
         self.pool.free(sorted(entry.private))
         self.tree.unlock(entry.node)
         self.running.remove(entry)
+        self.max_running_tokens -= entry.num_prompt + entry.request.max_new_tokens
         entry.row = entry.node = None
         entry.blocks, entry.private = [], set()
         entry.num_scheduled = entry.num_computed = entry.num_indexed = 0

@@ -70,13 +70,16 @@ class Transcript:
 
     def _stop(self, stops: StopMatcher, text: str, name: str) -> tuple[str, str]:
         """What may be shown now, and how much of that is generated text."""
-        self._held += [(text, True), (name, False)]
-        released = stops.feed(text + name)
+        shown = text + name
+        released = stops.feed(shown)
         if stops.stopped:
             # The scheduler's reason comes first, as in TGI: the last token that was allowed has reason "length".
             self.finish_reason = self.finish_reason or FinishReason.STOP_SEQUENCE
         elif self.finish_reason is not None:
             released += stops.flush()
+        if not self._held and len(released) == len(shown):
+            return shown, text
+        self._held += [(text, True), (name, False)]
         return released, self._release(len(released))
 
     def _release(self, size: int) -> str:

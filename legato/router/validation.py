@@ -30,6 +30,8 @@ T = TypeVar("T")
 TGI_PORTION = 1024
 # An absent `parameters` object samples, an empty one does not.
 _NO_PARAMETERS = GenerateParameters(do_sample=True)
+# Characters that are tokenized in less time than it takes to reach a thread and come back.
+_SHORT = 256
 _MAX_SEED = 2**64 - 1
 
 
@@ -70,6 +72,9 @@ class Validator:
     """Checks parameters on the event loop and tokenizes in threads of its own."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits, settings: RouterSettings) -> None:
+        # A tokenizer file may say how to cut and pad training data. Requests are cut on demand and never padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._limits = limits
         self._settings = settings
@@ -120,7 +125,10 @@ class Validator:
         return await self._in_thread(lambda: token_offsets(self._encode(inputs, with_offsets=True), inputs))
 
     async def _input_ids(self, inputs: str, truncate: int | None) -> list[int]:
-        input_ids = await self._in_thread(lambda: self._encode(inputs, with_offsets=False).ids)
+        if len(inputs) <= _SHORT:
+            input_ids: list[int] = self._encode(inputs, with_offsets=False).ids
+        else:
+            input_ids = await self._in_thread(lambda: self._encode(inputs, with_offsets=False).ids)
         if not input_ids:  # text that the tokenizer's normalizer removes completely
             raise InvalidRequest("`inputs` cannot be empty")
         return input_ids if truncate is None else input_ids[-truncate:]
@@ -253,7 +261,7 @@ def _share(name: str, value: float | None) -> float:
 def _as_float32(name: str, value: float) -> float:
     """What a shard will see: 1e-50 is zero there, and 1e300 nothing at all."""
     try:
-        (rounded,) = struct.unpack("f", struct.pack("f", value))
+        (rounded,) = struct.unpack("<f", struct.pack("<f", value))
     except OverflowError:
         raise InvalidRequest(f"`{name}` must fit in a 32-bit float. Given: {value}") from None
     assert isinstance(rounded, float)

@@ -38,9 +38,13 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
     Token i is chosen for u in [sum(w[:i]), sum(w[:i+1])) / sum(w): never one of weight zero.
     """
     blocks = _cut(weights)
-    block, u_inside = _descend(blocks.sum(-1), u.unsqueeze(1))
+    units = _in_units(blocks.sum(-1))
+    cumulated = units.cumsum(-1)
+    block, point = _find(cumulated, u.unsqueeze(1))
+    own = units.gather(1, block)
+    u_inside = (point - cumulated.gather(1, block)).add_(own).div_(own)  # how far into the block the point lies
     block = block.squeeze(1)
-    token, _ = _descend(_inside(blocks, block), u_inside)
+    token, _ = _find(_in_units(_inside(blocks, block)).cumsum(-1), u_inside)
     return block * blocks.shape[2] + token.squeeze(1)
 
 
@@ -56,22 +60,23 @@ def _inside(blocks: Tensor, block: Tensor) -> Tensor:
     return blocks.view(n * count, size).index_select(0, _first_blocks(n, count, block.device) + block)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _first_blocks(n: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(0, n * count, count, device=device)
 
 
-def _descend(masses: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of masses [n, m] holds the point u [n, 1] of the whole, and where between 0 and 1 in it the point lies.
+def _in_units(masses: Tensor) -> Tensor:
+    """[n, m] -> float64. Scaled by their own sum, so that the largest has many units however small the sum is."""
+    return masses.mul(_RESOLUTION).div_(masses.sum(-1, keepdim=True)).double().floor_()
 
-    The index is [n, 1]. What it points at has at least one unit: the point is below the sum, since u is below 1 and
-    both are exact, and the first cumulated number to exceed it does so by its own mass.
+
+def _find(cumulated: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """cumulated [n, m], u [n, 1] -> (index, point), both [n, 1]: the point u of the whole, and in which mass it lies.
+
+    That mass is not zero: the point is less than the sum, as u is less than 1 and both are exact, and the first of
+    the cumulated numbers that exceeds it does so by a mass of its own.
     """
-    # Scaled by their own sum, so that the largest has many units however small the sum is.
-    units = (masses * (_RESOLUTION / masses.sum(-1, keepdim=True))).double().floor_()
-    cumulated = units.cumsum(-1)
     point = (cumulated[:, -1:] * u).floor_()
+    index = torch.searchsorted(cumulated, point, right=True)
     # The limit is for numbers that are no masses: whatever comes in, an index comes out.
-    index = torch.searchsorted(cumulated, point, right=True).clamp_(max=masses.shape[1] - 1)
-    own = units.gather(1, index)
-    return index, (point - cumulated.gather(1, index)).add_(own).div_(own)
+    return index.clamp_(max=cumulated.shape[1] - 1), point

@@ -1,8 +1,8 @@
 """Which tokens may still be drawn: top_k, top_p, typical_p, min_p.
 
-Each takes weights [m, V] (probabilities, not necessarily normalised; 0 is "out already") and sets more of them to 0 in
-place, never all of them. Their meanings are those of the warpers of the same names in transformers, except for ties:
-tokens exactly as likely as the last one kept are kept too, where a sort would keep those that it happened to put
+Each takes weights [m, V] (probabilities; their sum is less than 1 once some are out, that is, 0) and sets more of them
+to 0 in place, never all of them. Their meanings are those of the warpers of the same names in transformers, except for
+ties: tokens exactly as likely as the last one kept are kept too, where a sort would keep those that it happened to put
 first. So no result depends on a sorting algorithm.
 
 top_p and typical_p ask how far down an order of the tokens one must go to gather a given mass. Sorting the vocabulary

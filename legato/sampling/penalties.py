@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from legato.sampling.rows import on_device
+
 
 class History:
     """A row's line of a table means something only while the row uses the penalty; `begin_*` starts it afresh."""
@@ -64,4 +66,4 @@ class History:
         ids = torch.tensor(token_ids, dtype=torch.int64)
         if len(token_ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._shape[1]:
             raise ValueError(f"a token of the prompt is not in the vocabulary of {self._shape[1]} tokens")
-        return ids.to(self._device)
+        return on_device(ids, self._device)

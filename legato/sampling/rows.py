@@ -17,6 +17,11 @@ from legato.sampling.randomness import counter
 _FILTERS = (Feature.TOP_K, Feature.TOP_P, Feature.TYPICAL_P, Feature.MIN_P)
 
 
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy that does not wait for what the device is still computing. The host's memory is read before it returns."""
+    return host.to(device, non_blocking=True)
+
+
 class Column(IntEnum):
     """Where a parameter stands in `RowTable.numbers`; the names are those of `SamplingParams`."""
 
@@ -54,7 +59,7 @@ class RowTable:
             (rows.add if feature in features else rows.discard)(row)
         if features:
             numbers = [float(getattr(params, column.name)) for column in Column]
-            self.numbers[:, row] = torch.tensor(numbers).to(self.device)
+            self.numbers[:, row] = on_device(torch.tensor(numbers), self.device)
             self.counters[row] = counter(params.seed, position)
             self.last_tokens[row] = last_token
 
@@ -96,18 +101,25 @@ class Composition:
         used = [feature for feature, users in table.users.items() if not users.isdisjoint(rows)]
         drawing = [row for row in rows if row in table.users[Feature.SAMPLE]]
         self.parts = _parts(table, {feature: drawing if feature in _FILTERS else rows for feature in used})
-        params = [table.params[row] for row in rows]
-        self.max_top_k = max((each.top_k for each in params if each.do_sample), default=0)
+
+        def using(feature: Feature) -> list[tuple[int, SamplingParams]]:
+            if feature not in used:
+                return []
+            return [(i, table.params[row]) for i, row in enumerate(rows) if row in table.users[feature]]
+
+        self.max_top_k = max((params.top_k for _, params in using(Feature.TOP_K)), default=0)
         # For the batch's index i of each row that asked for the likeliest tokens, how many.
-        self.top_n = {i: each.top_n_tokens for i, each in enumerate(params) if each.top_n_tokens > 0}
+        self.top_n = {i: params.top_n_tokens for i, params in using(Feature.TOP_TOKENS)}
         # The biases of all rows, as places in the flattened scores and what to add there.
         biases = [
-            (i * vocab_size + token, bias) for i, each in enumerate(params) for token, bias in each.token_bias.items()
+            (i * vocab_size + token, bias)
+            for i, params in using(Feature.BIAS)
+            for token, bias in params.token_bias.items()
         ]
         if biases:
             places, values = zip(*biases, strict=True)
-            self.bias_places = torch.tensor(places).to(table.device)
-            self.bias_values = torch.tensor(values, dtype=torch.float32).to(table.device)
+            self.bias_places = on_device(torch.tensor(places), table.device)
+            self.bias_values = on_device(torch.tensor(values, dtype=torch.float32), table.device)
 
     def describes(self, table: RowTable, rows: list[int]) -> bool:
         """Whether it is still true: the same rows in the same order, and none written since."""
@@ -121,7 +133,7 @@ def _parts(table: RowTable, wholes: dict[Feature, list[int]]) -> dict[Feature, P
     ]
     rows = [[whole[place] for place in part] for whole, part in zip(wholes.values(), places, strict=True)]
     flat = torch.tensor([index for part in places + rows for index in part], dtype=torch.int64)
-    indices = torch.split(flat.to(table.device), [len(part) for part in places + rows])
+    indices = torch.split(on_device(flat, table.device), [len(part) for part in places + rows])
     return {
         feature: Part(on, of, len(of) == len(whole), table.numbers.index_select(1, of).unsqueeze(-1).unbind())
         for (feature, whole), on, of in zip(wholes.items(), indices[: len(wholes)], indices[len(wholes) :], strict=True)

@@ -86,6 +86,10 @@ class Sampler:
         last_token = (generated_ids or prompt_ids or (0,))[-1]
         self._table.write(row, params, len(generated_ids), last_token)
 
+    def is_greedy(self, rows: list[int]) -> bool:
+        """Whether these rows want the likeliest token of the logits as they are, and nothing besides."""
+        return all(users.isdisjoint(rows) for users in self._table.users.values())
+
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: list[int]) -> Sampled:
         """One token for each of the rows, whose logits are logits [n, V], and every row one position further."""

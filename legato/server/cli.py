@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
 
 import click
 
-from legato.common.errors import ModelNotFound
+from legato.common.locate import locate
 from legato.common.logging import setup
 from legato.common.model_files import ModelFiles
 from legato.common.options import DownloadOptions, ServerOptions
@@ -19,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 def serve(options: ServerOptions) -> None:
     setup(options.logger_level, options.json_output, "text-generation-server")
-    files = ModelFiles.open(fetch(options))
+    for warning in options.warnings:
+        logger.warning(warning)
+    files = ModelFiles.open(locate(options))
     from legato.server.serving import run  # brings in torch, which takes seconds: wrong flags and files end before
 
     run(files, options)
@@ -27,23 +28,9 @@ def serve(options: ServerOptions) -> None:
 
 def download_weights(options: DownloadOptions) -> None:
     setup(options.logger_level, options.json_output, "text-generation-server")
-    files = ModelFiles.open(fetch(options))
+    files = ModelFiles.open(locate(options))
     files.check_weights()
     logger.info("Weights are here", extra={"fields": {"path": str(files.path)}})
-
-
-def fetch(options: ServerOptions | DownloadOptions) -> Path:
-    from legato.common import hub
-
-    override = getattr(options, "weights_cache_override", None)
-    if override is not None:
-        if not Path(override).is_dir():
-            raise ModelNotFound(f"--weights-cache-override: {override} is not a folder")
-        return Path(override)
-    cache = Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
-    if options.model_id is None:
-        return hub.resolve_default(cache_dir=cache)
-    return hub.resolve(options.model_id, options.revision, cache_dir=cache)
 
 
 def main() -> None:

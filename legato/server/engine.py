@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
-from legato.sampling.logprobs import prompt_logprobs
+from legato.sampling.logprobs import TopTokens, prompt_logprobs
 from legato.sampling.params import SamplingParams
-from legato.sampling.sampler import Sampled, Sampler
-from legato.server.prepare import order, prepare
-from legato.server.rows import Rows, RowStep
+from legato.sampling.sampler import Sampler
+from legato.server.graphs import DecodeGraphs
+from legato.server.prepare import decodes_first, prepare
+from legato.server.rows import Rows, RowStep, to_device
 
 # Logits of a long prompt at once would be gigabytes.
 PROMPT_LOGITS_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The tokens of one step, on the device or on their way to the host."""
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    top: TopTokens | None
+
+    def to_host(self) -> Chosen:
+        """Queue the copies behind the step. Whoever reads them waits for the step's event first."""
+        top = self.top
+        if top is not None:
+            top = replace(top, token_ids=_to_host(top.token_ids), logprobs=_to_host(top.logprobs))
+        return Chosen(_to_host(self.token_ids), _to_host(self.logprobs), top)
 
 
 @dataclass(slots=True)
@@ -27,34 +45,55 @@ class Pending:
 
     step_id: int
     started: int
-    forward_ns: int
-    sampled: Sampled | None
+    clock: StepClock
+    chosen: Chosen | None
     # Place of each sampled row in the order of the request: the step computes decodes first.
     places: list[int]
     prompt_logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def read(self) -> pb.StepResponse:
-        response = pb.StepResponse(id=self.step_id, forward_ns=self.forward_ns)
-        if self.sampled is not None:
-            ids, logprobs = self.sampled.token_ids.tolist(), self.sampled.logprobs.tolist()
+        response = pb.StepResponse(id=self.step_id, forward_ns=self.clock.wait())
+        if self.chosen is not None:
+            ids, logprobs = self.chosen.token_ids.tolist(), self.chosen.logprobs.tolist()
             response.token_ids.extend([ids[place] for place in self.places])
             response.logprobs.extend([logprobs[place] for place in self.places])
-            self._read_top(response)
+            if self.chosen.top is not None:
+                self._read_top(self.chosen.top, response)
         for row, pieces in self.prompt_logprobs.items():
             response.prompt_logprobs.add(row=row, logprobs=torch.cat(pieces).tolist())
         response.total_ns = time.perf_counter_ns() - self.started
         return response
 
-    def _read_top(self, response: pb.StepResponse) -> None:
-        top = self.sampled.top if self.sampled is not None else None
-        if top is None:
-            return
+    def _read_top(self, top: TopTokens, response: pb.StepResponse) -> None:
         ids, logprobs = top.token_ids.tolist(), top.logprobs.tolist()
         index_of = {place: index for index, place in enumerate(self.places)}
         for line, (place, length) in enumerate(zip(top.indices, top.lengths, strict=True)):
             response.top_tokens.add(
                 index=index_of[place], ids=ids[line][:length], logprobs=logprobs[line][:length]
             )
+
+
+class StepClock:
+    """How long the device took for a step: events around it on a GPU, the host's clock where the host computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._started = time.perf_counter_ns()
+        if self._events:
+            self._events[0].record()
+        self._duration = 0
+
+    def stop(self) -> None:
+        if self._events:
+            self._events[1].record()
+        self._duration = time.perf_counter_ns() - self._started
+
+    def wait(self) -> int:
+        """Nanoseconds, once everything queued before `stop` is done."""
+        if not self._events:
+            return self._duration
+        self._events[1].synchronize()
+        return int(self._events[0].elapsed_time(self._events[1]) * 1e6)
 
 
 class Engine:
@@ -67,23 +106,54 @@ class Engine:
         self.dtype = cache.layers[0].keys.dtype
         self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device)
         self.sampler = make_sampler(max_rows)
+        self.graphs = DecodeGraphs(model, cache, self.rows) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Pending:
         """Counts are booked first, for all rows: a step that fails later leaves no row behind the router's count."""
         started = time.perf_counter_ns()
         parts = self._book(request)
+        clock = StepClock(self.device)
         for admission in request.admitted:
             self._configure_sampler(admission)
-        places = order(parts)
-        ordered = [parts[place] for place in places]
+        self.rows.write_blocks()
+        if self.graphs is not None and all(part.decode for part in parts):
+            chosen, places, logprobs = self._replay(parts), list(range(len(parts))), {}
+        else:
+            chosen, places, logprobs = self._forward(parts)
+        if chosen is not None:
+            chosen = chosen.to_host()
+        clock.stop()
+        return Pending(request.id, started, clock, chosen, places, logprobs)
+
+    def _replay(self, parts: list[RowStep]) -> Chosen:
+        """A step of decodes only."""
+        assert self.graphs is not None
+        rows = [part.row for part in parts]
+        done = self.graphs.run(rows)
+        if self.sampler.is_greedy(rows):
+            return Chosen(done.token_ids[: len(rows)], done.logprobs[: len(rows)], None)
+        return self._choose(done.logits[: len(rows)], rows)
+
+    def _forward(self, parts: list[RowStep]) -> tuple[Chosen | None, list[int], dict[int, list[torch.Tensor]]]:
+        """A step of any kind: what was chosen, the places of the sampled rows, prompt log probabilities."""
+        order = decodes_first(parts)
+        ordered = [parts[place] for place in order]
         step = prepare(self.rows, ordered, self.cache.block_size, self.dtype)
         hidden = self.model.forward(step, self.cache)
-        sampled, sampled_parts = self._sample(hidden[step.logits_indices], ordered)
-        logprobs = self._prompt_logprobs(hidden, ordered)
-        return Pending(
-            request.id, started, time.perf_counter_ns() - started, sampled, _restore(places, sampled_parts), logprobs
-        )
+        if self.graphs is not None:
+            self.rows.lengths[step.rows] = step.context_lens
+        sampled = [place for place, part in enumerate(ordered) if part.samples]
+        chosen = None
+        if sampled:
+            logits = self.model.logits(hidden[step.logits_indices])
+            chosen = self._choose(logits, [ordered[place].row for place in sampled])
+        return chosen, _restore(order, sampled), self._prompt_logprobs(hidden, ordered)
+
+    def _choose(self, logits: torch.Tensor, rows: list[int]) -> Chosen:
+        sampled = self.sampler.sample(logits, rows)
+        self.rows.last_tokens[to_device(np.array(rows), self.device)] = sampled.token_ids
+        return Chosen(sampled.token_ids, sampled.logprobs, sampled.top)
 
     def _book(self, request: pb.StepRequest) -> list[RowStep]:
         for admission in request.admitted:
@@ -110,16 +180,6 @@ class Engine:
         params = SamplingParams.from_pb(admission.parameters, admission.top_n_tokens)
         self.sampler.set_row(admission.row, params, ids[:num_prompt], ids[num_prompt:])
 
-    def _sample(self, hidden: torch.Tensor, parts: list[RowStep]) -> tuple[Sampled | None, list[int]]:
-        """One token for each row whose known tokens are all computed. Also their places in `parts`."""
-        places = [place for place, part in enumerate(parts) if part.samples]
-        if not places:
-            return None, places
-        rows = [parts[place].row for place in places]
-        sampled = self.sampler.sample(self.model.logits(hidden), rows)
-        self.rows.last_tokens[torch.tensor(rows, device=self.device)] = sampled.token_ids
-        return sampled, places
-
     def _prompt_logprobs(self, hidden: torch.Tensor, parts: list[RowStep]) -> dict[int, list[torch.Tensor]]:
         wanted: dict[int, list[torch.Tensor]] = {}
         first = 0
@@ -139,7 +199,13 @@ class Engine:
         return wanted
 
 
-def _restore(places: list[int], sampled_parts: list[int]) -> list[int]:
+def _restore(order: list[int], sampled: list[int]) -> list[int]:
     """For each sampled row, in the order of the request: its index among the sampled ones of the ordered step."""
-    original = [(places[part], index) for index, part in enumerate(sampled_parts)]
+    original = [(order[place], index) for index, place in enumerate(sampled)]
     return [index for _, index in sorted(original)]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

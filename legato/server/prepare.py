@@ -7,10 +7,10 @@ import torch
 
 from legato.kernels.paged_attention import PagedContext
 from legato.layers.step import ChunkSpans, Step
-from legato.server.rows import Rows, RowStep
+from legato.server.rows import Rows, RowStep, to_device
 
 
-def order(parts: list[RowStep]) -> list[int]:
+def decodes_first(parts: list[RowStep]) -> list[int]:
     """Places of the decodes, then of the chunks: attention treats the two differently."""
     return sorted(range(len(parts)), key=lambda i: not parts[i].decode)
 
@@ -25,24 +25,24 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
     num_decodes = sum(part.decode for part in parts)
 
-    row_index, positions_there = _to(index, device), _to(positions, device)
-    owners = _to(np.repeat(index, counts), device)
+    row_index, positions_there = to_device(index, device), to_device(positions, device)
+    owners = to_device(np.repeat(index, counts), device)
     blocks = rows.block_tables[owners, positions_there // block_size].long()
     input_ids = rows.last_tokens[row_index[:num_decodes]]
     if chunks := parts[num_decodes:]:
         ids = [rows[part.row].input_ids[part.start : part.start + part.count] for part in chunks]
-        input_ids = torch.cat((input_ids, _to(np.concatenate(ids), device)))
+        input_ids = torch.cat((input_ids, to_device(np.concatenate(ids), device)))
     sampling = np.array([part.samples for part in parts])
     context_lens = starts + counts
     return Step(
         input_ids=input_ids,
         positions=positions_there,
         slots=blocks * block_size + positions_there % block_size,
-        logits_indices=_to(ends[sampling] - 1, device),
+        logits_indices=to_device(ends[sampling] - 1, device),
         num_decodes=num_decodes,
         rows=row_index,
         block_tables=rows.block_tables,
-        context_lens=_to(context_lens, device),
+        context_lens=to_device(context_lens, device),
         chunks=_spans(counts[num_decodes:], starts[num_decodes:], device),
         on_host=PagedContext(
             counts.tolist(), context_lens.tolist(), num_decodes, rows.block_tables[row_index], block_size, dtype
@@ -57,10 +57,4 @@ def _spans(counts: np.ndarray, starts: np.ndarray, device: torch.device) -> Chun
         return None
     alike = bool((counts == counts[0]).all() and not starts.any())
     cu_seqlens = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
-    return ChunkSpans(_to(cu_seqlens, device), int(counts[0]) if alike else 0)
-
-
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Pinned on the way to a GPU, so that the copy is queued instead of waited for."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return ChunkSpans(to_device(cu_seqlens, device), int(counts[0]) if alike else 0)

@@ -37,10 +37,16 @@ class RowStep:
 
 
 class Rows:
+    """`padding` is a row beyond the router's: captured graphs fill up with it, and its writes go to block 0."""
+
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
+        self.device = device
+        self.padding = max_rows
         self.sequences: list[Sequence | None] = [None] * max_rows
-        self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.block_tables = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # computed tokens, for graphs
+        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self._new_blocks: list[tuple[int, int, int]] = []  # row, place in its table, block
 
     def __getitem__(self, row: int) -> Sequence:
         sequence = self.sequences[row]
@@ -53,10 +59,17 @@ class Rows:
 
     def append_blocks(self, row: int, blocks: list[int]) -> None:
         sequence = self[row]
-        end = sequence.num_blocks + len(blocks)
-        assert end <= self.block_tables.shape[1], f"row {row} would have {end} blocks"
-        self.block_tables[row, sequence.num_blocks : end] = torch.tensor(blocks, dtype=torch.int32)
-        sequence.num_blocks = end
+        first, last = sequence.num_blocks, sequence.num_blocks + len(blocks)
+        assert last <= self.block_tables.shape[1], f"row {row} would have {last} blocks"
+        self._new_blocks.extend(zip([row] * len(blocks), range(first, last), blocks, strict=True))
+        sequence.num_blocks = last
+
+    def write_blocks(self) -> None:
+        """Bring the tables up to date: one copy for all rows of a step, and none where no row grew."""
+        if self._new_blocks:
+            new = to_device(np.array(self._new_blocks, dtype=np.int64).T.copy(), self.device)
+            self.block_tables[new[0], new[1]] = new[2].int()
+            self._new_blocks.clear()
 
     def advance(self, row: int, count: int) -> RowStep:
         """Book `count` more computed tokens. A row whose known tokens are then all computed samples one."""
@@ -68,3 +81,9 @@ class Rows:
         decode = start >= len(sequence.input_ids)
         sequence.known += samples
         return RowStep(row, start, count, samples, decode)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Pinned on the way to a GPU, so that the copy is queued instead of waited for."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -17,6 +17,7 @@ from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
+from legato.server.allocator import keep_freed_memory
 from legato.server.interceptor import ExceptionInterceptor
 from legato.server.loading import load
 from legato.server.model import Model
@@ -30,6 +31,7 @@ UNLIMITED_MESSAGES = [("grpc.max_send_message_length", 2**31 - 1), ("grpc.max_re
 def run(files: ModelFiles, options: ServerOptions) -> None:
     path = f"{options.uds_path}-{options.rank}"
     claim_socket(path)
+    keep_freed_memory()
     model = Model(load(files, options), options)
     urls = [f"unix://{options.uds_path}-{rank}" for rank in range(options.world_size)]
     asyncio.run(serve(TextGenerationService(model, urls), path))

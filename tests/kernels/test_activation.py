@@ -12,16 +12,12 @@ from legato.kernels import activation
 @pytest.mark.parametrize("inner", [1, 33, 1100])
 def test_equals_torch(randn, assert_close, inner, kind, dtype):
     gate_up = randn(3, 2 * inner, dtype=dtype)
-    assert_close(
-        activation._gate_and_mul_triton(gate_up, kind), activation._gate_and_mul_torch(gate_up, kind)
-    )
+    assert_close(activation._gate_and_mul_triton(gate_up, kind), activation._gate_and_mul_torch(gate_up, kind))
 
 
 def test_reads_strided_rows(randn, assert_close):
     gate_up = randn(4, 50)[:, 5:45]
-    assert_close(
-        activation._gate_and_mul_triton(gate_up, "silu"), activation._gate_and_mul_torch(gate_up, "silu")
-    )
+    assert_close(activation._gate_and_mul_triton(gate_up, "silu"), activation._gate_and_mul_torch(gate_up, "silu"))
 
 
 def test_large_gates_neither_overflow_nor_turn_to_nan(device, assert_close):

@@ -9,7 +9,7 @@ from legato.kernels.decode_attention import DecodeConfig
 from legato.kernels.paged_kv import Scoring
 from tests.kernels.paged_case import paged_case
 
-CONTEXTS = [1, 70, 16, 129]
+CONTEXTS = [1, 70, 16]
 ONE = DecodeConfig(num_splits=1, min_split_len=32, block_n=32, num_warps=4, num_stages=2)
 SPLIT = DecodeConfig(num_splits=4, min_split_len=16, block_n=16, num_warps=4, num_stages=2)
 
@@ -20,8 +20,8 @@ def check_against_torch(case, assert_close, scoring=None, config=SPLIT):
     assert_close(actual, decode._decode_attention_torch(case.q, case.kv, scoring))
 
 
-def decodes(device, contexts=CONTEXTS, **shape):
-    return paged_case(device, [1] * len(contexts), contexts, **shape)
+def decodes(device, contexts=CONTEXTS, *, heads=4, kv_heads=1, **shape):
+    return paged_case(device, [1] * len(contexts), contexts, heads=heads, kv_heads=kv_heads, **shape)
 
 
 @pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one split", "four splits"])
@@ -30,7 +30,7 @@ def test_equals_torch_in_every_dtype(device, assert_close, dtype, config):
     check_against_torch(decodes(device, dtype=dtype), assert_close, config=config)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (9, 3), (4, 1), (14, 2), (8, 1), (20, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1), (7, 1), (8, 1), (20, 1)])
 def test_equals_torch_for_any_group(device, assert_close, heads, kv_heads):
     check_against_torch(decodes(device, heads=heads, kv_heads=kv_heads), assert_close)
 
@@ -58,9 +58,7 @@ def test_a_second_launch_merges_like_the_last_program(device, assert_close):
 
 def test_more_parts_than_are_merged_at_once(device, assert_close):
     config = DecodeConfig(num_splits=32, min_split_len=16, block_n=16, num_warps=4, num_stages=2)
-    check_against_torch(
-        decodes(device, [300, 515], heads=16, kv_heads=1, head_dim=128), assert_close, config=config
-    )
+    check_against_torch(decodes(device, [300, 515], heads=16, kv_heads=1, head_dim=128), assert_close, config=config)
 
 
 def test_an_empty_context_gives_zeros(device):

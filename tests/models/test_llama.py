@@ -29,6 +29,7 @@ def logits(model: CausalModel, ids: list[int]) -> torch.Tensor:
     rows = Rows(1, 64, CPU)
     rows.admit(0, 1, ids, 0, False)
     rows.append_blocks(0, list(range(1, 1 + -(-len(ids) // 16))))
+    rows.write_blocks()
     step = prepare(rows, [rows.advance(0, len(ids))], 16, torch.float32)
     with torch.inference_mode():
         return model.logits(model.forward(step, KVCache(model.kv_shape, 64, 16, CPU)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from starlette.types import ASGIApp, Message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from legato.router.app import create_app
 from legato.router.seam import Limits, Sink
 from legato.router.settings import RouterSettings
 from legato.router.state import FinishReason, GenerationRequest, Output
@@ -45,9 +46,7 @@ def token_ids(text: str) -> list[int]:
     return ids
 
 
-def outputs_of(
-    text: str, finish: FinishReason = FinishReason.EOS_TOKEN, logprob: float = -0.5, **last: Any
-) -> list[Output]:
+def outputs_of(text: str, finish: FinishReason = FinishReason.EOS_TOKEN, logprob: float = -0.5) -> list[Output]:
     """The tokens of a text, the last of them with the finish reason; </s> after them if that is it."""
     ids = token_ids(text) + ([EOS] if finish is FinishReason.EOS_TOKEN else [])
     outputs = [Output(token_id=token_id, logprob=logprob) for token_id in ids]
@@ -112,7 +111,12 @@ class Call:
     """One request in progress."""
 
     def __init__(
-        self, app: ASGIApp, method: str, path: str, body: Iterable[bytes] = (b"",), headers: dict[str, str] | None = None
+        self,
+        app: ASGIApp,
+        method: str,
+        path: str,
+        body: Iterable[bytes] = (b"",),
+        headers: dict[str, str] | None = None,
     ) -> None:
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         chunks = list(body)
@@ -134,7 +138,7 @@ class Call:
             "client": ("test", 1),
             "headers": [(k.lower().encode(), v.encode()) for k, v in ({"host": "test"} | (headers or {})).items()],
         }
-        self.task = asyncio.create_task(app(scope, self._inbox.get, self._send))  # type: ignore[arg-type]
+        self.task: asyncio.Task[None] = asyncio.create_task(app(scope, self._inbox.get, self._send))  # type: ignore[arg-type]
 
     async def _send(self, message: Message) -> None:
         self.sent.append(message)
@@ -172,10 +176,19 @@ async def get(app: ASGIApp, path: str, headers: dict[str, str] | None = None) ->
     return await call(app, "GET", path, headers=headers)
 
 
+def app_for(backend: FakeBackend | None = None, **settings: Any) -> ASGIApp:
+    return create_app(backend or FakeBackend(), tokenizer(), replace(SETTINGS, **settings))
+
+
+def ask(path: str, body: Any, backend: FakeBackend | None = None, **settings: Any) -> Answer:
+    """One POST to an application of its own."""
+    return asyncio.run(post(app_for(backend, **settings), path, body))
+
+
 async def until(condition: Callable[[], object], turns: int = 2000) -> None:
     """Turn the event loop until something has happened."""
-    for _ in range(turns):
+    for turn in range(turns):
         if condition():
             return
-        await asyncio.sleep(0.001 if _ > 200 else 0)
+        await asyncio.sleep(0.001 if turn > 200 else 0)
     raise AssertionError("it never happened")

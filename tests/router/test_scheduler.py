@@ -21,9 +21,7 @@ def limits(**changes: object) -> SchedulerLimits:
     return SchedulerLimits(**{**defaults, **changes})  # type: ignore[arg-type]
 
 
-def request(
-    request_id: int, prompt: list[int], max_new_tokens: int = 10, **more: object
-) -> GenerationRequest:
+def request(request_id: int, prompt: list[int], max_new_tokens: int = 10, **more: object) -> GenerationRequest:
     return GenerationRequest(request_id, prompt, max_new_tokens, **more)  # type: ignore[arg-type]
 
 
@@ -44,9 +42,7 @@ def test_eos_ends_a_request_unless_it_is_ignored() -> None:
         simulation.submit(wanted)
         simulation.run()
         assert simulation.tokens(1) == expected_tokens(wanted, VOCAB, eos)
-        assert simulation.outputs[1][-1].finish_reason is (
-            FinishReason.LENGTH if ignore else FinishReason.EOS_TOKEN
-        )
+        assert simulation.outputs[1][-1].finish_reason is (FinishReason.LENGTH if ignore else FinishReason.EOS_TOKEN)
 
 
 @pytest.mark.parametrize("step_tokens", [8, 9, 13, 512])

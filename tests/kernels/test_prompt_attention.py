@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from legato.kernels.paged_kv import PagedKV, Scoring, ragged_attention_torch
+from legato.kernels.prompt_attention import prompt_attention
+
+
+@pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [4, 4, 9, 1, 4]])
+def test_equals_paged_attention_over_the_same_keys(randn, device, assert_close, lengths):
+    total, heads, kv_heads, head_dim = sum(lengths), 6, 2, 32
+    projection = randn(total, heads + 2 * kv_heads, head_dim)
+    q, k, v = projection.split([heads, kv_heads, kv_heads], dim=1)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    # One token to a block, so that a sequence's table is a range.
+    tables = (torch.arange(max(lengths)) + starts[:-1, None]).clamp(max=total - 1).to(torch.int32)
+    context_lens = torch.tensor(lengths, dtype=torch.int32)
+    kv = PagedKV(k.contiguous()[:, None], v.contiguous()[:, None], tables.to(device), context_lens.to(device))
+    expected = ragged_attention_torch(q, kv, starts, Scoring(0.2))
+    assert_close(prompt_attention(q, k, v, lengths, 0.2), expected)
+
+
+def test_lengths_that_do_not_add_up_are_refused(randn):
+    with pytest.raises(AssertionError):
+        prompt_attention(*randn(3, 4, 2, 8), [3], 1.0)
