@@ -27,6 +27,10 @@ from legato.router.queue import Queue
 from legato.router.state import Admission, FinishReason, GenerationRequest, Output, StepPlan, StepResult
 
 
+# Waiting requests that one plan looks at: those behind may have a cached prefix when the first ones have not.
+LOOK_AHEAD = 32
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     num_blocks: int
@@ -182,15 +186,27 @@ class Scheduler:
         return budget
 
     def _plan_admissions(self, plan: StepPlan, planned: list[PlannedRow], budget: int) -> None:
-        while budget > 0 and self._free_rows and (entry := self.queue.first()) is not None:
-            if entry.num_pending or not self._admit(plan, entry):
-                return  # a preempted request waits for its last token; and nobody overtakes the head of the queue
+        if not self.queue:
+            return
+        filling = {self._next_block(entry, entry.node, entry.num_indexed) for entry in self.running}
+        for entry in list(itertools.islice(self.queue.entries(), LOOK_AHEAD)):
+            if budget == 0 or not self._free_rows:
+                return
+            if entry.num_pending:
+                continue  # preempted, and its last token is still on the way
+            node, blocks = self._cached_prefix(entry)
+            upcoming = self._next_block(entry, node, len(blocks))
+            if upcoming is not None and upcoming in filling and not entry.wants_prompt_logprobs:
+                continue  # somebody is computing what comes next: in a moment it is there for the taking
+            if not self._admit(plan, entry, node, blocks):
+                return  # it waits for memory, and nobody overtakes it there
             count = min(entry.num_to_compute, budget)
             first_new = len(entry.blocks)
             fits = self._grow(entry, count)
             assert fits, "_admit counted the blocks"
             budget -= count
             self._add(plan, planned, entry, count, entry.blocks[first_new:])
+            filling.add(upcoming)
 
     def _add(
         self, plan: StepPlan, planned: list[PlannedRow], entry: Entry, count: int, new_blocks: list[int]
@@ -204,13 +220,23 @@ class Scheduler:
         plan.new_blocks.append(new_blocks)
         planned.append(PlannedRow(entry, entry.epoch, entry.row, entry.num_scheduled, samples))
 
-    def _admit(self, plan: StepPlan, entry: Entry) -> bool:
-        """Give the head of the queue a row and the cached part of its tokens, if the rest has a chance to fit."""
-        tokens, size = entry.tokens, self.limits.block_size
-        reusable = (len(tokens) - 1) // size  # some token must be computed to get logits at all
+    def _cached_prefix(self, entry: Entry) -> tuple[Node, list[int]]:
+        """Some token must always be computed, to get logits at all."""
+        reusable = (len(entry.tokens) - 1) // self.limits.block_size
         if not self.limits.prefix_caching or entry.wants_prompt_logprobs:
             reusable = 0
-        node, blocks = self.tree.match(tokens, reusable)
+        return self.tree.match(entry.tokens, reusable)
+
+    def _next_block(self, entry: Entry, node: Node | None, depth: int) -> tuple[int, tuple[int, ...]] | None:
+        """Names the block below `node`, which is `depth` blocks deep, by the entry's tokens, if it knows them all."""
+        start, size = depth * self.limits.block_size, self.limits.block_size
+        if not self.limits.prefix_caching or start + size >= len(entry.tokens):
+            return None
+        return id(node), tuple(entry.tokens[start : start + size])
+
+    def _admit(self, plan: StepPlan, entry: Entry, node: Node, blocks: list[int]) -> bool:
+        """Give a request a row and the cached part of its tokens, if the rest has a chance to fit."""
+        tokens, size = entry.tokens, self.limits.block_size
         self.tree.lock(node)
         missing = -(-len(tokens) // size) - len(blocks)
         headroom = len(self.running)  # a block each, or the newcomer would be preempted at once

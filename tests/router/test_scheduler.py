@@ -112,6 +112,31 @@ def test_a_fully_cached_prompt_still_computes_a_token() -> None:
     assert simulation.tokens(2) == simulation.tokens(1)
 
 
+def test_requests_that_begin_alike_and_arrive_together_compute_their_prefix_once() -> None:
+    simulation = Simulation(limits(max_step_tokens=64))
+    wanted = [request(i, [*range(40), 40 + i, 1], 3) for i in range(8)]
+    for each in wanted:
+        simulation.submit(each)
+    computed = 0
+    while simulation.launch() or simulation.in_flight:
+        while simulation.launch():
+            pass
+        computed += sum(simulation.in_flight[0].num_tokens)
+        simulation.land()
+    assert computed <= 42 + 7 * 2 + 8 * 2
+    for each in wanted:
+        assert simulation.tokens(each.id) == expected_tokens(each, VOCAB)
+
+
+def test_a_stranger_does_not_wait_behind_a_shared_prefix() -> None:
+    simulation = Simulation(limits(max_step_tokens=64))
+    for i in range(3):
+        simulation.submit(request(i, [*range(40), 40 + i, 1], 3))
+    simulation.submit(request(9, [7, 7, 7], 3))
+    simulation.launch()
+    assert [admission.request.id for admission in simulation.in_flight[0].admitted] == [0, 9]
+
+
 def test_without_prefix_caching_nothing_stays() -> None:
     simulation = Simulation(limits(prefix_caching=False))
     simulation.submit(request(1, list(range(20)), 4))
