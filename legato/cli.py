@@ -12,7 +12,7 @@ from legato import __version__
 from legato.common.program import run_program
 
 # Whole programs that are subcommands as well: name -> (module, command).
-PROGRAMS = {"serve": ("legato.launcher.cli", "COMMAND")}
+PROGRAMS = {"serve": ("legato.launcher.cli", "COMMAND"), "bench": ("legato.benchmark.engine", "bench")}
 
 
 class _Group(click.Group):

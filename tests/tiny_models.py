@@ -14,8 +14,16 @@ def tiny_llama(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, 
 
     torch.manual_seed(seed)
     settings: dict[str, Any] = dict(
-        vocab_size=320, hidden_size=96, intermediate_size=128, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=2, bos_token_id=1,
+        vocab_size=320,
+        hidden_size=96,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        eos_token_id=2,
+        bos_token_id=1,
         initializer_range=0.3,
     )
     model = LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).to(dtype)

@@ -266,9 +266,10 @@ def _llama3_divisors(factor: float, head_dim: int, theta: float) -> np.ndarray[A
     context, low, high = (
         LLAMA3_ROPE[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
-    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    blend = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
-    return np.asarray(1 / ((1 - blend) / factor + blend))
+    with np.errstate(all="ignore"):  # a nonsensical theta or factor gives no finite divisors, which match nothing
+        wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+        blend = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
+        return np.asarray(1 / ((1 - blend) / factor + blend))
 
 
 def _eos_token_ids(gguf: GgufFile) -> list[int]:

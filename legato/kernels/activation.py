@@ -8,18 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from legato.kernels.language import (
-    Pointer,
-    Scalar,
-    ceil_div,
-    constexpr,
-    jit,
-    launch_options,
-    runs_triton,
-    tl,
-    wait_for_previous,
-    widened,
-)
+from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, runs_triton, tl, widened
+from legato.kernels.overlap import launch_options, wait_for_previous
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 

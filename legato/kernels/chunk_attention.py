@@ -12,24 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.kernels.language import (
-    Pointer,
-    Scalar,
-    constexpr,
-    jit,
-    launch_options,
-    next_power_of_two,
-    padded,
-    runs_triton,
-    tl,
-    wait_for_previous,
-)
+from legato.kernels.language import Pointer, Scalar, constexpr, jit, next_power_of_two, padded, runs_triton, tl
+from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.paged_kv import (
     PagedKV,
     Scoring,
     base2_scores,
     cache_offsets,
     check_queries,
+    find_table,
     load_heads,
     lowest_scores,
     ragged_attention_torch,
@@ -152,21 +143,18 @@ def _chunk_kernel(
     sequence, first_query, num_queries, first_token = _find_tile(tile, cu_seqlens_q, num_sequences, tokens)
     if first_token >= num_queries:
         return
-    row = sequence
-    if rows is not None:
-        row = tl.load(rows + sequence)
     r = tl.arange(0, BLOCK_M)
     d = tl.arange(0, padded(HEAD_DIM, 16))[None, :]
     token = first_token + r // GROUP
-    head = kv_head * GROUP + r % GROUP
+    head = (kv_head * GROUP + r % GROUP)[:, None]
     inside = ((r < tokens * GROUP) & (token < num_queries))[:, None] & (d < HEAD_DIM)
     first_position = tl.load(context_lens + sequence) - num_queries + first_token
-    query_row = (first_query + token).to(tl.int64)[:, None]
+    query = (first_query + token).to(tl.int64)[:, None]
     mixed = _attend(
-        tl.load(q + query_row * q_stride + head[:, None] * HEAD_DIM + d, mask=inside, other=0.0),
+        tl.load(q + query * q_stride + head * HEAD_DIM + d, mask=inside, other=0.0),
         k_cache,
         v_cache,
-        block_tables + row * table_stride,
+        find_table(block_tables, rows, sequence, table_stride),
         alibi_slopes,
         kv_head,
         first_position,
@@ -181,8 +169,7 @@ def _chunk_kernel(
         WINDOW,
         WIDE,
     )
-    pointers = out + (query_row * (NUM_KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + d
-    tl.store(pointers, mixed.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + (query * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM + d, mixed.to(out.dtype.element_ty), mask=inside)
 
 
 @jit

@@ -14,24 +14,15 @@ import torch
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
-from legato.kernels.language import (
-    Pointer,
-    Scalar,
-    compile_time,
-    constexpr,
-    jit,
-    launch_options,
-    padded,
-    runs_triton,
-    tl,
-    wait_for_previous,
-)
+from legato.kernels.language import Pointer, Scalar, compile_time, constexpr, jit, padded, runs_triton, tl
+from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.paged_kv import (
     PagedKV,
     Scoring,
     base2_scores,
     cache_offsets,
     check_queries,
+    find_table,
     load_heads,
     lowest_scores,
     ragged_attention_torch,
@@ -157,15 +148,12 @@ def _decode_kernel(
     begin, end, num_active = _split_bounds(split, context_len, NUM_SPLITS, MIN_SPLIT_LEN, BLOCK_N, WINDOW)
     if (begin >= end) & (split > 0):
         return
-    row = sequence
-    if rows is not None:
-        row = tl.load(rows + sequence)
     pair = sequence * NUM_KV_HEADS + kv_head
     mixed, maximum, total = _attend(
         q + sequence * q_stride,
         k_cache,
         v_cache,
-        block_tables + row * table_stride,
+        find_table(block_tables, rows, sequence, table_stride),
         alibi_slopes,
         kv_head,
         begin,
@@ -300,8 +288,8 @@ def _finish(
 
 @compile_time
 def _parts_at_once(num_splits: int, size: int) -> int:
-    """As many parts as fit into the registers of one program: 128 for each thread of four warps."""
-    return max(1, min(num_splits, 16384 // size))
+    """As many parts as fit into the registers of one program: 64 for each thread of four warps."""
+    return max(1, min(num_splits, 8192 // size))
 
 
 @jit

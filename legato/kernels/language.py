@@ -31,24 +31,6 @@ else:
     constexpr = tl.constexpr
     Pointer = Scalar = tl.tensor
 
-# Let a kernel start while the one before it still runs, up to the point where it needs its results (programmatic
-# dependent launch, Hopper and later). Every kernel of this package then calls `wait_for_previous` before it touches
-# anything that an earlier kernel may write or read.
-OVERLAP_LAUNCHES = False
-
-
-def launch_options(tensor: Tensor) -> dict[str, bool]:
-    overlap = OVERLAP_LAUNCHES and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
-
-
-@jit
-def wait_for_previous(OVERLAP: constexpr) -> None:
-    """Let the next kernel start, then wait for the end of the one before. What comes first must depend on neither."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
 
 def runs_triton(tensor: Tensor) -> bool:
     """One rule for every kernel: CUDA tensors go through Triton, everything else through torch."""

@@ -5,18 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from legato.kernels.language import (
-    Pointer,
-    Scalar,
-    constexpr,
-    jit,
-    launch_options,
-    next_power_of_two,
-    runs_triton,
-    tl,
-    wait_for_previous,
-    widened,
-)
+from legato.kernels.language import Pointer, Scalar, constexpr, jit, next_power_of_two, runs_triton, tl, widened
+from legato.kernels.overlap import launch_options, wait_for_previous
 
 # A program holds one whole row in registers.
 MAX_HIDDEN_SIZE = 65536

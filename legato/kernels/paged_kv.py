@@ -109,6 +109,14 @@ def _scores_torch(dots: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
 
 
 @jit
+def find_table(block_tables: Pointer, rows: Pointer, sequence: Scalar, table_stride: Scalar) -> Scalar:
+    row = sequence
+    if rows is not None:
+        row = tl.load(rows + sequence)
+    return block_tables + row * table_stride
+
+
+@jit
 def cache_offsets(
     block_table: Pointer, position: Scalar, BLOCK_SIZE: constexpr, SLOT_WIDTH: constexpr, WIDE: constexpr
 ) -> Scalar:

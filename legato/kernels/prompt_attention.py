@@ -33,6 +33,11 @@ def prompt_attention(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def num_calls(lengths: Sequence[int]) -> int:
+    """How many runs of equal lengths there are."""
+    return sum(1 for _ in groupby(lengths))
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
     queries, keys, values = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(CUDNN_FIRST, set_priority=True):

@@ -11,13 +11,12 @@ from legato.kernels.language import (
     ceil_div,
     constexpr,
     jit,
-    launch_options,
     next_power_of_two,
     runs_triton,
     tl,
-    wait_for_previous,
     widened,
 )
+from legato.kernels.overlap import launch_options, wait_for_previous
 
 # Heads per program: 8 heads of 128 are 2 KB of bf16, two 16-byte loads for each thread of two warps.
 HEADS_PER_PROGRAM = 8

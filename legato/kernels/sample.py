@@ -11,17 +11,8 @@ import torch
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
-from legato.kernels.language import (
-    Pointer,
-    Scalar,
-    constexpr,
-    jit,
-    launch_options,
-    runs_triton,
-    tl,
-    wait_for_previous,
-    widened,
-)
+from legato.kernels.language import Pointer, Scalar, constexpr, jit, runs_triton, tl, widened
+from legato.kernels.overlap import launch_options, wait_for_previous
 
 # Tokens per iteration of a program, and programs to aim at over all rows: a few for every multiprocessor.
 BLOCK = 2048

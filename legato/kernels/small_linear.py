@@ -20,14 +20,13 @@ from legato.kernels.language import (
     ceil_div,
     constexpr,
     jit,
-    launch_options,
     next_power_of_two,
     padded,
     runs_triton,
     tl,
-    wait_for_previous,
     widened,
 )
+from legato.kernels.overlap import launch_options, wait_for_previous
 
 MAX_ROWS = 16
 
@@ -111,7 +110,7 @@ def _small_linear_triton(
     # A split sees only its part of x, so it cannot know the norm.
     split_k = 1 if norm_weight is not None else config.split_k
     num_tiles = ceil_div(width, config.tile_rows // halves)
-    assert num_tiles <= NUM_COUNTERS, num_tiles
+    assert split_k == 1 or num_tiles <= NUM_COUNTERS, num_tiles
     part_size = config.tile_rows * next_power_of_two(num_rows, 8) if split_k > 1 else 0
     _small_linear_kernel[(num_tiles, split_k)](
         out,

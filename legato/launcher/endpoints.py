@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from legato.common.errors import EndpointInUse, OptionError
+from legato.common.sockets import claim_socket, in_use, remove_socket
 
-# Room for the path in sockaddr_un, without the closing zero.
-LONGEST_SOCKET_PATH = 107
+FLAG = "--shard-uds-path"
 
 
 def check_port(address: str, port: int) -> None:
@@ -38,19 +38,17 @@ def check_port(address: str, port: int) -> None:
 def claim_sockets(path: str, count: int) -> Iterator[list[str]]:
     """The socket paths of `count` shards, ours until the end. What a dead server left behind is removed."""
     sockets = [f"{path}-{rank}" for rank in range(count)]
-    if len(os.fsencode(sockets[-1])) > LONGEST_SOCKET_PATH:
-        raise OptionError(f"--shard-uds-path: {path!r} is too long for a socket, {LONGEST_SOCKET_PATH} bytes at most")
     lock = _lock(path)
     try:
         for name in sockets:
-            _remove_stale(name)
+            claim_socket(name, FLAG)
         try:
             yield sockets
         finally:
             for name in sockets:
-                _unlink(name)
+                remove_socket(name, FLAG)
     finally:
-        _unlink(f"{path}.lock")
+        remove_socket(f"{path}.lock", FLAG)
         os.close(lock)
 
 
@@ -68,44 +66,10 @@ def _lock(path: str) -> int:
             pass
         os.close(lock)
     except PermissionError:
-        raise EndpointInUse(f"{name} belongs to another user: choose another place with --shard-uds-path") from None
+        raise EndpointInUse(f"{name} belongs to another user: choose another place with {FLAG}") from None
     except OSError as error:
-        raise OptionError(f"--shard-uds-path: cannot create {name}: {error.strerror}") from None
-    raise _in_use(path)
-
-
-def _remove_stale(name: str) -> None:
-    """Remove a socket file that nobody listens on any more; refuse anything that is in use or not a socket."""
-    try:
-        mode = os.stat(name).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise OptionError(f"--shard-uds-path: {name} exists and is not a socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1)
-        try:
-            probe.connect(name)
-        except ConnectionRefusedError:
-            _unlink(name)
-            return
-        except OSError:
-            # Full backlog or no permission: somebody is there.
-            pass
-    raise _in_use(name)
-
-
-def _in_use(name: str) -> EndpointInUse:
-    return EndpointInUse(f"{name} belongs to a running server: stop it or choose another place with --shard-uds-path")
-
-
-def _unlink(name: str) -> None:
-    try:
-        os.unlink(name)
-    except FileNotFoundError:
-        pass
-    except PermissionError:
-        raise EndpointInUse(f"{name} belongs to another user: choose another place with --shard-uds-path") from None
+        raise OptionError(f"{FLAG}: cannot create {name}: {error.strerror}") from None
+    raise in_use(path, FLAG)
 
 
 def is_socket(path: str) -> bool:

@@ -8,10 +8,14 @@ from legato.kernels.chunk_attention import chunk_attention
 from legato.kernels.decode_attention import decode_attention
 from legato.kernels.paged_attention import paged_attention
 from legato.kernels.paged_kv import PagedKV, Scoring
+from legato.kernels.prompt_attention import num_calls, prompt_attention
 from legato.kernels.rotary import rotary_and_store
 from legato.layers.kv_cache import LayerCache
 from legato.layers.rotary import Rotary, rotate
-from legato.layers.step import Step
+from legato.layers.step import ChunkSpans, Step
+
+# Prompts of many different lengths would be many calls, and then one launch of our own kernel is sooner done.
+MOST_CALLS = 2
 
 
 class SelfAttention:
@@ -43,6 +47,17 @@ class SelfAttention:
             kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[:d], step.rows[:d])
             decode_attention(heads[:d, : self.num_heads], kv, self.scoring, out[:d])
         if step.chunks is not None:
-            kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[d:], step.rows[d:])
-            chunk_attention(heads[d:, : self.num_heads], kv, step.chunks.cu_seqlens_q, self.scoring, out[d:])
+            self._chunks(heads[d:], cache, step, step.chunks, out[d:])
         return out.flatten(1)
+
+    def _chunks(
+        self, heads: torch.Tensor, cache: LayerCache, step: Step, chunks: ChunkSpans, out: torch.Tensor
+    ) -> None:
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        whole = chunks.whole_prompts
+        if whole is not None and num_calls(whole) <= MOST_CALLS:
+            out.copy_(prompt_attention(q, k, v, whole, self.scoring.scale))
+            return
+        d = step.num_decodes
+        kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[d:], step.rows[d:])
+        chunk_attention(q, kv, chunks.cu_seqlens_q, self.scoring, out)

@@ -18,8 +18,8 @@ class ChunkSpans:
     """The prompt chunks of a step, which stand behind its decodes."""
 
     cu_seqlens_q: torch.Tensor  # [num_chunks + 1] int32, counted from the first chunk's first token
-    # All chunks have this length and no context before them; 0 if they differ. Such steps have a faster attention.
-    equal_len: int = 0
+    # Their lengths, if all of them are whole prompts with nothing in the cache; such steps have a faster attention.
+    whole_prompts: list[int] | None
 
 
 @dataclass(frozen=True, slots=True)

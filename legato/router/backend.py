@@ -46,9 +46,7 @@ class SentStep:
 
 
 class Backend:
-    def __init__(
-        self, scheduler: Scheduler, shards: Shards, limits: Limits, on_step: Callable[[Step], None]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, shards: Shards, limits: Limits, on_step: Callable[[Step], None]) -> None:
         self.limits = limits
         self.scheduler = scheduler
         self._shards = shards
@@ -85,15 +83,15 @@ class Backend:
         return self._lost is None and await self._shards.healthy()
 
     async def run(self) -> None:
-        """Until a shard is lost; then every request ends with an error."""
+        """Until a shard is lost. However it ends, no request is left waiting for a token that never comes."""
+        reason = "the server is shutting down"
         try:
             await self._shards.run(self._on_result)
-        except* LegatoError as errors:
-            self._lose(str(errors.exceptions[0]))
+        except Exception as error:
+            reason = str(error) if isinstance(error, LegatoError) else "the scheduler failed"
             raise
-        except* asyncio.CancelledError:
-            self._lose("the server is shutting down")
-            raise
+        finally:
+            self._lose(reason)
 
     def _pump(self) -> None:
         """Plan and send while there is room in flight and something to compute."""

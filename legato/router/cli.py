@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -45,8 +46,7 @@ def run(options: RouterOptions) -> None:
     listener = bind(options.hostname, options.port)  # before anything slow: a port in use ends at once
     import uvloop
 
-    with suppress(KeyboardInterrupt):
-        uvloop.run(serve(options, listener))
+    uvloop.run(serve(options, listener))
 
 
 async def serve(options: RouterOptions, listener: socket.socket) -> None:
@@ -60,10 +60,19 @@ async def serve(options: RouterOptions, listener: socket.socket) -> None:
     app = create_app(backend, tokenizer, settings_for(options, files, info), metrics)
     server = uvicorn.Server(
         uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=max(1, options.graceful_termination_timeout - 1),
-            timeout_keep_alive=75, server_header=False, h11_max_incomplete_event_size=64 * 1024,
-        )  # fmt: skip
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=max(1, options.graceful_termination_timeout - 1),
+            timeout_keep_alive=75,
+            server_header=False,
+            h11_max_incomplete_event_size=64 * 1024,
+        )
     )
+    # uvicorn takes these signals while it serves and raises them once more when it is done: they must not kill us then.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)
     steps = asyncio.create_task(backend.run())
     http = asyncio.create_task(server.serve(sockets=[listener]))
     logger.info("Listening", extra={"fields": {"address": f"http://{options.hostname}:{options.port}"}})
@@ -75,12 +84,11 @@ async def serve(options: RouterOptions, listener: socket.socket) -> None:
     steps.cancel()
     with suppress(asyncio.CancelledError):
         await steps
+    await http
     await shards.close()
 
 
-async def warm_up(
-    shards: GrpcShards, info: pb.InfoResponse, options: RouterOptions
-) -> tuple[Scheduler, Limits]:
+async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOptions) -> tuple[Scheduler, Limits]:
     started = time.perf_counter()
     step_tokens = options.max_batch_prefill_tokens or STEP_TOKENS.get(info.device_type, STEP_TOKENS["cpu"])
     rows = options.max_concurrent_requests

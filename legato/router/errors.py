@@ -6,10 +6,13 @@ RequestError
 ├── MethodNotAllowed   405
 ├── PayloadTooLarge    413
 ├── InvalidRequest     422   JSON, but not a request we can serve
+│   └── TooLong              more tokens than the model takes
 ├── GenerationFailed   424   a shard failed under it
 ├── Overloaded         429
 ├── InternalError      500   a bug of ours
 └── Unhealthy          503
+
+The routes of OpenAI's API put the same errors into OpenAI's words and status codes (`openai/errors.py`).
 """
 
 from __future__ import annotations
@@ -58,10 +61,25 @@ class PayloadTooLarge(RequestError):
 
 
 class InvalidRequest(RequestError):
+    """`param` is the field that is wrong and `code` a word for programs: OpenAI's error object has places for them."""
+
     status, error_type = 422, "validation"
 
-    def __init__(self, problem: str) -> None:
+    def __init__(self, problem: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(f"Input validation error: {problem}")
+        self.problem = problem
+        self.param = param
+        self.code = code
+
+
+class TooLong(InvalidRequest):
+    """The prompt alone (`max_new_tokens` is 0 then) or together with what is to follow."""
+
+    def __init__(self, problem: str, *, limit: int, input_len: int, max_new_tokens: int = 0) -> None:
+        super().__init__(problem, code="context_length_exceeded")
+        self.limit = limit
+        self.input_len = input_len
+        self.max_new_tokens = max_new_tokens
 
 
 class GenerationFailed(RequestError):

@@ -63,7 +63,9 @@ class Entry:
     node: Node | None = None  # deepest tree node we hold
     num_indexed: int = 0  # leading blocks that were offered to the tree
     epoch: int = 0  # counts admissions: results of an earlier stay say nothing about this one's blocks
+    num_cached: int = 0  # prompt tokens that were in the tree when it was admitted for the first time
     prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top_tokens: list[list[tuple[int, float]]] = field(default_factory=list)
     done: bool = False
 
     @property
@@ -247,8 +249,10 @@ class Scheduler:
         entry.row = heapq.heappop(self._free_rows)
         entry.node, entry.blocks, entry.num_indexed = node, blocks, len(blocks)
         entry.num_scheduled = entry.num_computed = len(blocks) * size
+        if entry.epoch == 0:
+            entry.num_cached = entry.num_scheduled
         entry.epoch += 1
-        entry.prompt_logprobs = [None]
+        entry.prompt_logprobs, entry.prompt_top_tokens = [None], []
         bisect.insort(self.running, entry, key=lambda running: running.arrival)
         self.max_running_tokens += entry.num_prompt + entry.request.max_new_tokens
         self.stats.prompt_tokens += len(tokens)
@@ -327,11 +331,14 @@ class Scheduler:
 
     def _book_computed(self, row: PlannedRow, result: StepResult) -> None:
         entry = row.entry
-        if row.epoch != entry.epoch or entry.row is None:
+        if row.epoch != entry.epoch:
+            return
+        if entry.request.prompt_logprobs:  # also of one preempted since: its first token may be in this very result
+            entry.prompt_logprobs.extend(result.prompt_logprobs.get(row.row, ()))
+            entry.prompt_top_tokens.extend(result.prompt_top_tokens.get(row.row, ()))
+        if entry.row is None:
             return
         entry.num_computed = row.end
-        if entry.request.prompt_logprobs and row.row in result.prompt_logprobs:
-            entry.prompt_logprobs.extend(result.prompt_logprobs[row.row])
         if self.limits.prefix_caching:
             self._index(entry)
 
@@ -352,15 +359,25 @@ class Scheduler:
         entry.num_pending -= 1
         entry.tokens.append(token)
         output = Output(token, result.logprobs[index], result.top_tokens.get(index))
-        if entry.request.prompt_logprobs and entry.num_generated == 1:
-            output.prompt_logprobs = entry.prompt_logprobs
-        if token in self.limits.eos_token_ids and not entry.request.ignore_eos:
-            output.finish_reason = FinishReason.EOS_TOKEN
-        elif entry.num_generated >= entry.request.max_new_tokens:
-            output.finish_reason = FinishReason.LENGTH
+        if entry.num_generated == 1:
+            output.num_cached = entry.num_cached
+            if entry.request.prompt_logprobs:
+                output.prompt_logprobs = entry.prompt_logprobs
+            if entry.prompt_top_tokens:
+                output.prompt_top_tokens = [None, *entry.prompt_top_tokens]
+        output.finish_reason = self._finish_reason(entry, token)
         if output.finish_reason is not None:
             self._finish(entry)
         return output
+
+    def _finish_reason(self, entry: Entry, token: int) -> FinishReason | None:
+        request, num_generated = entry.request, entry.num_generated
+        if num_generated > request.sampling.min_new_tokens:
+            if token in self.limits.eos_token_ids and not request.ignore_eos:
+                return FinishReason.EOS_TOKEN
+            if token in request.stop_token_ids:
+                return FinishReason.STOP_SEQUENCE
+        return FinishReason.LENGTH if num_generated >= request.max_new_tokens else None
 
     def _fail(self, planned: list[PlannedRow], error: str) -> list[tuple[int, Output]]:
         failed = []

@@ -36,7 +36,7 @@ class WarmupLimits:
 class GrpcShards:
     def __init__(self, channels: list[grpc.aio.Channel]) -> None:
         self._channels = channels
-        self._stubs = [pb_grpc.TextGenerationServiceStub(channel) for channel in channels]
+        self._stubs = [_stub(channel) for channel in channels]
         self._outboxes: list[asyncio.Queue[pb.StepRequest]] = []
 
     @classmethod
@@ -47,7 +47,7 @@ class GrpcShards:
             await asyncio.wait_for(_until_ready(first, master_path), timeout)
         except TimeoutError:
             raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
-        answer = await pb_grpc.TextGenerationServiceStub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest())
+        answer = await _stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest())
         others = [_channel(url) for url in answer.urls if url != f"unix://{master_path}"]
         return cls([first, *others])
 
@@ -87,23 +87,16 @@ class GrpcShards:
     async def run(self, on_result: Callable[[StepResult], None]) -> None:
         """Keep the streams open and report every result, in order, until a shard is lost."""
         self._outboxes = [asyncio.Queue() for _ in self._stubs]
-        answers = [stub.Tokens(_drain(box)) for stub, box in zip(self._stubs, self._outboxes, strict=True)]
+        streams = [stub.Tokens(_drain(box)) for stub, box in zip(self._stubs, self._outboxes, strict=True)]
+        readers = [
+            asyncio.ensure_future(_read(rank, stream, on_result if rank == 0 else None))
+            for rank, stream in enumerate(streams)
+        ]
         try:
-            async with asyncio.TaskGroup() as group:
-                for rank, stream in enumerate(answers):
-                    group.create_task(self._read(rank, stream, on_result if rank == 0 else None))
-        except* grpc.aio.AioRpcError as errors:
-            first = errors.exceptions[0]
-            detail = first.details() if isinstance(first, grpc.aio.AioRpcError) else str(first)
-            raise ShardsLost(f"lost a shard: {detail}") from None
-
-    async def _read(
-        self, rank: int, stream: AsyncIterator[pb.StepResponse], on_result: Callable[[StepResult], None] | None
-    ) -> None:
-        async for response in stream:
-            if on_result is not None:
-                on_result(_from_pb(response))
-        raise ShardsLost(f"shard {rank} ended its stream")
+            await asyncio.gather(*readers)
+        finally:
+            for reader in readers:
+                reader.cancel()
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -112,7 +105,7 @@ class GrpcShards:
 
 async def _until_ready(channel: grpc.aio.Channel, path: str) -> None:
     """gRPC backs off for seconds when a socket is not there yet; asking often starts the server sooner."""
-    stub = pb_grpc.TextGenerationServiceStub(channel)
+    stub = _stub(channel)
     while True:
         try:
             await stub.Health(pb.HealthRequest(), timeout=2.0)
@@ -123,6 +116,19 @@ async def _until_ready(channel: grpc.aio.Channel, path: str) -> None:
         await asyncio.sleep(0.05)
 
 
+async def _read(
+    rank: int, stream: AsyncIterator[pb.StepResponse], on_result: Callable[[StepResult], None] | None
+) -> None:
+    """Never returns: a stream ends only when its shard does."""
+    try:
+        async for response in stream:
+            if on_result is not None:
+                on_result(_from_pb(response))
+    except grpc.aio.AioRpcError as error:
+        raise ShardsLost(f"lost shard {rank}: {error.details()}") from None
+    raise ShardsLost(f"shard {rank} ended its stream")
+
+
 async def _drain(outbox: asyncio.Queue[pb.StepRequest]) -> AsyncIterator[pb.StepRequest]:
     while True:
         yield await outbox.get()
@@ -131,6 +137,10 @@ async def _drain(outbox: asyncio.Queue[pb.StepRequest]) -> AsyncIterator[pb.Step
 def _channel(target: str) -> grpc.aio.Channel:
     backoff = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
     return grpc.aio.insecure_channel(target, options=[*CHANNEL_OPTIONS, *backoff])
+
+
+def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
+    return pb_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
 
 
 # ---- plain data to messages and back ----------------------------------------------------------------------------
@@ -182,8 +192,11 @@ def _parameters(sampling: Sampling) -> pb.NextTokenChooserParameters:
 
 def _from_pb(response: pb.StepResponse) -> StepResult:
     result = StepResult(
-        response.id, list(response.token_ids), list(response.logprobs),
-        forward_ns=response.forward_ns, total_ns=response.total_ns,
+        response.id,
+        list(response.token_ids),
+        list(response.logprobs),
+        forward_ns=response.forward_ns,
+        total_ns=response.total_ns,
         error=response.error if response.HasField("error") else None,
     )
     for top in response.top_tokens:

@@ -30,6 +30,22 @@ class Sampling:
     watermark: bool = False
     seed: int = 0
     logit_bias: dict[int, float] = field(default_factory=dict)
+    # None of the end tokens is chosen before that many tokens were generated.
+    min_new_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
+
+
+class GrammarKind(Enum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text must look like, whichever of the APIs said so: a JSON schema as JSON, or a regular expression."""
+
+    kind: GrammarKind
+    value: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +57,8 @@ class GenerationRequest:
     max_new_tokens: int
     sampling: Sampling = Sampling()
     ignore_eos: bool = False
+    # Tokens that end this request besides the model's own.
+    stop_token_ids: frozenset[int] = frozenset()
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
     adapter_id: str | None = None
@@ -55,6 +73,10 @@ class Output:
     top_tokens: list[tuple[int, float]] | None = None
     # Comes with the first token: one number per prompt token, None for the first, which nothing predicts.
     prompt_logprobs: list[float | None] | None = None
+    # ... and, if top tokens were asked for too, the likeliest tokens in each prompt token's place.
+    prompt_top_tokens: list[list[tuple[int, float]] | None] | None = None
+    # Comes with the first token: how many prompt tokens were in the prefix cache.
+    num_cached: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -93,6 +115,8 @@ class StepResult:
     top_tokens: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     # row -> log probabilities of the successors of the prompt tokens that this step computed
     prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)
+    # row -> the likeliest tokens in those places, for rows that asked for top tokens too
+    prompt_top_tokens: dict[int, list[list[tuple[int, float]]]] = field(default_factory=dict)
     forward_ns: int = 0
     total_ns: int = 0
     error: str | None = None

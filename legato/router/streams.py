@@ -1,4 +1,7 @@
-"""The text of one generation: a Transcript turns outputs into tokens with text, a Stream brings them to a reader."""
+"""The text of one generation: a Transcript turns outputs into tokens with text, a Stream brings them to a reader.
+
+A StreamGroup is for an answer that several generations make together: one reader, woken by whichever has news.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +25,39 @@ class Piece(Struct, gc=False):
     token: Token
     text: str
     top_tokens: list[Token]
+    # Characters of text before this token, also those that a stop string still holds back or has cut off.
+    offset: int
 
 
 class Transcript:
     """What a generation has said so far, and whether that was all.
 
     The token that completes a stop string is cut right after it, and so is the text. Special tokens are visible to stop
-    strings: people stop at `<|im_end|>`.
+    strings: people stop at `<|im_end|>`. Stop strings within the first `min_tokens` tokens are just text.
+
+    Without `include_stop` (OpenAI's way) the text ends before the stop string, a token that ended the generation says
+    nothing even if it has a text, and a stop string in the last token that was allowed counts as the reason.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, prompt: Sequence[int], stop: Sequence[str] = (), *, include_stop: bool = True
+        self,
+        vocabulary: Vocabulary,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self._vocabulary = vocabulary
         self._special = vocabulary.special
         self._detokenizer = vocabulary.detokenizer(prompt)
         self._stops = StopMatcher(stop, include=include_stop) if any(stop) else None
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
         # Text that the stop matcher has not let through yet: (text, part of the generated text?)
         self._held: list[tuple[str, bool]] = []
         self._texts: list[str] = []
+        self._num_characters = 0
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
 
@@ -58,23 +75,31 @@ class Transcript:
         self.finish_reason = output.finish_reason
         token_id = output.token_id
         name = self._special.get(token_id)
-        text = "" if name is not None else self._detokenizer.push(token_id)
+        says_nothing = name is not None or self._is_hidden_end(output)
+        text = "" if says_nothing else self._detokenizer.push(token_id)
         if self.finish_reason is not None:
             text += self._detokenizer.flush()
+        offset = self._num_characters
+        self._num_characters += len(text)
         shown = text if name is None else text + name
-        if self._stops is not None:
+        if self._stops is not None and self.num_tokens > self._min_tokens:
             shown, text = self._stop(self._stops, text, name or "")
         self._texts.append(text)
         token = Token(token_id, shown, output.logprob, name is not None)
-        return Piece(token, text, self._top_tokens(output) if output.top_tokens else [])
+        return Piece(token, text, self._top_tokens(output) if output.top_tokens else [], offset)
+
+    def _is_hidden_end(self, output: Output) -> bool:
+        """Whether the generation ended because of this token, and the client does not want to see why."""
+        return output.finish_reason not in (None, FinishReason.LENGTH) and not self._include_stop
 
     def _stop(self, stops: StopMatcher, text: str, name: str) -> tuple[str, str]:
         """What may be shown now, and how much of that is generated text."""
         shown = text + name
         released = stops.feed(shown)
         if stops.stopped:
-            # The scheduler's reason comes first, as in TGI: the last token that was allowed has reason "length".
-            self.finish_reason = self.finish_reason or FinishReason.STOP_SEQUENCE
+            # The scheduler's reason comes first in TGI: the last token that was allowed has reason "length".
+            if self.finish_reason is None or not self._include_stop:
+                self.finish_reason = FinishReason.STOP_SEQUENCE
         elif self.finish_reason is not None:
             released += stops.flush()
         if not self._held and len(released) == len(shown):
@@ -103,6 +128,22 @@ class Transcript:
         ]
 
 
+class Doorbell:
+    """Where one reader waits until somebody rings."""
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+        self._waiter = None
+
+
 class Stream:
     """One request on its way through the backend: the sink at one end, a reader at the other."""
 
@@ -111,14 +152,17 @@ class Stream:
         self._request = request
         self.transcript = transcript
         self.prompt_logprobs: list[float | None] = []
+        self.prompt_top_tokens: list[list[tuple[int, float]] | None] = []
+        # Prompt tokens that were in the prefix cache; known with the first token.
+        self.num_cached = 0
         # Monotonic seconds, for the timing headers and histograms.
         self.queued_at = 0.0
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         # How many times the backend delivered: less than the number of tokens when steps bring several.
         self.num_deliveries = 0
+        self.bell = Doorbell()
         self._arrived: list[Output] = []
-        self._waiter: asyncio.Future[None] | None = None
         self._patient = False
         self._ended = False
         self._cancelled = False
@@ -147,6 +191,8 @@ class Stream:
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
             self.prompt_logprobs = outputs[0].prompt_logprobs or []
+            self.prompt_top_tokens = outputs[0].prompt_top_tokens or []
+            self.num_cached = outputs[0].num_cached
         self.num_deliveries += 1
         self._arrived += outputs
         if not self._patient or outputs[-1].finish_reason is not None or outputs[-1].error is not None:
@@ -156,8 +202,7 @@ class Stream:
 
     def wake(self) -> None:
         """Let `read` return, with nothing if nothing came."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.bell.ring()
 
     def cancel(self) -> None:
         """Nobody reads any more. Safe at any time, also after the end."""
@@ -167,12 +212,18 @@ class Stream:
             self._backend.cancel(self._request.id)
         self.wake()
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self._arrived) or self._cancelled
+
     async def read(self) -> list[Piece]:
         """What has arrived since the last call; waits if nothing has."""
-        if not self._arrived and not self._cancelled:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
+        if not self.has_news:
+            await self.bell.wait()
+        return self.take()
+
+    def take(self) -> list[Piece]:
+        """What has arrived since the last call, perhaps nothing."""
         if self._cancelled:
             raise ClientGone
         outputs, self._arrived = self._arrived, []
@@ -213,3 +264,23 @@ class Stream:
             PrefillToken(token_id, vocabulary.text(token_id), logprob)
             for token_id, logprob in zip(ids, logprobs, strict=True)
         ]
+
+
+class StreamGroup:
+    """Reads several streams at once. They share a doorbell, so a step that has tokens for all of them wakes it once."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = streams
+        self._bell = Doorbell()
+        for stream in streams:
+            stream.bell = self._bell
+
+    @property
+    def ended(self) -> bool:
+        return all(stream.transcript.finish_reason is not None for stream in self._streams)
+
+    async def read(self) -> list[tuple[int, list[Piece]]]:
+        """What has arrived since the last call, by the stream's number; waits if nothing has."""
+        if not any(stream.has_news for stream in self._streams):
+            await self._bell.wait()
+        return [(number, stream.take()) for number, stream in enumerate(self._streams) if stream.has_news]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
-from legato.router.errors import InvalidRequest
+from legato.router.errors import InvalidRequest, TooLong
 from legato.router.offsets import token_offsets
 from legato.router.schemas import GenerateParameters, GenerateRequest, SimpleToken
 from legato.router.seam import Limits
@@ -50,6 +50,9 @@ class ValidRequest:
     details: bool
     decoder_input_details: bool
     return_full_text: bool
+    stop_token_ids: frozenset[int] = frozenset()
+    # Whether the text ends with the stop string that ended it.
+    include_stop: bool = True
 
     def generation(self, request_id: int, seed: int) -> GenerationRequest:
         """The part that the scheduler needs. Every one of the `best_of` sequences has its own seed."""
@@ -59,6 +62,7 @@ class ValidRequest:
             max_new_tokens=self.max_new_tokens,
             sampling=replace(self.sampling, seed=seed),
             ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
             top_n_tokens=self.top_n_tokens,
             prompt_logprobs=self.decoder_input_details,
         )
@@ -76,8 +80,8 @@ class Validator:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._limits = limits
-        self._settings = settings
+        self.limits = limits
+        self.settings = settings
         self._threads = ThreadPoolExecutor(settings.validation_workers, thread_name_prefix="tokenize")
 
     def close(self) -> None:
@@ -91,7 +95,7 @@ class Validator:
             raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
         if streaming and parameters.decoder_input_details:
             raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
-        maximum = self._settings.max_best_of
+        maximum = self.settings.max_best_of
         if best_of > 1 and maximum == 1:
             raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
         if best_of > maximum:
@@ -104,8 +108,12 @@ class Validator:
         self._check_counts(parameters)
         seed = _seed(parameters, best_of)
         self._check_inputs(request.inputs, parameters)
-        input_ids = await self._input_ids(request.inputs, parameters.truncate)
-        max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
+        input_ids = await self.input_ids(request.inputs)
+        if not input_ids:
+            raise InvalidRequest("`inputs` cannot be empty")
+        if parameters.truncate is not None:
+            input_ids = input_ids[-parameters.truncate :]
+        max_new_tokens = self.max_new_tokens(len(input_ids), parameters.max_new_tokens)
         self._check_extensions(parameters)
         return ValidRequest(
             inputs=request.inputs,
@@ -122,71 +130,90 @@ class Validator:
         )
 
     async def tokenize(self, inputs: str) -> list[SimpleToken]:
-        return await self._in_thread(lambda: token_offsets(self._encode(inputs, with_offsets=True), inputs))
+        return await self.in_thread(lambda: token_offsets(self.encode(inputs, with_offsets=True), inputs))
 
-    async def _input_ids(self, inputs: str, truncate: int | None) -> list[int]:
+    async def input_ids(self, inputs: str) -> list[int]:
+        """Empty for text that the tokenizer's normalizer removes completely."""
         if len(inputs) <= _SHORT:
-            input_ids: list[int] = self._encode(inputs, with_offsets=False).ids
+            ids: list[int] = self.encode(inputs).ids
         else:
-            input_ids = await self._in_thread(lambda: self._encode(inputs, with_offsets=False).ids)
-        if not input_ids:  # text that the tokenizer's normalizer removes completely
-            raise InvalidRequest("`inputs` cannot be empty")
-        return input_ids if truncate is None else input_ids[-truncate:]
+            ids = await self.in_thread(lambda: self.encode(inputs).ids)
+        return ids
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _encode(self, inputs: str, *, with_offsets: bool) -> Encoding:
+    def encode(self, inputs: str, *, with_offsets: bool = False, add_special_tokens: bool = True) -> Encoding:
         # The batch calls release the interpreter lock, the plain one does not: a long text would stop every stream.
         encode = self._tokenizer.encode_batch if with_offsets else self._tokenizer.encode_batch_fast
         try:
-            return encode([inputs])[0]
+            return encode([inputs], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:  # a panic inside the tokenizer is not an Exception
             raise InvalidRequest(f"tokenizer error {error}") from error
 
     def _check_counts(self, parameters: GenerateParameters) -> None:
         if parameters.max_new_tokens == 0:
             raise InvalidRequest("`max_new_tokens` must be strictly positive")
-        maximum, given = self._settings.max_stop_sequences, len(parameters.stop or ())
+        maximum, given = self.settings.max_stop_sequences, len(parameters.stop or ())
         if given > maximum:
             raise InvalidRequest(f"`stop` supports up to {maximum} stop sequences. Given: {given}")
 
     def _check_inputs(self, inputs: str, parameters: GenerateParameters) -> None:
-        maximum, given = self._settings.max_top_n_tokens, parameters.top_n_tokens or 0
+        maximum, given = self.settings.max_top_n_tokens, parameters.top_n_tokens or 0
         if given > maximum:
             raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {maximum}. Given: {given}")
         if not inputs:
             raise InvalidRequest("`inputs` cannot be empty")
-        maximum, truncate = self._limits.max_input_tokens, parameters.truncate
+        maximum, truncate = self.limits.max_input_tokens, parameters.truncate
         if truncate is not None and not 0 < truncate <= maximum:
             raise InvalidRequest(f"`truncate` must be strictly positive and less than {maximum}. Given: {truncate}")
 
-    def _max_new_tokens(self, input_len: int, wanted: int | None) -> int:
+    def max_new_tokens(self, input_len: int, wanted: int | None) -> int:
         """As many as wanted and as fit."""
-        limits = self._limits
+        limits = self.limits
         room = max(limits.max_total_tokens - input_len, 0)
         portion = min(room if wanted is None else wanted, TGI_PORTION)
         if input_len + portion > limits.max_total_tokens:
-            raise InvalidRequest(
+            raise TooLong(
                 f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
-                f"Given: {input_len} `inputs` tokens and {portion} `max_new_tokens`"
+                f"Given: {input_len} `inputs` tokens and {portion} `max_new_tokens`",
+                limit=limits.max_total_tokens,
+                input_len=input_len,
+                max_new_tokens=portion,
             )
         if input_len > limits.max_input_tokens:
-            raise InvalidRequest(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {input_len}")
+            raise TooLong(
+                f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {input_len}",
+                limit=limits.max_input_tokens,
+                input_len=input_len,
+            )
         return room if wanted is None else min(wanted, room)
 
     def _check_extensions(self, parameters: GenerateParameters) -> None:
-        if parameters.grammar is not None:
-            raise InvalidRequest("grammar is not supported")
+        check_grammar(parameters.grammar)
         if parameters.adapter_id is not None:
             raise InvalidRequest(f"`adapter_id` is unknown: no adapter {parameters.adapter_id!r} is loaded")
-        for token_id, bias in (parameters.logit_bias or {}).items():
-            if not 0 <= token_id < self._limits.vocab_size:
+        self.check_token_ids("logit_bias", parameters.logit_bias or ())
+        check_bias(parameters.logit_bias or {})
+
+    def check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self.limits.vocab_size:
                 raise InvalidRequest(
-                    f"`logit_bias` must have token ids >= 0 and < {self._limits.vocab_size}. Given: {token_id}"
+                    f"`{name}` must have token ids >= 0 and < {self.limits.vocab_size}. Given: {token_id}", name
                 )
-            if not -100 <= bias <= 100:
-                raise InvalidRequest(f"`logit_bias` must be >= -100 and <= 100. Given: {bias} for {token_id}")
+
+
+def check_grammar(grammar: object, param: str = "grammar") -> None:
+    """Nothing enforces one yet, so none is promised."""
+    if grammar is not None:
+        raise InvalidRequest("grammar is not supported", param)
+
+
+def check_bias(logit_bias: Mapping[int, float]) -> None:
+    for token_id, bias in logit_bias.items():
+        if not -100 <= bias <= 100:
+            raise InvalidRequest(f"`logit_bias` must be >= -100 and <= 100. Given: {bias} for {token_id}", "logit_bias")
 
 
 def _sampling(parameters: GenerateParameters, best_of: int) -> Sampling:
@@ -194,15 +221,13 @@ def _sampling(parameters: GenerateParameters, best_of: int) -> Sampling:
     warpers = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p, parameters.min_p)
     if best_of > 1 and not parameters.do_sample and all(warper is None for warper in warpers):
         raise InvalidRequest("you must use sampling when `best_of` is > 1")
-    temperature = _positive("temperature", parameters.temperature)
-    repetition_penalty = _positive("repetition_penalty", parameters.repetition_penalty)
-    frequency_penalty = _penalty("frequency_penalty", parameters.frequency_penalty)
-    presence_penalty = _penalty("presence_penalty", parameters.presence_penalty)
-    top_p = _share("top_p", parameters.top_p)
-    typical_p = _share("typical_p", parameters.typical_p)
-    min_p = 0.0 if parameters.min_p is None else parameters.min_p
-    if not 0 <= min_p <= 1:
-        raise InvalidRequest("`min_p` must be >= 0.0 and <= 1.0")
+    temperature = positive("temperature", parameters.temperature)
+    repetition_penalty = positive("repetition_penalty", parameters.repetition_penalty)
+    frequency_penalty = penalty("frequency_penalty", parameters.frequency_penalty)
+    presence_penalty = penalty("presence_penalty", parameters.presence_penalty)
+    top_p = share("top_p", parameters.top_p)
+    typical_p = share("typical_p", parameters.typical_p)
+    min_p = probability("min_p", parameters.min_p)
     if parameters.top_k is not None and parameters.top_k <= 0:
         raise InvalidRequest("`top_k` must be strictly positive")
     top_k = parameters.top_k or 0
@@ -234,35 +259,43 @@ def _seed(parameters: GenerateParameters, best_of: int) -> int:
     return parameters.seed
 
 
-def _positive(name: str, value: float | None) -> float:
+def positive(name: str, value: float | None) -> float:
     if value is None:
         return 1.0
-    if _as_float32(name, value) <= 0:
-        raise InvalidRequest(f"`{name}` must be strictly positive")
+    if as_float32(name, value) <= 0:
+        raise InvalidRequest(f"`{name}` must be strictly positive", name)
     return value
 
 
-def _penalty(name: str, value: float | None) -> float:
+def penalty(name: str, value: float | None) -> float:
     if value is None:
         return 0.0
     if not -2 <= value <= 2:
-        raise InvalidRequest(f"`{name}` must be >= -2.0 and <= 2.0")
+        raise InvalidRequest(f"`{name}` must be >= -2.0 and <= 2.0", name)
     return value
 
 
-def _share(name: str, value: float | None) -> float:
+def share(name: str, value: float | None) -> float:
     if value is None:
         return 1.0
-    if _as_float32(name, value) <= 0 or value > 1:
-        raise InvalidRequest(f"`{name}` must be > 0.0 and < 1.0")
+    if as_float32(name, value) <= 0 or value > 1:
+        raise InvalidRequest(f"`{name}` must be > 0.0 and < 1.0", name)
     return value
 
 
-def _as_float32(name: str, value: float) -> float:
+def probability(name: str, value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if not 0 <= value <= 1:
+        raise InvalidRequest(f"`{name}` must be >= 0.0 and <= 1.0", name)
+    return value
+
+
+def as_float32(name: str, value: float) -> float:
     """What a shard will see: 1e-50 is zero there, and 1e300 nothing at all."""
     try:
         (rounded,) = struct.unpack("<f", struct.pack("<f", value))
     except OverflowError:
-        raise InvalidRequest(f"`{name}` must fit in a 32-bit float. Given: {value}") from None
+        raise InvalidRequest(f"`{name}` must fit in a 32-bit float. Given: {value}", name) from None
     assert isinstance(rounded, float)
     return rounded

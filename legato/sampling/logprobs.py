@@ -51,6 +51,15 @@ def top_tokens(logprobs: Tensor, indices: list[int], lengths: list[int]) -> TopT
     return TopTokens(indices, lengths, token_ids, logprobs.gather(1, token_ids))
 
 
+def prompt_top_tokens(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """logits [t, V] -> the ids and log probabilities [t, num] of the likeliest tokens at each position."""
+    tops = [
+        top_tokens(finite(part).log_softmax(-1), list(range(len(part))), [num] * len(part))
+        for part in torch.split(logits, _POSITIONS_AT_ONCE)
+    ]
+    return torch.cat([top.token_ids for top in tops]), torch.cat([top.logprobs for top in tops])
+
+
 def prompt_logprobs(logits: Tensor, successors: Tensor) -> Tensor:
     """logits [t, V], successors [t]: the token that follows at each position -> its log probability, [t] float32."""
     scored = [

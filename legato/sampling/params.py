@@ -16,6 +16,7 @@ class Feature(Enum):
     BIAS = auto()
     REPETITION = auto()
     COUNTS = auto()  # frequency and presence penalties: both look at how often a token was generated
+    NO_END_YET = auto()  # until `min_new_tokens` are there
     SAMPLE = auto()  # without it a row takes the likeliest token, and the rest below means nothing to it
     TEMPERATURE = auto()
     TOP_K = auto()
@@ -49,6 +50,9 @@ class SamplingParams:
     seed: int = 0
     token_bias: dict[int, float] = field(default_factory=dict)
     top_n_tokens: int = 0
+    # None of the end tokens is chosen before that many tokens were generated.
+    min_new_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def from_pb(cls, pb: generate_pb2.NextTokenChooserParameters, top_n_tokens: int = 0) -> SamplingParams:
@@ -67,6 +71,8 @@ class SamplingParams:
             seed=pb.seed,
             token_bias=dict(pb.token_bias),
             top_n_tokens=top_n_tokens,
+            min_new_tokens=pb.min_new_tokens,
+            end_token_ids=tuple(pb.end_token_ids),
         )
 
     def bounded(self) -> SamplingParams:
@@ -95,6 +101,7 @@ class SamplingParams:
             Feature.BIAS: bool(self.token_bias),
             Feature.REPETITION: self.repetition_penalty != 1.0,
             Feature.COUNTS: self.frequency_penalty != 0.0 or self.presence_penalty != 0.0,
+            Feature.NO_END_YET: self.min_new_tokens > 0 and bool(self.end_token_ids),
             Feature.TOP_TOKENS: self.top_n_tokens > 0,
         }
         if self.do_sample:

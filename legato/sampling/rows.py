@@ -46,6 +46,8 @@ class RowTable:
         self.params = [SamplingParams()] * max_rows
         self.users: dict[Feature, set[int]] = {feature: set() for feature in Feature}
         self.version = 0  # grows with every write
+        # How many tokens must still come before a row may end, for the rows that need `NO_END_YET`.
+        self.tokens_before_end: dict[int, int] = {}
         self.numbers = torch.ones(len(Column), max_rows, device=device)
         # Both of these advance with every token, where a row draws or is watermarked.
         self.counters = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -55,6 +57,9 @@ class RowTable:
         self.version += 1
         self.params[row] = params
         features = params.features()
+        self.tokens_before_end[row] = params.min_new_tokens - position
+        if self.tokens_before_end[row] <= 0:
+            features -= {Feature.NO_END_YET}
         for feature, rows in self.users.items():
             (rows.add if feature in features else rows.discard)(row)
         if features:
@@ -62,6 +67,14 @@ class RowTable:
             self.numbers[:, row] = on_device(torch.tensor(numbers), self.device)
             self.counters[row] = counter(params.seed, position)
             self.last_tokens[row] = last_token
+
+    def count_down(self, rows: list[int]) -> None:
+        """These rows got a token. The host knows that without asking what it is, so nothing is read back."""
+        for row in self.users[Feature.NO_END_YET].intersection(rows):
+            self.tokens_before_end[row] -= 1
+            if self.tokens_before_end[row] == 0:
+                self.users[Feature.NO_END_YET].discard(row)
+                self.version += 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,6 +133,12 @@ class Composition:
             places, values = zip(*biases, strict=True)
             self.bias_places = on_device(torch.tensor(places), table.device)
             self.bias_values = on_device(torch.tensor(values, dtype=torch.float32), table.device)
+        # The end tokens of rows that may not end yet, as places in the flattened scores.
+        ends = [
+            i * vocab_size + token for i, params in using(Feature.NO_END_YET) for token in params.end_token_ids
+        ]
+        if ends:
+            self.end_places = on_device(torch.tensor(ends), table.device)
 
     def describes(self, table: RowTable, rows: list[int]) -> bool:
         """Whether it is still true: the same rows in the same order, and none written since."""

@@ -8,6 +8,7 @@ The order is fixed here and nowhere else:
       │  repetition penalty   tokens of the prompt and of the text so far
       │  frequency penalty    tokens generated, for each time
       │  presence penalty     tokens generated, once
+      │  no end yet           tokens that end a text, while it is shorter than its client wants
       │    rows that do not sample take the highest score here; of equal ones the lowest id
       │  temperature
       │  top_k ► top_p ► typical_p ► min_p
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from legato.sampling import blocks, filters
-from legato.sampling.logprobs import TopTokens, finite, top_tokens
+from legato.sampling.logprobs import HUGE, TopTokens, finite, top_tokens
 from legato.sampling.params import Feature, SamplingParams
 from legato.sampling.penalties import History
 from legato.sampling.randomness import STRIDE, uniform
@@ -75,9 +76,10 @@ class Sampler:
         model does not have.
         """
         params = params.bounded()
-        for token in params.token_bias:
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"token_bias: {token} is not in the vocabulary of {self._vocab_size} tokens")
+        for name, ids in (("token_bias", params.token_bias), ("end_token_ids", params.end_token_ids)):
+            for token in ids:
+                if not 0 <= token < self._vocab_size:
+                    raise ValueError(f"{name}: {token} is not in the vocabulary of {self._vocab_size} tokens")
         features = params.features()
         if Feature.REPETITION in features:
             self._history.begin_seen(row, [*prompt_ids, *generated_ids])
@@ -123,6 +125,8 @@ class Sampler:
             frequency, presence = part.number(Column.frequency_penalty), part.number(Column.presence_penalty)
             with part.edit(scores) as lines:
                 self._history.penalise_counts(lines, part.rows, frequency, presence)
+        if Feature.NO_END_YET in parts:  # last: no bias outweighs it
+            scores.view(-1).index_fill_(0, batch.end_places, -HUGE)
         return scores
 
     def _choose(self, scores: Tensor, batch: Composition) -> Tensor:
@@ -154,9 +158,13 @@ class Sampler:
             self._history.record_seen(part.rows, part.take(token_ids))
         if (part := batch.parts.get(Feature.COUNTS)) is not None:
             self._history.record_counts(part.rows, part.take(token_ids))
+        if Feature.NO_END_YET in batch.parts:
+            self._table.count_down(batch.rows)
 
 
-_ADJUSTING = frozenset({Feature.WATERMARK, Feature.BIAS, Feature.REPETITION, Feature.COUNTS})
+_ADJUSTING = frozenset(
+    {Feature.WATERMARK, Feature.BIAS, Feature.REPETITION, Feature.COUNTS, Feature.NO_END_YET}
+)
 
 
 def _filter(scores: Tensor, weights: Tensor, batch: Composition) -> None:

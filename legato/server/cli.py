@@ -7,11 +7,13 @@ import sys
 
 import click
 
+from legato.common.errors import OptionError
 from legato.common.locate import locate
 from legato.common.logging import setup
 from legato.common.model_files import ModelFiles
 from legato.common.options import DownloadOptions, ServerOptions
 from legato.common.program import command, run_program
+from legato.common.sockets import claim_socket
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +22,13 @@ def serve(options: ServerOptions) -> None:
     setup(options.logger_level, options.json_output, "text-generation-server")
     for warning in options.warnings:
         logger.warning(warning)
+    if options.rank >= options.world_size:
+        raise OptionError(f"--rank ({options.rank}) must be less than --world-size ({options.world_size})")
+    claim_socket(f"{options.uds_path}-{options.rank}", "--uds-path")
     files = ModelFiles.open(locate(options))
+    files.config()
+    if options.load_format == "auto":
+        files.check_weights()
     from legato.server.serving import run  # brings in torch, which takes seconds: wrong flags and files end before
 
     run(files, options)

@@ -68,9 +68,7 @@ class Pending:
         ids, logprobs = top.token_ids.tolist(), top.logprobs.tolist()
         index_of = {place: index for index, place in enumerate(self.places)}
         for line, (place, length) in enumerate(zip(top.indices, top.lengths, strict=True)):
-            response.top_tokens.add(
-                index=index_of[place], ids=ids[line][:length], logprobs=logprobs[line][:length]
-            )
+            response.top_tokens.add(index=index_of[place], ids=ids[line][:length], logprobs=logprobs[line][:length])
 
 
 class StepClock:

@@ -46,7 +46,8 @@ class DecodeGraphs:
         self._model = model
         self._cache = cache
         self._rows = rows
-        self._row_numbers = torch.full((bucket(len(rows.sequences)),), rows.padding, dtype=torch.int32, device=rows.device)
+        most = bucket(len(rows.sequences))
+        self._row_numbers = torch.full((most,), rows.padding, dtype=torch.int32, device=rows.device)
         self._graphs: dict[int, DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 

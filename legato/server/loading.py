@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from legato.common.errors import OptionError
+from legato.common.errors import ModelError, ModelFileError, OptionError
 from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
 from legato.models.config import ModelConfig
@@ -28,21 +28,30 @@ class LoadedModel:
 
 
 def load(files: ModelFiles, options: ServerOptions) -> LoadedModel:
-    """Cheap checks first: a wrong file or flag ends in milliseconds, not after the weights are read."""
-    config = _with_rope_option(ModelConfig.from_hf(files.config()), options)
-    architecture_for(config.model_type)
+    """Cheap checks first: a wrong configuration or flag ends in milliseconds, not after the weights are read."""
+    config = _with_rope_option(_config(files), options)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, files.config(), device)
-    if options.load_format == "auto":
-        files.check_weights()
     started = time.perf_counter()
     progress = LoadProgress() if options.load_format == "auto" else None
     model = get_model(files, config, dtype, device, dummy=options.load_format == "dummy", progress=progress)
+    seconds = round(time.perf_counter() - started, 2)
     logger.info(
-        "Weights loaded",
-        extra={"fields": {"seconds": round(time.perf_counter() - started, 2), "dtype": str(dtype)[6:], "device": str(device)}},
+        "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
     )
     return LoadedModel(model, files, device, dtype)
+
+
+def _config(files: ModelFiles) -> ModelConfig:
+    """The normalised configuration, of an architecture that we have. Whatever is wrong with it names the model."""
+    try:
+        config = ModelConfig.from_hf(files.config())
+        architecture_for(config.model_type)
+    except ModelError as error:
+        raise type(error)(f"{files.path}: {error}") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelFileError(f"{files.path}: the configuration makes no sense: {error}") from None
+    return config
 
 
 def choose_device(name: str) -> torch.device:

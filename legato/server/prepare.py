@@ -55,6 +55,5 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
 def _spans(counts: np.ndarray, starts: np.ndarray, device: torch.device) -> ChunkSpans | None:
     if not len(counts):
         return None
-    alike = bool((counts == counts[0]).all() and not starts.any())
     cu_seqlens = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
-    return ChunkSpans(to_device(cu_seqlens, device), int(counts[0]) if alike else 0)
+    return ChunkSpans(to_device(cu_seqlens, device), None if starts.any() else counts.tolist())

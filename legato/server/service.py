@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -19,6 +19,8 @@ from legato.server.unary import UnaryBatches
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Answer: TypeAlias = "asyncio.Future[pb.StepResponse]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
@@ -29,21 +31,27 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._unary: UnaryBatches | None = None
-        self._streaming = False
+        # Steps on their way to a router, in order. While there is a queue, that router owns all rows and blocks.
+        self._answers: asyncio.Queue[Answer | None] | None = None
 
-    async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
+    def stop(self) -> None:
+        """End a router's stream, so that nothing but its own calls keeps the server up."""
+        if self._answers is not None:
+            self._answers.put_nowait(None)
+
+    async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
         return self._model.info()
 
-    async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthResponse:
+    async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
         """Answers from the event loop: a long step must not look like a dead shard."""
         return pb.HealthResponse()
 
     async def ServiceDiscovery(
-        self, request: pb.ServiceDiscoveryRequest, context: grpc.aio.ServicerContext
+        self, request: pb.ServiceDiscoveryRequest, context: Context
     ) -> pb.ServiceDiscoveryResponse:
         return pb.ServiceDiscoveryResponse(urls=self._server_urls)
 
-    async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupResponse:
+    async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         self._refuse_while_streaming("Warmup")
         capacity = await self._on_engine(lambda: self._model.warmup(request))
         self._unary = None
@@ -55,26 +63,22 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
             max_rows=capacity.max_rows,
         )
 
-    async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> pb.PrefillResponse:
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         return await self._on_engine(lambda: self._batches("Prefill").prefill(request))
 
-    async def Decode(self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext) -> pb.DecodeResponse:
+    async def Decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
         return await self._on_engine(lambda: self._batches("Decode").decode(request))
 
-    async def FilterBatch(
-        self, request: pb.FilterBatchRequest, context: grpc.aio.ServicerContext
-    ) -> pb.FilterBatchResponse:
+    async def FilterBatch(self, request: pb.FilterBatchRequest, context: Context) -> pb.FilterBatchResponse:
         return await self._on_engine(lambda: self._batches("FilterBatch").filter(request))
 
-    async def ClearCache(
-        self, request: pb.ClearCacheRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ClearCacheResponse:
+    async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         if self._unary is not None:
             await self._on_engine(lambda: self._batches("ClearCache").clear(request))
         return pb.ClearCacheResponse()
 
     async def Tokens(
-        self, request_iterator: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
+        self, request_iterator: AsyncIterator[pb.StepRequest], context: Context
     ) -> AsyncIterator[pb.StepResponse]:
         """Steps queue up at the engine's thread, so the next one starts the moment the last has been launched."""
         try:
@@ -82,24 +86,22 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
             self._model.capacity  # noqa: B018 - refuses before warm-up
         except RequestRefused as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        self._streaming, self._unary = True, None
-        answers: asyncio.Queue[asyncio.Future[pb.StepResponse] | None] = asyncio.Queue()
+        answers: asyncio.Queue[Answer | None] = asyncio.Queue()
+        self._answers, self._unary = answers, None
         feeder = asyncio.create_task(self._feed(request_iterator, answers))
         try:
             while (answer := await answers.get()) is not None:
                 yield await answer
         finally:
             feeder.cancel()
-            self._streaming = False
+            self._answers = None
 
-    async def _feed(
-        self, requests: AsyncIterator[pb.StepRequest], answers: asyncio.Queue[asyncio.Future[pb.StepResponse] | None]
-    ) -> None:
+    async def _feed(self, requests: AsyncIterator[pb.StepRequest], answers: asyncio.Queue[Answer | None]) -> None:
         loop = asyncio.get_running_loop()
         try:
             async for request in requests:
                 launched = self._launcher.submit(self._launch, request)
-                answers.put_nowait(loop.run_in_executor(self._reader, lambda launch=launched: _read(launch.result())))
+                answers.put_nowait(loop.run_in_executor(self._reader, _read, launched))
         finally:
             answers.put_nowait(None)
 
@@ -117,8 +119,7 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         return self._unary
 
     def _refuse_while_streaming(self, method: str) -> None:
-        """A router that sends steps owns all rows and blocks."""
-        if self._streaming:
+        if self._answers is not None:
             raise RequestRefused(
                 f"{method} is not possible while a router drives this shard", grpc.StatusCode.FAILED_PRECONDITION
             )
@@ -127,12 +128,13 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         return await asyncio.get_running_loop().run_in_executor(self._launcher, call)
 
 
-def _read(launched: Pending | pb.StepResponse) -> pb.StepResponse:
-    """Wait for the device. An error that only shows here belongs to the step just the same."""
-    if isinstance(launched, pb.StepResponse):
-        return launched
+def _read(launched: Future[Pending | pb.StepResponse]) -> pb.StepResponse:
+    """Wait for the launch, then for the device. An error that only shows here belongs to the step just the same."""
+    pending = launched.result()
+    if isinstance(pending, pb.StepResponse):
+        return pending
     try:
-        return launched.read()
+        return pending.read()
     except Exception as error:
-        logger.exception("Step %d failed", launched.step_id)
-        return pb.StepResponse(id=launched.step_id, error=f"{type(error).__name__}: {error}")
+        logger.exception("Step %d failed", pending.step_id)
+        return pb.StepResponse(id=pending.step_id, error=f"{type(error).__name__}: {error}")

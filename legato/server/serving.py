@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-import socket
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -15,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from legato.common.errors import EndpointInUse
 from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
+from legato.common.sockets import claim_socket, remove_socket
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.allocator import keep_freed_memory
@@ -25,38 +24,24 @@ from legato.server.service import TextGenerationService
 
 logger = logging.getLogger(__name__)
 
+FLAG = "--uds-path"
 UNLIMITED_MESSAGES = [("grpc.max_send_message_length", 2**31 - 1), ("grpc.max_receive_message_length", 2**31 - 1)]
 
 
 def run(files: ModelFiles, options: ServerOptions) -> None:
-    path = f"{options.uds_path}-{options.rank}"
-    claim_socket(path)
+    paths = [os.path.abspath(f"{options.uds_path}-{rank}") for rank in range(options.world_size)]
     keep_freed_memory()
     model = Model(load(files, options), options)
-    urls = [f"unix://{options.uds_path}-{rank}" for rank in range(options.world_size)]
-    asyncio.run(serve(TextGenerationService(model, urls), path))
-
-
-def claim_socket(path: str) -> None:
-    """A socket that somebody answers on is theirs; one that nobody does was left behind and goes."""
-    if not os.path.exists(path):
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except OSError:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            return
-    raise EndpointInUse(f"{path} is in use by another server: give this one another --uds-path (--shard-uds-path)")
+    service = TextGenerationService(model, [f"unix://{path}" for path in paths])
+    asyncio.run(serve(service, paths[options.rank]))
 
 
 async def serve(service: TextGenerationService, path: str) -> None:
     server = grpc.aio.server(interceptors=[ExceptionInterceptor()], options=UNLIMITED_MESSAGES)
-    pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)
+    pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
     name = pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
     reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
+    claim_socket(path, FLAG)  # again: gRPC would take the path away from a server that came while we were loading
     old_mask = os.umask(0o177)  # the socket is made with mode 0600: only this user may drive the model
     try:
         server.add_insecure_port(f"unix://{path}")
@@ -71,6 +56,6 @@ async def serve(service: TextGenerationService, path: str) -> None:
         loop.add_signal_handler(signum, stopping.set)
     logger.info("Server started", extra={"fields": {"socket": path}})
     await stopping.wait()
+    service.stop()
     await server.stop(grace=1.0)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    remove_socket(path, FLAG)

@@ -104,6 +104,12 @@ class TestOpening:
             files = ModelFiles.open(path)
             assert (files.weight_format, files.weight_files()) == ("gguf", [file])
 
+    def test_a_config_beside_a_gguf_file_does_not_hide_it(self, folder: Path) -> None:
+        write_gguf(folder / "m.gguf")
+        assert ModelFiles.open(folder).weight_format == "safetensors"
+        (folder / "model.safetensors").unlink()
+        assert ModelFiles.open(folder).weight_format == "gguf"
+
     def test_a_folder_with_several_gguf_files_asks_for_one(self, tmp_path: Path) -> None:
         write_gguf(tmp_path / "q4.gguf")
         write_gguf(tmp_path / "q8.gguf")

@@ -27,7 +27,10 @@ def model(folder: Path) -> CausalModel:
 
 def prompts() -> list[list[int]]:
     rng = random.Random(5)
-    return [[rng.randrange(3, 320) for _ in range(length)] for length in (1, 2, 5, 16, 17, 31, 40, 64, 3, 9, 33, 12, 48, 7, 25, 80)]
+    return [
+        [rng.randrange(3, 320) for _ in range(length)]
+        for length in (1, 2, 5, 16, 17, 31, 40, 64, 3, 9, 33, 12, 48, 7, 25, 80)
+    ]
 
 
 def greedy(**more: object) -> list[GenerationRequest]:

@@ -1,0 +1,135 @@
+"""Legato's programs as a person starts them: real processes on a free port, a socket path of their own, a log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.integration.client import Client
+
+SCRIPTS = Path(sys.executable).parent
+# Longer than anything here takes on a busy machine; a test that waits this long has failed.
+PATIENCE = 30.0
+
+
+def until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Ours without variables that are options of some program. Tiny models gain nothing from a second thread."""
+    kept = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+    inherited = {name: os.environ[name] for name in kept if name in os.environ}
+    return inherited | {"OMP_NUM_THREADS": "1"} | changes
+
+
+def mentioning(words: str) -> list[psutil.Process]:
+    """Living processes with `words` in their command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(words in word for word in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program that was expected to end by itself did so."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def run(program: str, *arguments: str, **environ: str) -> Outcome:
+    started = time.monotonic()
+    done = subprocess.run(
+        [str(SCRIPTS / program), *arguments],
+        capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment(**environ),
+    )  # fmt: skip
+    return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
+
+
+class Launched:
+    """A running `text-generation-launcher`."""
+
+    def __init__(self, folder: Path, model: Path, arguments: tuple[str, ...], environ: Mapping[str, str]) -> None:
+        self.port = free_port()
+        self.uds_path = folder / "shard"
+        self._log = folder / "log"
+        self._stderr = folder / "stderr"
+        words = [str(SCRIPTS / "text-generation-launcher"), f"--model-id={model}", "--hostname=127.0.0.1"]
+        words += [f"--port={self.port}", f"--shard-uds-path={self.uds_path}", *arguments]
+        with self._log.open("w") as out, self._stderr.open("w") as err:
+            self.process = subprocess.Popen(words, stdout=out, stderr=err, env=environment(**environ))
+        self.client = Client(self.port)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def until_ready(self) -> Launched:
+        until(lambda: "Listening on" in self.log or self.process.poll() is not None, "the launcher is ready")
+        assert self.process.poll() is None, self.stderr
+        return self
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def shard(self) -> psutil.Process:
+        return next(child for child in self.children() if "serve" in child.cmdline())
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """The exit code, once it has ended by itself."""
+        return self.process.wait(PATIENCE)
+
+    def leftovers(self) -> list[str]:
+        """Files beside the log, and processes: there should be none after the end."""
+        files = [path.name for path in self.uds_path.parent.glob("shard*")]
+        return files + [" ".join(process.cmdline()) for process in mentioning(str(self.uds_path))]
+
+
+@contextmanager
+def launched(folder: Path, model: Path, *arguments: str, **environ: str) -> Iterator[Launched]:
+    """A launcher that answers, and is stopped at the end if the test has not done so."""
+    server = Launched(folder, model, arguments, environ)
+    try:
+        yield server.until_ready()
+    finally:
+        if server.process.poll() is None:
+            server.send(signal.SIGTERM)
+            try:
+                server.process.wait(10)
+            except subprocess.TimeoutExpired:
+                server.process.kill()
+                server.process.wait()

@@ -1,0 +1,77 @@
+"""How a server ends: asked to, killed, or with its shard gone. Each test has a server of its own."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.client import text_of
+from tests.integration.processes import Launched, launched, until
+
+Start = Callable[[], Launched]
+
+
+@pytest.fixture
+def start(tmp_path: Path, model: Path) -> Iterator[Start]:
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(launched(tmp_path, model))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_a_running_stream_finish_and_leaves_nothing(start: Start, number: signal.Signals) -> None:
+    server = start()
+    events = iter(server.client.stream("a", max_new_tokens=400, ignore_eos=True))
+    first = next(events)
+    server.send(number)
+    received = [first, *events]
+    assert len(received) == 400
+    assert text_of(received) == received[-1]["generated_text"]
+    assert server.wait() == 0
+    assert server.stderr == ""
+    assert server.leftovers() == []
+
+
+def test_nobody_new_is_let_in_while_the_last_stream_finishes(start: Start) -> None:
+    server = start()
+    events = iter(server.client.stream("a", max_new_tokens=1000, ignore_eos=True))
+    next(events)
+    server.send(signal.SIGTERM)
+
+    def is_refused() -> bool:
+        try:
+            server.client.get("/health")
+        except OSError:
+            return True
+        return False
+
+    until(is_refused, "new connections are refused")
+    assert len(list(events)) == 999
+    assert server.wait() == 0
+
+
+def test_a_killed_launcher_leaves_no_process_behind(start: Start) -> None:
+    server = start()
+    children = server.children()
+    assert len(children) >= 2
+    server.send(signal.SIGKILL)
+    assert server.wait() == -signal.SIGKILL
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+
+
+def test_a_dead_shard_ends_the_streams_with_an_error_and_the_launcher_with_its_name(start: Start) -> None:
+    server = start()
+    events = iter(server.client.stream("a", max_new_tokens=4000, ignore_eos=True))
+    next(events)
+    server.shard().kill()
+    *_, last = events
+    assert last["error_type"] == "generation"
+    assert server.wait() == 1
+    assert server.stderr.startswith("error: shard-0 was killed by SIGKILL")
+    assert server.stderr.count("\n") == 1
+    assert server.leftovers() == []

@@ -1,0 +1,107 @@
+"""Compiles every kernel to machine code of compute capability 9.0, in the configurations that are used; needs no GPU.
+
+Triton asks its driver for the device and for launches: here a driver that knows an H200 and launches nothing. Prints a
+line of JSON for each compiled kernel. Run as a program, because the tests themselves use the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+
+from legato.kernels import activation, chunk_attention, decode_attention, norm, rotary, sample, small_linear
+from legato.kernels.paged_kv import PagedKV, Scoring
+
+BF16 = torch.bfloat16
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
+
+
+class Launcher:
+    def __init__(self, source: Any, metadata: Any) -> None:
+        pass
+
+    def __call__(self, *arguments: Any) -> None:
+        pass
+
+
+class Driver:
+    launcher_cls = Launcher
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 30},
+        load_binary=lambda name, binary, shared, device: (name, name, 0, 0, 1024),
+    )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def report_compiled_kernels() -> None:
+    load = CompiledKernel._init_handles
+
+    def load_and_report(kernel: CompiledKernel) -> None:
+        if kernel.module is None:
+            load(kernel)
+            ptx = kernel.asm["ptx"]
+            facts = {
+                "name": kernel.name,
+                "shared": kernel.metadata.shared,
+                "wgmma": ptx.count("wgmma.mma_async"),
+                "mma": ptx.count("mma.sync"),
+                "wide_loads": ptx.count(".v4.b32 {") + ptx.count("cp.async.cg"),
+                "overlaps": "griddepcontrol.wait" in ptx,
+            }
+            print(json.dumps(facts), flush=True)
+
+    CompiledKernel._init_handles = load_and_report
+
+
+def paged(sequences: int) -> PagedKV:
+    k_cache, v_cache = torch.zeros(2, 4, 16, KV_HEADS, HEAD_DIM, dtype=BF16)
+    tables = torch.zeros(sequences, 4, dtype=torch.int32)
+    return PagedKV(k_cache, v_cache, tables, torch.ones(sequences, dtype=torch.int32))
+
+
+def compile_all() -> None:
+    x, weight = torch.zeros(2, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
+    norm._rms_norm_triton(x, weight, 1e-5)
+    norm._add_rms_norm_triton(x, x.clone(), weight, 1e-5, inplace=True)
+    projection = torch.zeros(2, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=BF16)
+    places, kv = torch.zeros(2, dtype=torch.int64), paged(2)
+    rotary._rotary_and_store_triton(projection, places, torch.zeros(8, HEAD_DIM), kv.k_cache, kv.v_cache, places)
+    activation._gate_and_mul_triton(torch.zeros(2, 2 * INNER, dtype=BF16), "silu")
+    for sequences in (1, 8, 32, 256):
+        q = torch.zeros(sequences, HEADS, HEAD_DIM, dtype=BF16)
+        decode_attention._decode_attention_triton(q, paged(sequences), Scoring(0.1))
+    for tokens in (4, 16, 512):
+        q, starts = torch.zeros(tokens, HEADS, HEAD_DIM, dtype=BF16), torch.tensor([0, tokens], dtype=torch.int32)
+        chunk_attention._chunk_attention_triton(q, paged(1), starts, Scoring(0.1))
+    logits = torch.zeros(2, VOCAB, dtype=BF16)
+    sample._sample_triton(logits)
+    sample._sample_triton(logits, torch.ones(2), places, places)
+    packed = torch.zeros(2 * INNER, HIDDEN, dtype=BF16)
+    for rows in (1, 2):
+        small_linear._small_linear_triton(x[:rows], packed, None, weight, 1e-5, "silu", None)
+        small_linear._small_linear_triton(x[:rows], packed[:HIDDEN], None, None, 0.0, None, x[:rows])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    driver.set_active(Driver())
+    report_compiled_kernels()
+    compile_all()
+    # The same constant and option that a Hopper GPU gets when launches overlap.
+    overlapping = {"OVERLAP": True, "launch_pdl": True}
+    norm.launch_options = small_linear.launch_options = lambda tensor: overlapping
+    norm._rms_norm_triton(torch.zeros(1, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16), 1e-5)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED_MEMORY = 232448  # bytes, of a program on Hopper
+ROOT = Path(__file__).parents[2]
+
+
+def run_python(*arguments: str, **environment: str) -> str:
+    """In a process of its own, where Triton compiles instead of interpreting."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[dict]:
+    cache = tmp_path_factory.mktemp("triton")
+    output = run_python("-m", "tests.kernels.hopper", TRITON_CACHE_DIR=str(cache))
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def test_every_kernel_compiles_for_hopper(compiled):
+    names = {kernel["name"] for kernel in compiled}
+    assert names == {
+        "_rms_norm_kernel",
+        "_rotary_and_store_kernel",
+        "_gate_and_mul_kernel",
+        "_decode_kernel",
+        "_chunk_kernel",
+        "_sample_kernel",
+        "_small_linear_kernel",
+    }
+
+
+def test_kernels_fit_the_shared_memory(compiled):
+    assert all(kernel["shared"] <= SHARED_MEMORY for kernel in compiled)
+
+
+def test_attention_runs_on_the_matrix_units(compiled):
+    assert all(kernel["mma"] for kernel in compiled if kernel["name"] == "_decode_kernel")
+    assert any(kernel["wgmma"] for kernel in compiled if kernel["name"] == "_chunk_kernel")
+
+
+def test_weights_keys_and_activations_are_loaded_16_bytes_at_a_time(compiled):
+    assert all(kernel["wide_loads"] for kernel in compiled if kernel["name"] != "_sample_kernel")
+
+
+def test_a_kernel_waits_for_the_previous_one_only_where_launches_overlap(compiled):
+    assert [kernel["overlaps"] for kernel in compiled] == [False] * (len(compiled) - 1) + [True]
+
+
+def test_without_triton_everything_runs_on_torch():
+    run_python(
+        "-c",
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from legato.kernels import chunk_attention, decode_attention, paged_attention_triton, rotary, small_linear\n"
+        "from legato.kernels.norm import rms_norm\n"
+        "from legato.kernels.sample import greedy_sample\n"
+        "rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)\n"
+        "greedy_sample(torch.ones(2, 4))\n",
+    )
