@@ -87,7 +87,7 @@ class ModelFiles(ABC):
             ids = config.get("eos_token_id")
             if ids is not None:
                 ids = ids if isinstance(ids, list) else [ids]
-                if not all(isinstance(token_id, int) for token_id in ids):
+                if not all(isinstance(token_id, int) and 0 <= token_id < 1 << 32 for token_id in ids):
                     raise ModelFileError(f"{self.path}: eos_token_id is {ids} and must be token ids")
                 return ids
         return []

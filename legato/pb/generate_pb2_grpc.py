@@ -74,6 +74,11 @@ class TextGenerationServiceStub(object):
                 request_serializer=generate__pb2.HealthRequest.SerializeToString,
                 response_deserializer=generate__pb2.HealthResponse.FromString,
                 _registered_method=True)
+        self.PrepareGrammar = channel.unary_unary(
+                '/generate.v3.TextGenerationService/PrepareGrammar',
+                request_serializer=generate__pb2.PrepareGrammarRequest.SerializeToString,
+                response_deserializer=generate__pb2.PrepareGrammarResponse.FromString,
+                _registered_method=True)
         self.Tokens = channel.stream_stream(
                 '/generate.v3.TextGenerationService/Tokens',
                 request_serializer=generate__pb2.StepRequest.SerializeToString,
@@ -140,6 +145,13 @@ class TextGenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrepareGrammar(self, request, context):
+        """Compile a grammar ahead of the request that needs it, so that no step waits for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokens(self, request_iterator, context):
         """Steps in, tokens out, in order.
         """
@@ -189,6 +201,11 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.Health,
                     request_deserializer=generate__pb2.HealthRequest.FromString,
                     response_serializer=generate__pb2.HealthResponse.SerializeToString,
+            ),
+            'PrepareGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareGrammar,
+                    request_deserializer=generate__pb2.PrepareGrammarRequest.FromString,
+                    response_serializer=generate__pb2.PrepareGrammarResponse.SerializeToString,
             ),
             'Tokens': grpc.stream_stream_rpc_method_handler(
                     servicer.Tokens,
@@ -412,6 +429,33 @@ class TextGenerationService(object):
             '/generate.v3.TextGenerationService/Health',
             generate__pb2.HealthRequest.SerializeToString,
             generate__pb2.HealthResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/PrepareGrammar',
+            generate__pb2.PrepareGrammarRequest.SerializeToString,
+            generate__pb2.PrepareGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -29,24 +29,35 @@ from legato.router.errors import (
 )
 from legato.router.exchange import DIRECT_SEND, Exchange
 from legato.router.generate import GenerateRoutes
-from legato.router.inference import Inference
+from legato.router.inference import Inference, Template
 from legato.router.metrics import Metrics
+from legato.router.openai import errors as openai_errors
+from legato.router.openai.chat import ChatRoutes
+from legato.router.openai.completions import CompletionRoutes
+from legato.router.openai.models import ModelRoutes
+from legato.router.openai.token_names import TokenNames
 from legato.router.openapi import document
 from legato.router.schemas import Info, TokenizeRequest
 from legato.router.seam import Backend, Limits
 from legato.router.settings import RouterSettings
 
 JSON = "application/json"
+# Below this, errors are OpenAI's.
+OPENAI_PREFIX = "/v1/"
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 
 
 def create_app(
-    backend: Backend, tokenizer: Tokenizer, settings: RouterSettings, metrics: Metrics | None = None
+    backend: Backend,
+    tokenizer: Tokenizer,
+    settings: RouterSettings,
+    metrics: Metrics | None = None,
+    chat_template: Template | None = None,
 ) -> ASGIApp:
     """The router as an ASGI application. Whoever records steps makes the `Metrics` and gives the same ones here."""
     metrics = Metrics(backend.limits) if metrics is None else metrics
     metrics.watch(backend)
-    inference = Inference.create(backend, tokenizer, settings, metrics)
+    inference = Inference.create(backend, tokenizer, settings, metrics, chat_template)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -101,6 +112,8 @@ class Endpoint:
 def _routes(inference: Inference) -> list[Route]:
     settings, backend = inference.settings, inference.backend
     generate = GenerateRoutes(inference)
+    names = TokenNames(inference.tokenizer, inference.vocabulary)
+    completions, chat, models = CompletionRoutes(inference, names), ChatRoutes(inference, names), ModelRoutes(settings)
     info = msgspec.json.encode(_info(settings, backend.limits))
     openapi = msgspec.json.encode(document(settings))
 
@@ -127,7 +140,12 @@ def _routes(inference: Inference) -> list[Route]:
         Route("/", Endpoint(generate.compat), methods=["POST"]),
         Route("/generate", Endpoint(generate.generate), methods=["POST"]),
         Route("/generate_stream", Endpoint(generate.generate_stream), methods=["POST"]),
+        Route("/v1/chat/completions", Endpoint(chat.chat_completions), methods=["POST"]),
+        Route("/v1/completions", Endpoint(completions.completions), methods=["POST"]),
+        Route("/v1/models", models.models),
+        Route("/v1/models/{model:path}", models.model),
         Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
+        Route("/chat_tokenize", Endpoint(chat.chat_tokenize), methods=["POST"]),
         Route("/", health),
         Route("/health", health),
         Route("/ping", health),
@@ -157,12 +175,18 @@ def _info(settings: RouterSettings, limits: Limits) -> Info:
     )
 
 
-# ---- errors, as TGI's clients expect them ------------------------------------------------------------------------
+# ---- errors, as the clients of each API expect them ----------------------------------------------------------------
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return Response(error.body, error.status, error.headers, JSON)
+    return _refuse(request, error, error.headers)
+
+
+def _refuse(request: Request, error: RequestError, headers: Mapping[str, str] | None) -> Response:
+    if request.url.path.startswith(OPENAI_PREFIX):
+        return Response(openai_errors.body(error), openai_errors.status(error), headers, JSON)
+    return Response(error.body, error.status, headers, JSON)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -174,9 +198,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         refusal: RequestError = MethodNotAllowed(f"{request.url.path} does not take {request.method}")
     else:
         refusal = NotFound(f"There is no route {request.url.path}")
-    return Response(refusal.body, refusal.status, error.headers, JSON)
+    return _refuse(request, refusal, error.headers)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The server logs it; the client learns that it was not their fault."""
-    return Response(InternalError().body, InternalError.status, media_type=JSON)
+    return _refuse(request, InternalError(), None)

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 Message = dict[str, Any]
 # Renders messages, and raises whatever the template raises.
 Render = Callable[[list[Message]], str]
 
-FIRST, SECOND = "alphaprobe", "omegaprobe"
+ArgumentsForm = Literal["object", "string"]
+
 ROLES = ("system", "user", "assistant", "tool")
+# Words to look for in what is rendered.
+FIRST, SECOND, CITY = "alphaprobe", "omegaprobe", "Probeville"
+QUESTION = {"role": "user", "content": "Hi"}
 
 
 class UnfitContent(Exception):
@@ -45,25 +50,39 @@ def _text_of(part: Any) -> str:
     raise UnfitContent(f"the chat template of this model takes text only, and a content part is of type {kind!r}")
 
 
-def probe(render: Render) -> dict[str, ContentForm]:
-    """The form for each role. A role that the template does not know is given text."""
-    return {role: next(_forms(role, render), ContentForm()) for role in ROLES}
+class ContentForms:
+    """What one template takes, by role."""
+
+    def __init__(self, render: Render) -> None:
+        found = {role: form for role in ROLES for form in _answers(render, role)}
+        for_user = found.get("user", ContentForm())
+        # A role that the template does not speak of is given text, if any is.
+        self._other = for_user if not for_user.text else ContentForm()
+        self._found = found
+
+    def fit(self, message: Message) -> Message:
+        if "content" not in message:
+            return message
+        role = message.get("role")
+        form = self._found.get(role, self._other) if isinstance(role, str) else self._other
+        return {**message, "content": form.fit(message["content"])}
 
 
-def _forms(role: str, render: Render) -> Iterator[ContentForm]:
-    """What the ways of asking have to say. One that the template refuses in either form says nothing."""
+def _answers(render: Render, role: str) -> list[ContentForm]:
+    """What the template makes of the role: one form, or none where it refuses the role."""
     parts = [{"type": "text", "text": text} for text in (FIRST, SECOND)]
     for conversation in _conversations(role):
-        text = FIRST in _try(render, conversation(FIRST))
-        _, found, after = _try(render, conversation(parts)).partition(FIRST)
-        between, found_again, _ = after.partition(SECOND)
+        text = FIRST in attempt(render, conversation(FIRST))
+        _, first, rest = attempt(render, conversation(parts)).partition(FIRST)
+        between, second, _ = rest.partition(SECOND)
         # A list that was printed as it stands shows its keys.
-        form = ContentForm(text, parts=bool(found and found_again) and "text" not in between)
+        form = ContentForm(text, parts=bool(first and second) and "text" not in between)
         if form.text or form.parts:
-            yield form
+            return [form]
+    return []
 
 
-def _try(render: Render, messages: list[Message]) -> str:
+def attempt(render: Render, messages: list[Message]) -> str:
     try:
         return render(messages)
     except Exception:
@@ -72,18 +91,33 @@ def _try(render: Render, messages: list[Message]) -> str:
 
 def _conversations(role: str) -> Iterator[Callable[[Any], list[Message]]]:
     """Complete conversations with one message of the role, because many templates insist on the order of roles."""
-    question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
     if role == "user":
         yield lambda content: [{"role": "user", "content": content}]
     elif role == "system":
-        yield lambda content: [{"role": "system", "content": content}, question]
+        yield lambda content: [{"role": "system", "content": content}, QUESTION]
     elif role == "assistant":
-        yield lambda content: [question, {"role": "assistant", "content": content}, question]
+        yield lambda content: [QUESTION, {"role": "assistant", "content": content}, QUESTION]
     else:
-        # Some take the arguments of a call as an object, some as a string, and Mistral's wants ids of nine letters.
-        for arguments in ({"city": "Paris"}, '{"city": "Paris"}'):
-            function = {"name": "weather", "arguments": arguments}
-            calls = [{"id": "call00001", "type": "function", "function": function}]
-            call = {"role": "assistant", "content": "", "tool_calls": calls}
-            result = {"role": "tool", "tool_call_id": "call00001", "name": "weather"}
-            yield lambda content, call=call, result=result: [question, call, {**result, "content": content}, answer]  # type: ignore[misc]
+        for arguments in ({"city": CITY}, f'{{"city": "{CITY}"}}'):
+            yield partial(_with_tool, arguments)
+
+
+def _with_tool(arguments: Any, content: Any) -> list[Message]:
+    # Mistral's templates want ids of nine letters.
+    call = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": content},
+        {"role": "assistant", "content": "Hello"},
+    ]
+
+
+def arguments_form(render: Render) -> ArgumentsForm:
+    """Whether `arguments` of earlier tool calls are printed well as an object, or only as the JSON string of OpenAI."""
+    as_object = attempt(render, _with_tool({"city": CITY}, "sunny"))
+    if CITY in as_object and f"'{CITY}'" not in as_object:
+        return "object"
+    as_string = attempt(render, _with_tool(f'{{"city": "{CITY}"}}', "sunny"))
+    # Printed as JSON, a string has its quotes escaped.
+    return "string" if CITY in as_string and f'\\"{CITY}' not in as_string else "object"

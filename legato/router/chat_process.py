@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,6 +44,7 @@ class Facts(msgspec.Struct, frozen=True):
     """What a process found out about its templates."""
 
     mentions_tools: bool = False
+    tool_arguments: Literal["object", "string"] = "object"
 
 
 class ProcessEnded(Exception):

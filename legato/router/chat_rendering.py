@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from legato.router.chat_content import Message, probe
+from legato.router.chat_content import ArgumentsForm, ContentForms, Message, arguments_form
 from legato.router.chat_environment import ChatEnvironment
 
 # Marks where the last message ends. The space at its end shows whether the template trims what it prints.
@@ -63,10 +63,12 @@ class Template:
             self._compiled = environment.from_string(source)
         except Exception as error:  # what is too much for Python's parser comes as all kinds of exceptions
             self._compiled = error
-        self._forms = probe(partial(self._run, tools=None, documents=None, add_generation_prompt=True))
+        probe = partial(self._run, tools=None, documents=None, add_generation_prompt=True)
+        self.tool_arguments: ArgumentsForm = arguments_form(probe)
+        self._forms = ContentForms(probe)
 
     def render(self, conversation: Conversation) -> str:
-        messages = [_with_reasoning(self._fit(message)) for message in conversation.messages]
+        messages = [_with_reasoning(self._forms.fit(message)) for message in conversation.messages]
         last_text = self._mark_end(messages) if conversation.continue_final_message else None
         prompt = self._run(
             messages,
@@ -76,13 +78,6 @@ class Template:
             **conversation.kwargs,
         )
         return prompt if last_text is None else _cut_at_mark(prompt, last_text)
-
-    def _fit(self, message: Message) -> Message:
-        if "content" not in message:
-            return message
-        role = message.get("role")
-        form = self._forms.get(role) if isinstance(role, str) else None
-        return {**message, "content": (form or self._forms["user"]).fit(message["content"])}
 
     def _mark_end(self, messages: list[Message]) -> str:
         """Puts the mark behind the text of the last message, and returns that text."""
@@ -140,8 +135,13 @@ class Renderer:
         }
 
     @property
-    def mentions_tools(self) -> bool:
-        return any(template.mentions_tools for template in self._templates.values())
+    def facts(self) -> dict[str, Any]:
+        """What whoever prepares messages should know of the template for tools."""
+        try:
+            template = self._choose(with_tools=True)
+        except BadConversation:
+            return {}
+        return {"mentions_tools": template.mentions_tools, "tool_arguments": template.tool_arguments}
 
     def render(self, conversation: Conversation) -> str:
         conversation.check()

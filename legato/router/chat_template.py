@@ -56,6 +56,8 @@ class ChatTemplate:
             facts = Facts()  # whoever renders with it will be told why
         # Whether it has a place for tools.
         self.mentions_tools = facts.mentions_tools
+        # How it wants the arguments of earlier calls, which OpenAI's clients send as a string.
+        self.tool_arguments = facts.tool_arguments
 
     @staticmethod
     def load(

@@ -44,7 +44,7 @@ def serve(router: socket.socket) -> None:
     confine(setup["memory"])
     with cpu_limit(setup["seconds"]):
         renderer = Renderer(setup["templates"], setup["special_tokens"], setup["output"])
-    send(router, Kind.FACTS, json.dumps({"mentions_tools": renderer.mentions_tools}).encode())
+    send(router, Kind.FACTS, json.dumps(renderer.facts).encode())
     while True:
         _, request = receive(router, ANY_LENGTH)
         with cpu_limit(setup["seconds"]):

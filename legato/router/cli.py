@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 # Tokens of one step where nobody says. A step that large takes about half a second on two cores and a tenth of one
 # on a large GPU: longer ones would make everybody else wait for a newcomer's prompt.
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+
+# Connections that wait to be accepted; uvicorn's own figure.
+BACKLOG = 2048
 
 
 def run(options: RouterOptions) -> None:
@@ -73,6 +77,7 @@ async def serve(options: RouterOptions, listener: socket.socket) -> None:
     # uvicorn takes these signals while it serves and raises them once more when it is done: they must not kill us then.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
+    listen(listener)
     steps = asyncio.create_task(backend.run())
     http = asyncio.create_task(server.serve(sockets=[listener]))
     logger.info("Listening", extra={"fields": {"address": f"http://{options.hostname}:{options.port}"}})
@@ -146,15 +151,26 @@ def settings_for(options: RouterOptions, files: ModelFiles, info: pb.InfoRespons
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bound but not listening: clients are refused until the model is ready, and nobody else takes the port."""
+    """Bound but not listening: clients are refused until the model is ready."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
+    with _naming_the_flags(host, port):
         listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise EndpointInUse(f"cannot listen on {host}:{port} (--hostname, --port): {error.strerror}") from None
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Two programs may bind a port that neither listens on. The second one to listen learns of it here."""
+    with _naming_the_flags(*listener.getsockname()[:2]):
+        listener.listen(BACKLOG)
+
+
+@contextmanager
+def _naming_the_flags(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EndpointInUse(f"cannot listen on {host}:{port} (--hostname, --port): {error.strerror}") from None
 
 
 def main(args: list[str] | None = None) -> Any:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
@@ -44,9 +45,27 @@ class Permits:
             self.free += num
 
 
+class Template(Protocol):
+    """A chat template. Blocks while it renders, so it is called in a thread; raises RequestErrors of its own."""
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Inference:
     backend: Backend
+    tokenizer: Tokenizer
+    # None: the model has no chat template.
+    chat_template: Template | None
     vocabulary: Vocabulary
     validator: Validator
     permits: Permits
@@ -55,9 +74,17 @@ class Inference:
     ids: Iterator[int]
 
     @staticmethod
-    def create(backend: Backend, tokenizer: Tokenizer, settings: RouterSettings, metrics: Metrics) -> Inference:
+    def create(
+        backend: Backend,
+        tokenizer: Tokenizer,
+        settings: RouterSettings,
+        metrics: Metrics,
+        chat_template: Template | None = None,
+    ) -> Inference:
         return Inference(
             backend=backend,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
             vocabulary=Vocabulary(tokenizer),
             validator=Validator(tokenizer, backend.limits, settings),
             permits=Permits(settings.max_concurrent_requests),
@@ -84,15 +111,24 @@ class Inference:
 
     async def validate(self, request: GenerateRequest, best_of: int = 1) -> ValidRequest:
         valid = await self.validator.validate(request, best_of)
-        self.metrics.request_validated(len(valid.input_ids), valid.max_new_tokens)
+        self.validated(valid)
         return valid
+
+    def validated(self, request: ValidRequest) -> None:
+        self.metrics.request_validated(len(request.input_ids), request.max_new_tokens)
 
     @contextmanager
     def streams(self, request: ValidRequest, client: Client) -> Iterator[list[Stream]]:
-        """One running stream per sequence. None of them runs on once this is left or the client is gone."""
-        client.raise_if_gone()
+        """One running stream per sequence."""
         seeds = [request.sampling.seed, *(random_seed() for _ in range(request.best_of - 1))]
-        streams = [self._stream(request, seed) for seed in seeds]
+        streams = [self.stream(request, seed) for seed in seeds]
+        with self.running(streams, client):
+            yield streams
+
+    @contextmanager
+    def running(self, streams: Sequence[Stream], client: Client) -> Iterator[None]:
+        """Starts the streams. None of them runs on once this is left or the client is gone."""
+        client.raise_if_gone()
 
         def cancel() -> None:
             for stream in streams:
@@ -102,19 +138,27 @@ class Inference:
         try:
             for stream in streams:
                 stream.start()
-            yield streams
+            yield
         finally:
             cancel()
 
-    def _stream(self, request: ValidRequest, seed: int) -> Stream:
-        transcript = Transcript(self.vocabulary, request.input_ids, request.stop)
+    def stream(self, request: ValidRequest, seed: int) -> Stream:
+        transcript = Transcript(
+            self.vocabulary,
+            request.input_ids,
+            request.stop,
+            include_stop=request.include_stop,
+            min_tokens=request.sampling.min_new_tokens,
+        )
         return Stream(self.backend, request.generation(next(self.ids), seed), transcript)
 
-    def succeeded(self, stream: Stream, arrived_at: float) -> Timings:
-        """Records a request whose stream is complete. People parse the log line."""
+    def succeeded(self, stream: Stream, arrived_at: float, *others: Stream) -> Timings:
+        """Records a request whose streams are complete: the times of the first, the tokens of all. People parse the
+        log line."""
         timings = _timings(stream, arrived_at)
-        num_tokens = stream.transcript.num_tokens
-        self.metrics.request_succeeded(timings, num_tokens, num_skipped=num_tokens - stream.num_deliveries)
+        num_tokens = sum(each.transcript.num_tokens for each in (stream, *others))
+        num_deliveries = sum(each.num_deliveries for each in (stream, *others))
+        self.metrics.request_succeeded(timings, num_tokens, num_skipped=num_tokens - num_deliveries)
         logger.info(
             "Success",
             extra={

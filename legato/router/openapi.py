@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from legato.router.chat_template import TemplateError
+from legato.router.errors import GenerationFailed, InvalidRequest, Overloaded, PayloadTooLarge
+from legato.router.openai import errors as openai_errors
+from legato.router.openai.errors import UnknownModel
+from legato.router.openai.requests import ChatRequest, CompletionRequest
+from legato.router.openai.responses import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatTokenizeResponse,
+    Completion,
+    CompletionChunk,
+    Model,
+    ModelList,
+    OpenAIError,
+)
 from legato.router.schemas import (
     CompatGenerateRequest,
     ErrorResponse,
@@ -32,6 +48,15 @@ _ERRORS = {
 }
 _BODY_ERRORS = (400, 413, 422)
 _GENERATION_ERRORS = (*_BODY_ERRORS, 424, 429)
+# status -> (description, an error that has it)
+_OPENAI_ERRORS = {
+    400: ("The request cannot be served", InvalidRequest("`n` must be >= 1 and <= 8. Given: 9", "n")),
+    404: ("No such model", UnknownModel("other")),
+    413: ("The body is too large", PayloadTooLarge(2_000_000)),
+    422: ("The chat template refuses", TemplateError("...")),
+    429: ("Too many requests; try again", Overloaded()),
+    500: ("Generation failed", GenerationFailed("...")),
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +76,7 @@ class Operation:
 
 _PARAMETERS = {"max_new_tokens": 20, "details": True}
 _GENERATE_EXAMPLE = {"inputs": "The capital of France is", "parameters": _PARAMETERS}
+_CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 20}
 
 OPERATIONS = [
     Operation(
@@ -96,6 +122,39 @@ OPERATIONS = [
         {_JSON: list[SimpleToken]},
         _BODY_ERRORS,
     ),
+    Operation(
+        "post",
+        "/chat_tokenize",
+        "Tokenize a conversation",
+        "What the chat template makes of the messages, and the tokens of that.",
+        ChatRequest,
+        _CHAT_EXAMPLE,
+        {_JSON: ChatTokenizeResponse},
+        _BODY_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Chat, as in OpenAI's API",
+        "With `stream` server-sent events that end with [DONE]. What is wrong with a request is said before a stream "
+        "begins; an error after that is its last event.",
+        ChatRequest,
+        _CHAT_EXAMPLE,
+        {_JSON: ChatCompletion, _EVENTS: ChatCompletionChunk},
+        (400, 413, 422, 429, 500),
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Complete text, as in OpenAI's API",
+        "Several prompts are answered together; with `n` answers each, choice i*n+j is the jth to the ith prompt.",
+        CompletionRequest,
+        {"prompt": "The capital of France is", "max_tokens": 20},
+        {_JSON: Completion, _EVENTS: CompletionChunk},
+        (400, 413, 429, 500),
+    ),
+    Operation("get", "/v1/models", "The model, as in OpenAI's API", response={_JSON: ModelList}),
+    Operation("get", "/v1/models/{model}", "One model by its name", response={_JSON: Model}, errors=(404,)),
     Operation("get", "/", "Health", "Can the model compute?", errors=(503,)),
     Operation("get", "/health", "Health", "Can the model compute?", errors=(503,)),
     Operation("get", "/ping", "Health", "Can the model compute?", errors=(503,)),
@@ -131,7 +190,7 @@ class _Schemas:
         types = [operation.request for operation in OPERATIONS if operation.request is not None]
         for operation in OPERATIONS:
             types += [kind for kind in (operation.response or {}).values() if kind is not None]
-        types.append(ErrorResponse)
+        types += [ErrorResponse, OpenAIError]
         self._types = types
         self._schemas, self.components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
 
@@ -143,8 +202,9 @@ class _Schemas:
 
 
 def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    name = "_".join(re.findall(r"[\w.-]+", operation.path)) or "root"
     described: dict[str, Any] = {
-        "operationId": f"{operation.method}_{operation.path.strip('/').replace('/', '_') or 'root'}",
+        "operationId": f"{operation.method}_{name}",
         "summary": operation.summary,
         "responses": {"200": _success(operation, schemas)},
     }
@@ -153,14 +213,26 @@ def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     if operation.request is not None:
         content = {"schema": schemas.of(operation.request), "example": operation.example}
         described["requestBody"] = {"required": True, "content": {_JSON: content}}
+    if names := re.findall(r"{(\w+)}", operation.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    describe_error = _openai_error if operation.path.startswith("/v1/") else _native_error
     for status in operation.errors:
-        description, error_type, message = _ERRORS[status]
-        content = {
-            "schema": schemas.of(ErrorResponse),
-            "example": {"error": message, "error_type": error_type},
-        }
-        described["responses"][str(status)] = {"description": description, "content": {_JSON: content}}
+        described["responses"][str(status)] = describe_error(status, schemas)
     return described
+
+
+def _native_error(status: int, schemas: _Schemas) -> dict[str, Any]:
+    description, error_type, message = _ERRORS[status]
+    content = {"schema": schemas.of(ErrorResponse), "example": {"error": message, "error_type": error_type}}
+    return {"description": description, "content": {_JSON: content}}
+
+
+def _openai_error(status: int, schemas: _Schemas) -> dict[str, Any]:
+    description, error = _OPENAI_ERRORS[status]
+    content = {"schema": schemas.of(OpenAIError), "example": msgspec.json.decode(openai_errors.body(error))}
+    return {"description": description, "content": {_JSON: content}}
 
 
 def _success(operation: Operation, schemas: _Schemas) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from legato.router.prefix_tree import Node, PrefixTree
 from legato.router.queue import Queue
 from legato.router.state import Admission, FinishReason, GenerationRequest, Output, StepPlan, StepResult
 
-
 # Waiting requests that one plan looks at: those behind may have a cached prefix when the first ones have not.
 LOOK_AHEAD = 32
 
@@ -210,9 +209,7 @@ class Scheduler:
             self._add(plan, planned, entry, count, entry.blocks[first_new:])
             filling.add(upcoming)
 
-    def _add(
-        self, plan: StepPlan, planned: list[PlannedRow], entry: Entry, count: int, new_blocks: list[int]
-    ) -> None:
+    def _add(self, plan: StepPlan, planned: list[PlannedRow], entry: Entry, count: int, new_blocks: list[int]) -> None:
         assert entry.row is not None
         samples = count == entry.num_to_compute
         entry.num_scheduled += count
@@ -258,9 +255,7 @@ class Scheduler:
         self.stats.prompt_tokens += len(tokens)
         self.stats.cached_tokens += entry.num_scheduled
         plan.admitted.append(
-            Admission(
-                entry.row, entry.request, list(tokens), entry.num_generated, entry.num_scheduled, list(blocks)
-            )
+            Admission(entry.row, entry.request, list(tokens), entry.num_generated, entry.num_scheduled, list(blocks))
         )
         return True
 

@@ -7,8 +7,10 @@ as good as another; the others are read all the same, because one that falls sil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
@@ -16,6 +18,8 @@ from legato.common.errors import LegatoError
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.router.state import Admission, Sampling, StepPlan, StepResult
+
+T = TypeVar("T")
 
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
 
@@ -42,18 +46,18 @@ class GrpcShards:
     @classmethod
     async def connect(cls, master_path: str, timeout: float | None = None) -> GrpcShards:
         """Wait for the first shard's socket, ask it for the others."""
-        first = _channel(f"unix://{master_path}")
+        master = f"unix://{os.path.abspath(master_path)}"
+        first = _channel(master)
         try:
             await asyncio.wait_for(_until_ready(first, master_path), timeout)
         except TimeoutError:
             raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
-        answer = await _stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest())
-        others = [_channel(url) for url in answer.urls if url != f"unix://{master_path}"]
+        answer = await _answer(_stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest()))
+        others = [_channel(url) for url in answer.urls if url != master]
         return cls([first, *others])
 
     async def info(self) -> pb.InfoResponse:
-        answer: pb.InfoResponse = await self._stubs[0].Info(pb.InfoRequest())
-        return answer
+        return await _answer(self._stubs[0].Info(pb.InfoRequest()))
 
     async def warmup(self, limits: WarmupLimits) -> pb.WarmupResponse:
         """What the smallest shard can hold is what all can hold."""
@@ -64,12 +68,10 @@ class GrpcShards:
             max_rows=limits.max_rows,
             max_batch_total_tokens=limits.max_batch_total_tokens or 0,
         )
-        try:
-            answers = await asyncio.gather(*(stub.Warmup(request) for stub in self._stubs))
-        except grpc.aio.AioRpcError as error:
-            raise ShardsLost(error.details() or str(error)) from None
-        smallest: pb.WarmupResponse = min(answers, key=lambda answer: int(answer.num_blocks))
-        return smallest
+        answers: list[pb.WarmupResponse] = await asyncio.gather(
+            *(_answer(stub.Warmup(request)) for stub in self._stubs)
+        )
+        return min(answers, key=lambda answer: int(answer.num_blocks))
 
     async def healthy(self, timeout: float = 5.0) -> bool:
         try:
@@ -101,6 +103,14 @@ class GrpcShards:
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    """What a shard says before the stream begins. Its refusal is for a person to read."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise ShardsLost(error.details() or error.code().name) from None
 
 
 async def _until_ready(channel: grpc.aio.Channel, path: str) -> None:

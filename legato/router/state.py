@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from legato.grammar.kinds import Grammar as Grammar
+from legato.grammar.kinds import GrammarKind as GrammarKind
+
 
 class FinishReason(Enum):
     """Why a generation ended, in TGI's words."""
@@ -35,19 +38,6 @@ class Sampling:
     end_token_ids: tuple[int, ...] = ()
 
 
-class GrammarKind(Enum):
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What the text must look like, whichever of the APIs said so: a JSON schema as JSON, or a regular expression."""
-
-    kind: GrammarKind
-    value: str
-
-
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A validated request: every limit is checked, the prompt is token ids. What the scheduler admits."""
@@ -62,6 +52,7 @@ class GenerationRequest:
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
     adapter_id: str | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(slots=True)

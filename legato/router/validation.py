@@ -21,7 +21,7 @@ from legato.router.offsets import token_offsets
 from legato.router.schemas import GenerateParameters, GenerateRequest, SimpleToken
 from legato.router.seam import Limits
 from legato.router.settings import RouterSettings
-from legato.router.state import GenerationRequest, Sampling
+from legato.router.state import GenerationRequest, Grammar, Sampling
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ class ValidRequest:
     stop_token_ids: frozenset[int] = frozenset()
     # Whether the text ends with the stop string that ended it.
     include_stop: bool = True
+    grammar: Grammar | None = None
 
     def generation(self, request_id: int, seed: int) -> GenerationRequest:
         """The part that the scheduler needs. Every one of the `best_of` sequences has its own seed."""
@@ -65,6 +66,7 @@ class ValidRequest:
             stop_token_ids=self.stop_token_ids,
             top_n_tokens=self.top_n_tokens,
             prompt_logprobs=self.decoder_input_details,
+            grammar=self.grammar,
         )
 
 

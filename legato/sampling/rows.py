@@ -134,9 +134,7 @@ class Composition:
             self.bias_places = on_device(torch.tensor(places), table.device)
             self.bias_values = on_device(torch.tensor(values, dtype=torch.float32), table.device)
         # The end tokens of rows that may not end yet, as places in the flattened scores.
-        ends = [
-            i * vocab_size + token for i, params in using(Feature.NO_END_YET) for token in params.end_token_ids
-        ]
+        ends = [i * vocab_size + token for i, params in using(Feature.NO_END_YET) for token in params.end_token_ids]
         if ends:
             self.end_places = on_device(torch.tensor(ends), table.device)
 

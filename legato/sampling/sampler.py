@@ -9,6 +9,7 @@ The order is fixed here and nowhere else:
       │  frequency penalty    tokens generated, for each time
       │  presence penalty     tokens generated, once
       │  no end yet           tokens that end a text, while it is shorter than its client wants
+      │  grammar              nothing but what it allows
       │    rows that do not sample take the highest score here; of equal ones the lowest id
       │  temperature
       │  top_k ► top_p ► typical_p ► min_p
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from legato.sampling import blocks, filters
+from legato.sampling.allowed import Allowed
 from legato.sampling.logprobs import HUGE, TopTokens, finite, top_tokens
 from legato.sampling.params import Feature, SamplingParams
 from legato.sampling.penalties import History
@@ -93,13 +95,13 @@ class Sampler:
         return all(users.isdisjoint(rows) for users in self._table.users.values())
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: list[int]) -> Sampled:
+    def sample(self, logits: Tensor, rows: list[int], allowed: Allowed | None = None) -> Sampled:
         """One token for each of the rows, whose logits are logits [n, V], and every row one position further."""
         if not self._composition.describes(self._table, rows):
             self._composition = Composition(self._table, rows, self._vocab_size)
         batch = self._composition
         raw = finite(logits)
-        token_ids = self._choose(self._adjust(raw, batch), batch)
+        token_ids = self._choose(self._adjust(raw, batch, allowed), batch)
         self._record(token_ids, batch)
         logprobs = raw.log_softmax(-1)
         top = None
@@ -107,10 +109,10 @@ class Sampler:
             top = top_tokens(part.take(logprobs), list(batch.top_n), list(batch.top_n.values()))
         return Sampled(token_ids, logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1), top)
 
-    def _adjust(self, raw: Tensor, batch: Composition) -> Tensor:
+    def _adjust(self, raw: Tensor, batch: Composition, allowed: Allowed | None) -> Tensor:
         """The scores that tokens are chosen by: raw itself, unless a row changes its own."""
         parts = batch.parts
-        if parts.keys().isdisjoint(_ADJUSTING):
+        if parts.keys().isdisjoint(_ADJUSTING) and allowed is None:
             return raw
         scores = raw.clone()
         if (part := parts.get(Feature.WATERMARK)) is not None:
@@ -127,6 +129,8 @@ class Sampler:
                 self._history.penalise_counts(lines, part.rows, frequency, presence)
         if Feature.NO_END_YET in parts:  # last: no bias outweighs it
             scores.view(-1).index_fill_(0, batch.end_places, -HUGE)
+        if allowed is not None:
+            allowed.restrict(scores)
         return scores
 
     def _choose(self, scores: Tensor, batch: Composition) -> Tensor:
@@ -162,9 +166,7 @@ class Sampler:
             self._table.count_down(batch.rows)
 
 
-_ADJUSTING = frozenset(
-    {Feature.WATERMARK, Feature.BIAS, Feature.REPETITION, Feature.COUNTS, Feature.NO_END_YET}
-)
+_ADJUSTING = frozenset({Feature.WATERMARK, Feature.BIAS, Feature.REPETITION, Feature.COUNTS, Feature.NO_END_YET})
 
 
 def _filter(scores: Tensor, weights: Tensor, batch: Composition) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,12 +31,13 @@ class LoadedModel:
 
 def load(files: ModelFiles, options: ServerOptions) -> LoadedModel:
     """Cheap checks first: a wrong configuration or flag ends in milliseconds, not after the weights are read."""
-    config = _with_rope_option(_config(files), options)
-    device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, files.config(), device)
-    started = time.perf_counter()
-    progress = LoadProgress() if options.load_format == "auto" else None
-    model = get_model(files, config, dtype, device, dummy=options.load_format == "dummy", progress=progress)
+    with _naming(files):
+        config = _with_rope_option(_config(files), options)
+        device = choose_device(options.device)
+        dtype = choose_dtype(options.dtype, files.config(), device)
+        started = time.perf_counter()
+        progress = LoadProgress() if options.load_format == "auto" else None
+        model = get_model(files, config, dtype, device, dummy=options.load_format == "dummy", progress=progress)
     seconds = round(time.perf_counter() - started, 2)
     logger.info(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
@@ -42,15 +45,24 @@ def load(files: ModelFiles, options: ServerOptions) -> LoadedModel:
     return LoadedModel(model, files, device, dtype)
 
 
+@contextmanager
+def _naming(files: ModelFiles) -> Iterator[None]:
+    """Whoever complains about a model from here on need not know where it came from."""
+    try:
+        yield
+    except ModelError as error:
+        if str(files.path) in str(error):
+            raise
+        raise type(error)(f"{files.path}: {error}") from None
+
+
 def _config(files: ModelFiles) -> ModelConfig:
-    """The normalised configuration, of an architecture that we have. Whatever is wrong with it names the model."""
+    """The normalised configuration, of an architecture that we have."""
     try:
         config = ModelConfig.from_hf(files.config())
         architecture_for(config.model_type)
-    except ModelError as error:
-        raise type(error)(f"{files.path}: {error}") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelFileError(f"{files.path}: the configuration makes no sense: {error}") from None
+        raise ModelFileError(f"the configuration makes no sense: {error}") from None
     return config
 
 

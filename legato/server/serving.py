@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -31,8 +32,9 @@ UNLIMITED_MESSAGES = [("grpc.max_send_message_length", 2**31 - 1), ("grpc.max_re
 def run(files: ModelFiles, options: ServerOptions) -> None:
     paths = [os.path.abspath(f"{options.uds_path}-{rank}") for rank in range(options.world_size)]
     keep_freed_memory()
-    model = Model(load(files, options), options)
-    service = TextGenerationService(model, [f"unix://{path}" for path in paths])
+    engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
+    model = engine.submit(lambda: Model(load(files, options), options)).result()
+    service = TextGenerationService(model, [f"unix://{path}" for path in paths], engine)
     asyncio.run(serve(service, paths[options.rank]))
 
 
@@ -56,6 +58,6 @@ async def serve(service: TextGenerationService, path: str) -> None:
         loop.add_signal_handler(signum, stopping.set)
     logger.info("Server started", extra={"fields": {"socket": path}})
     await stopping.wait()
-    service.stop()
+    await service.stop()
     await server.stop(grace=1.0)
     remove_socket(path, FLAG)

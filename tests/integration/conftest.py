@@ -1,3 +1,5 @@
+"""One model and one server for the whole folder: starting them takes seconds."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,6 +11,10 @@ from tests.integration.client import Client
 from tests.integration.processes import Launched, launched
 from tests.tiny_models import tiny_llama
 
+MAX_CONCURRENT_REQUESTS = 24
+# Small steps, so that a long prompt takes a while; few tokens in the cache, so that a second long prompt must wait.
+SHARED = ("--max-batch-prefill-tokens=32", "--max-batch-total-tokens=4096")
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -19,12 +25,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Launched]:
     """One server for all tests that leave it as they found it."""
-    with launched(tmp_path_factory.mktemp("server"), model, *SHARED) as running:
+    with launched(
+        tmp_path_factory.mktemp("server"), model, f"--max-concurrent-requests={MAX_CONCURRENT_REQUESTS}", *SHARED
+    ) as running:
         yield running
-
-
-# Small steps, so that a long prompt takes a while; few tokens in the cache, so that a second long prompt must wait.
-SHARED = ("--max-concurrent-requests=32", "--max-batch-prefill-tokens=32", "--max-batch-total-tokens=4096")
 
 
 @pytest.fixture

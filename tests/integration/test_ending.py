@@ -36,22 +36,27 @@ def test_a_signal_lets_a_running_stream_finish_and_leaves_nothing(start: Start, 
     assert server.leftovers() == []
 
 
-def test_nobody_new_is_let_in_while_the_last_stream_finishes(start: Start) -> None:
+def test_a_signal_to_all_processes_at_once_is_as_gentle_and_nobody_new_is_let_in(start: Start) -> None:
+    """As systemd sends it: the shard hears it while the router still needs it."""
     server = start()
     events = iter(server.client.stream("a", max_new_tokens=1000, ignore_eos=True))
     next(events)
+    for child in server.children():
+        child.terminate()
     server.send(signal.SIGTERM)
-
-    def is_refused() -> bool:
-        try:
-            server.client.get("/health")
-        except OSError:
-            return True
-        return False
-
-    until(is_refused, "new connections are refused")
+    until(lambda: is_refused(server), "new connections are refused")
     assert len(list(events)) == 999
     assert server.wait() == 0
+    assert server.stderr == ""
+    assert server.leftovers() == []
+
+
+def is_refused(server: Launched) -> bool:
+    try:
+        server.client.get("/health")
+    except OSError:
+        return True
+    return False
 
 
 def test_a_killed_launcher_leaves_no_process_behind(start: Start) -> None:

@@ -116,7 +116,10 @@ CONVERSATIONS: dict[str, tuple[list[Message], dict[str, Any]]] = {
     "thoughts in the text": ([user(), assistant("<think>\n2 and 2\n</think>\n\n4"), user("Sure?")], {}),
     "no thinking": ([system(), user()], {"kwargs": {"enable_thinking": False, "thinking": False}}),
     "date given": ([user("Today?")], {"kwargs": {"date_string": "26 Jul 2024", "bos_token": "<BOS>"}}),
-    "documents": ([user("Who?")], {"documents": [{"title": "A", "text": "Ann did it."}, {"title": "B", "text": "No."}]}),
+    "documents": (
+        [user("Who?")],
+        {"documents": [{"title": "A", "text": "Ann did it."}, {"title": "B", "text": "No."}]},
+    ),
 }
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": " 2 + 2?"}]

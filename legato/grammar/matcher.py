@@ -1,0 +1,77 @@
+"""Where texts stand in their grammars, and what may follow: many at once, because that is how a batch asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+
+from legato.grammar.errors import from_message
+from legato.grammar.numbers import MAX_DIGITS, DigitCount
+from legato.grammar.vocabulary import Bitmask, TokenTrie
+
+
+class Matcher:
+    """One text. Not for two threads at once. An error is for ever: the text cannot go on."""
+
+    def __init__(self, compiled: LLMatcher, *, is_json: bool) -> None:
+        self.position = compiled.deep_copy()
+        self.digit_count = DigitCount() if is_json else None
+        self.error: str | None = None
+        # What may come next; written by `fill_masks`.
+        self.mask: Bitmask | None = None
+
+    def accept(self, token_ids: Sequence[int], trie: TokenTrie) -> None:
+        """The text goes on with these tokens."""
+        for token_id in token_ids:
+            if not self.position.consume_token(token_id):
+                self.fail(str(from_message(self.position.get_error())))
+                return
+            if self.digit_count is not None:
+                self.digit_count.feed(trie.bytes_of(token_id))
+
+    def fail(self, message: str) -> None:
+        self.error = self.error or message
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing but an end-of-sequence token may follow."""
+        return self.position.is_stopped()
+
+
+class MaskWriter:
+    """Writes the masks of many texts, on several cores where they take long."""
+
+    def __init__(self, trie: TokenTrie, num_threads: int) -> None:
+        self._trie = trie
+        self._executor = LLExecutor(num_threads)
+
+    def fill_masks(self, matchers: Sequence[Matcher]) -> None:
+        """`mask` of each, or its `error`. A text for which no token is left has one."""
+        running = [matcher for matcher in matchers if matcher.error is None]
+        if not running:
+            return
+        masks = np.empty((len(running), self._trie.num_words), dtype=np.int32)
+        self._executor.unsafe_compute_mask_ptr(
+            [(matcher.position, line) for line, matcher in enumerate(running)],
+            masks.ctypes.data,
+            masks.shape[1] * masks.itemsize,
+            masks.shape[0],
+        )
+        for matcher, mask in zip(running, masks, strict=True):
+            self._finish(matcher, mask)
+
+    def _finish(self, matcher: Matcher, mask: Bitmask) -> None:
+        # llguidance answers an error with the mask of a text that has ended; a client must not take it for one.
+        if matcher.position.is_error():
+            matcher.fail(str(from_message(matcher.position.get_error())))
+            return
+        if matcher.digit_count is not None and matcher.digit_count.digits >= MAX_DIGITS:
+            without = mask & ~self._trie.number_parts
+            if self._trie.any_allowed(without):
+                mask[:] = without
+        if not self._trie.any_allowed(mask):
+            matcher.fail("no token of the model can continue the text as the grammar demands")
+            return
+        matcher.mask = mask

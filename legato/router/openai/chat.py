@@ -1,0 +1,161 @@
+"""POST /v1/chat/completions, and /chat_tokenize: the same body, but only what its prompt comes to."""
+
+from __future__ import annotations
+
+import msgspec
+
+from legato.router.errors import InvalidRequest
+from legato.router.exchange import Exchange
+from legato.router.inference import Inference
+from legato.router.openai.chunks import ChatChunks, Envelope
+from legato.router.openai.conversation import (
+    check_conversation,
+    last_answer,
+    read_conversation,
+    tokenize_conversation,
+)
+from legato.router.openai.logprobs import chat_logprobs
+from legato.router.openai.requests import ChatRequest
+from legato.router.openai.responses import (
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChatTokenizeResponse,
+    Usage,
+)
+from legato.router.openai.serving import Choice, identity_of, serve
+from legato.router.openai.terms import terms_of, top_logprobs
+from legato.router.openai.token_names import TokenNames
+from legato.router.state import FinishReason
+from legato.router.streams import Piece
+from legato.router.validation import ValidRequest
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+class ChatRoutes:
+    def __init__(self, inference: Inference, names: TokenNames) -> None:
+        self._inference = inference
+        self._names = names
+
+    async def chat_completions(self, exchange: Exchange) -> None:
+        await self.respond(exchange, await self._read(exchange))
+
+    async def respond(self, exchange: Exchange, request: ChatRequest) -> None:
+        """For routes that are chats under another name."""
+        await serve(exchange, self._inference, request, lambda: ChatJob(request, self._inference, self._names))
+
+    async def chat_tokenize(self, exchange: Exchange) -> None:
+        request = await self._read(exchange)
+        check_conversation(request)
+        text, tokens = await tokenize_conversation(request, self._inference)
+        body = _encode(ChatTokenizeResponse(tokenize_response=tokens, templated_text=text))
+        await exchange.respond(body, {"content-type": "application/json"})
+
+    async def _read(self, exchange: Exchange) -> ChatRequest:
+        return await exchange.json(_decoder, self._inference.settings.payload_limit)
+
+
+class ChatJob:
+    num_prompts = 1
+    prompt_only = False
+
+    def __init__(self, request: ChatRequest, inference: Inference, names: TokenNames) -> None:
+        check_conversation(request)
+        self._request = request
+        self._inference = inference
+        self._names = names
+        self.terms = terms_of(request, inference.validator)
+        self._num_top = _num_top(request)
+        self._max_tokens = _max_tokens(request)
+        self._identity = identity_of("chatcmpl", request, inference.settings)
+        # Goes before the text, where a message is continued and its client wants the whole of it.
+        self.echo = last_answer(request) if request.echo else ""
+
+    async def requests(self) -> list[ValidRequest]:
+        text, ids = await read_conversation(self._request, self._inference)
+        room = self._inference.validator.max_new_tokens(len(ids), self._max_tokens)
+        return [self.terms.request(text, ids, room, self._num_top)]
+
+    def answer(self, choices: list[Choice], usage: Usage) -> bytes:
+        identity = self._identity
+        return _encode(
+            ChatCompletion(
+                id=identity.id,
+                created=identity.created,
+                model=identity.model,
+                system_fingerprint=identity.system_fingerprint,
+                choices=[self._choice(choice) for choice in choices],
+                usage=usage,
+            )
+        )
+
+    def _choice(self, choice: Choice) -> ChatChoice:
+        return ChatChoice(
+            index=choice.index,
+            message=ChatMessage(content=self.echo + choice.text),
+            logprobs=self.logprobs(choice, choice.pieces),
+            finish_reason=choice.finish_reason,
+        )
+
+    def logprobs(self, choice: Choice, pieces: list[Piece]) -> ChatLogprobs | None:
+        """`pieces` are the newest. The token that says "the end" is not part of the message."""
+        if self._num_top is None:
+            return None
+        if choice.stream.transcript.finish_reason is FinishReason.EOS_TOKEN:
+            pieces = pieces[:-1]
+        return chat_logprobs(pieces, self._names)
+
+    def writer(self, num_choices: int) -> ChatWriter:
+        envelope = Envelope(self._identity, "chat.completion.chunk", with_usage=self.terms.include_usage)
+        return ChatWriter(self, envelope, num_choices)
+
+
+class ChatWriter:
+    """First who speaks, then what they say, at last why they stop."""
+
+    def __init__(self, job: ChatJob, envelope: Envelope, num_choices: int) -> None:
+        self.envelope = envelope
+        self._job = job
+        self._chunks = [ChatChunks(envelope, index) for index in range(num_choices)]
+        self._not_begun = set(range(num_choices))
+
+    def write(self, choice: Choice, pieces: list[Piece]) -> bytes:
+        chunks = self._chunks[choice.index]
+        written = self._begin(choice, chunks) if choice.index in self._not_begun else []
+        logprobs = self._job.logprobs(choice, pieces)
+        if logprobs is None:
+            written += [chunks.content(piece.text) for piece in pieces if piece.text]
+        else:
+            text = "".join(piece.text for piece in pieces)
+            if text or logprobs.content:
+                written.append(chunks.content(text, logprobs))
+        if choice.stream.transcript.finish_reason is not None:
+            written.append(chunks.finish(choice.finish_reason))
+        return b"".join(written)
+
+    def _begin(self, choice: Choice, chunks: ChatChunks) -> list[bytes]:
+        self._not_begun.remove(choice.index)
+        return [chunks.role(), chunks.content(self._job.echo)] if self._job.echo else [chunks.role()]
+
+
+def _num_top(request: ChatRequest) -> int | None:
+    """None: no logprobs at all."""
+    num_top = top_logprobs("top_logprobs", request.top_logprobs)
+    if num_top and not request.logprobs:
+        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+    return num_top or 0 if request.logprobs else None
+
+
+def _max_tokens(request: ChatRequest) -> int | None:
+    for name, value in (
+        ("max_completion_tokens", request.max_completion_tokens),
+        ("max_tokens", request.max_tokens),
+    ):
+        if value == 0:
+            raise InvalidRequest(f"`{name}` must be strictly positive", name)
+        if value is not None:
+            return value
+    return None

@@ -1,0 +1,170 @@
+"""The JSON that OpenAI's routes answer with. `chunks.py` writes the chunks; their structs say what it must come to."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from legato.router.schemas import SimpleToken
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class PromptTokensDetails(Struct, kw_only=True):
+    # Tokens that were in the prefix cache.
+    cached_tokens: int
+
+
+class Usage(Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+# ---- completions -----------------------------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(Struct, kw_only=True):
+    """Four lists that run in parallel, one entry per token."""
+
+    tokens: list[str]
+    # Null for the first token of a prompt, which nothing predicts.
+    token_logprobs: list[float | None]
+    # The most likely tokens and the one that was chosen.
+    top_logprobs: list[dict[str, float] | None]
+    # Where the token begins in the text, in characters.
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    # Null until the last chunk of a stream.
+    finish_reason: FinishReason | None
+
+
+class Completion(Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    # Only with `stream_options.include_usage`: null until the last chunk.
+    usage: Usage | UnsetType | None = UNSET
+
+
+# ---- chat ------------------------------------------------------------------------------------------------------------
+
+
+class TopLogprob(Struct, kw_only=True):
+    token: str
+    logprob: float
+    # The UTF-8 bytes of the token; characters may be spread over several tokens.
+    bytes: list[int]
+
+
+class TokenLogprob(Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, kw_only=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+
+
+class ChatChoice(Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Struct, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatCompletionChunk(Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    # Only with `stream_options.include_usage`: null until the last chunk.
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ChatTokenizeResponse(Struct, kw_only=True):
+    tokenize_response: list[SimpleToken]
+    # What the chat template made of the messages.
+    templated_text: str
+
+
+# ---- models and errors -----------------------------------------------------------------------------------------------
+
+
+class Model(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class ErrorObject(Struct, kw_only=True):
+    message: str
+    type: str
+    # The field that is wrong, where one is.
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(Struct, kw_only=True):
+    error: ErrorObject
+    # What TGI's clients look for.
+    error_type: str
