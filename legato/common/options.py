@@ -206,13 +206,13 @@ class Requests(Options):
     enable_prefill_logprobs: bool = option(
         False, "Let requests ask for the log probabilities of their prompt. Accepted; Legato always lets them."
     )
-    disable_grammar_support: bool = option(
-        False, "Refuse requests with a grammar. Accepted; this version has no grammars yet."
+    disable_grammar_support: bool = option(False, "Refuse requests that say what their text must look like.")
+    schema_lenient: bool = option(
+        False,
+        "Ignore keywords of JSON schemas that cannot be enforced, with a warning. Without it such schemas are refused.",
     )
     tokenizer_config_path: str | None = option(
-        None,
-        "A `tokenizer_config.json` to use instead of the model's.",
-        later="overriding the tokenizer's configuration",
+        None, "A `tokenizer_config.json` whose chat template and special tokens replace the model's in chats."
     )
 
 

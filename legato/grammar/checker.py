@@ -43,9 +43,7 @@ def serve(questions: BinaryIO, answers: BinaryIO) -> None:
     if not setup:
         return
     try:
-        trie = TokenTrie(
-            setup["tokenizer"], setup["tokenizer_size"], setup["vocab_size"], setup["eos_token_ids"]
-        )
+        trie = TokenTrie(setup["tokenizer"], setup["tokenizer_size"], setup["vocab_size"], setup["eos_token_ids"])
     except GrammarError as error:
         _say(answers, {"error": str(error)})
         return

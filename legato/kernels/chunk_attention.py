@@ -43,7 +43,7 @@ def chunk_config(rows_per_sequence: int, head_dim: int) -> ChunkConfig:
         return ChunkConfig(block_m=16, block_n=64, num_warps=4, num_stages=3)
     if rows_per_sequence <= 64 or head_dim > 128:
         return ChunkConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    return ChunkConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, max_registers=128)
+    return ChunkConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128)
 
 
 def chunk_attention(

@@ -40,15 +40,18 @@ class DecodeConfig:
 
 
 def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
-    """By the programs there are before splitting. Enough of them fill the chip; few need splits for latency."""
+    """By the programs there are before splitting. Enough of them fill the chip; few need splits for latency.
+
+    The best of a sweep on an H200 (`python -m benchmarks.kernels --sweep --only decode_attention`).
+    """
     programs = num_sequences * num_kv_heads
-    if programs <= 16:
-        return DecodeConfig(num_splits=32, min_split_len=32, block_n=32, num_warps=4, num_stages=2)
     if programs <= 64:
-        return DecodeConfig(num_splits=16, min_split_len=64, block_n=64, num_warps=4, num_stages=3)
-    if programs <= 256:
-        return DecodeConfig(num_splits=8, min_split_len=128, block_n=64, num_warps=4, num_stages=3)
-    return DecodeConfig(num_splits=2, min_split_len=512, block_n=64, num_warps=4, num_stages=3)
+        return DecodeConfig(num_splits=32, min_split_len=32, block_n=32, num_warps=4, num_stages=2)
+    if programs <= 128:
+        return DecodeConfig(num_splits=16, min_split_len=64, block_n=64, num_warps=4, num_stages=2)
+    if programs <= 512:
+        return DecodeConfig(num_splits=4, min_split_len=128, block_n=64, num_warps=4, num_stages=2)
+    return DecodeConfig(num_splits=2, min_split_len=1024, block_n=128, num_warps=4, num_stages=3)
 
 
 def decode_attention(

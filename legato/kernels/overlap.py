@@ -7,18 +7,28 @@ that an earlier kernel may write or read.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from legato.kernels.language import constexpr, jit, tl
 
-OVERLAP_LAUNCHES = False
+OVERLAP_LAUNCHES = True
 
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
     """Options and constant that every kernel is launched with."""
-    overlap = OVERLAP_LAUNCHES and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
+    return _OPTIONS[OVERLAP_LAUNCHES and tensor.is_cuda and _can_overlap(tensor.device)]
+
+
+_OPTIONS: dict[bool, dict[str, bool]] = {True: {"OVERLAP": True, "launch_pdl": True}, False: {"OVERLAP": False}}
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    """Asked once: every launch of a step would pay for it."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @jit

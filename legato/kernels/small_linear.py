@@ -42,11 +42,13 @@ class LinearConfig:
 
 
 def linear_config(num_rows: int, out_features: int, in_features: int) -> LinearConfig:
+    """The best of a sweep on an H200 (`python -m benchmarks.kernels --sweep --only small_linear`)."""
     if num_rows > 1:
-        return LinearConfig(tile_rows=32, block_k=256, num_warps=2, num_stages=4, use_dot=True)
-    if out_features <= 1024:
-        return LinearConfig(tile_rows=4, block_k=512, num_warps=2, split_k=2)
-    return LinearConfig(tile_rows=4, block_k=1024, num_warps=4)
+        return LinearConfig(tile_rows=64, block_k=128, num_warps=4, num_stages=6, use_dot=True)
+    if in_features > 8192:
+        return LinearConfig(tile_rows=4, block_k=1024, num_warps=4, num_stages=1)
+    tile_rows = 4 if out_features > 65536 else 2
+    return LinearConfig(tile_rows=tile_rows, block_k=2048, num_warps=8, num_stages=1)
 
 
 def small_linear(

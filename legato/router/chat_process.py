@@ -39,6 +39,11 @@ class RenderLimits:
     # Bytes, the interpreter's own included.
     memory: int = 256 << 20
 
+    @classmethod
+    def for_payload(cls, num_bytes: int) -> RenderLimits:
+        """Enough for any conversation of that many bytes, which Python may keep in thirty times as many."""
+        return cls(output=2 * num_bytes, memory=max(cls().memory, 100 * num_bytes))
+
 
 class Facts(msgspec.Struct, frozen=True):
     """What a process found out about its templates."""

@@ -51,7 +51,9 @@ class Conversation:
 class Template:
     """One compiled template. One that cannot be compiled says so whenever it is used."""
 
-    def __init__(self, environment: ChatEnvironment, source: str, constants: dict[str, Any], output_limit: int) -> None:
+    def __init__(
+        self, environment: ChatEnvironment, source: str, constants: dict[str, Any], output_limit: int, for_tools: bool
+    ) -> None:
         self.source = source
         self.mentions_tools = False
         self._constants = constants
@@ -63,7 +65,7 @@ class Template:
             self._compiled = environment.from_string(source)
         except Exception as error:  # what is too much for Python's parser comes as all kinds of exceptions
             self._compiled = error
-        probe = partial(self._run, tools=None, documents=None, add_generation_prompt=True)
+        probe = partial(self._run, tools=[] if for_tools else None, documents=None, add_generation_prompt=True)
         self.tool_arguments: ArgumentsForm = arguments_form(probe)
         self._forms = ContentForms(probe)
 
@@ -130,7 +132,7 @@ class Renderer:
         environment = ChatEnvironment()
         self._reserved = RESERVED | environment.globals.keys()
         self._templates = {
-            name: Template(environment, source, dict(special_tokens), output_limit)
+            name: Template(environment, source, dict(special_tokens), output_limit, for_tools=name == "tool_use")
             for name, source in templates.items()
         }
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-import uvicorn
-
-from legato.common.errors import EndpointInUse, LegatoError, OptionError
+from legato.common.errors import OptionError
 from legato.common.locate import locate
 from legato.common.logging import setup
 from legato.common.model_files import ModelFiles
@@ -25,6 +21,8 @@ from legato.pb import generate_pb2 as pb
 from legato.router.app import create_app
 from legato.router.backend import Backend
 from legato.router.blocks import RESERVED_BLOCKS
+from legato.router.chat_template import ChatTemplate
+from legato.router.listening import bind, listen, serve_http
 from legato.router.metrics import Metrics
 from legato.router.scheduler import Scheduler, SchedulerLimits
 from legato.router.seam import Limits
@@ -36,9 +34,6 @@ logger = logging.getLogger(__name__)
 # Tokens of one step where nobody says. A step that large takes about half a second on two cores and a tenth of one
 # on a large GPU: longer ones would make everybody else wait for a newcomer's prompt.
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}
-
-# Connections that wait to be accepted; uvicorn's own figure.
-BACKLOG = 2048
 
 
 def run(options: RouterOptions) -> None:
@@ -56,40 +51,17 @@ def run(options: RouterOptions) -> None:
 async def serve(options: RouterOptions, listener: socket.socket) -> None:
     files = ModelFiles.open(locate(options))
     tokenizer = await asyncio.to_thread(files.tokenizer)
+    override = Path(options.tokenizer_config_path) if options.tokenizer_config_path else None
+    chat_template = await asyncio.to_thread(ChatTemplate.load, files, override, options.payload_limit)
     shards = await GrpcShards.connect(options.master_shard_uds_path)
     info = await shards.info()
     scheduler, limits = await warm_up(shards, info, options)
     metrics = Metrics(limits)
     backend = Backend(scheduler, shards, limits, metrics.step)
-    app = create_app(backend, tokenizer, settings_for(options, files, info), metrics)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=max(1, options.graceful_termination_timeout - 1),
-            timeout_keep_alive=75,
-            server_header=False,
-            h11_max_incomplete_event_size=64 * 1024,
-        )
-    )
-    # uvicorn takes these signals while it serves and raises them once more when it is done: they must not kill us then.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, server.handle_exit)
+    app = create_app(backend, tokenizer, settings_for(options, files, info), metrics, chat_template)
     listen(listener)
-    steps = asyncio.create_task(backend.run())
-    http = asyncio.create_task(server.serve(sockets=[listener]))
     logger.info("Listening", extra={"fields": {"address": f"http://{options.hostname}:{options.port}"}})
-    await asyncio.wait([steps, http], return_when=asyncio.FIRST_COMPLETED)
-    if steps.done():  # a shard is lost: the streams have been told, let them end
-        server.should_exit = True
-        await http
-        raise steps.exception() or LegatoError("the shards ended")
-    steps.cancel()
-    with suppress(asyncio.CancelledError):
-        await steps
-    await http
+    await serve_http(app, backend, listener, options.graceful_termination_timeout)
     await shards.close()
 
 
@@ -148,29 +120,6 @@ def settings_for(options: RouterOptions, files: ModelFiles, info: pb.InfoRespons
         cors_allow_origin=options.cors_allow_origin,
         compute_type=os.environ.get("COMPUTE_TYPE", info.device_type),
     )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bound but not listening: clients are refused until the model is ready."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with _naming_the_flags(host, port):
-        listener.bind((host, port))
-    return listener
-
-
-def listen(listener: socket.socket) -> None:
-    """Two programs may bind a port that neither listens on. The second one to listen learns of it here."""
-    with _naming_the_flags(*listener.getsockname()[:2]):
-        listener.listen(BACKLOG)
-
-
-@contextmanager
-def _naming_the_flags(host: str, port: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise EndpointInUse(f"cannot listen on {host}:{port} (--hostname, --port): {error.strerror}") from None
 
 
 def main(args: list[str] | None = None) -> Any:

@@ -73,9 +73,9 @@ class InvalidRequest(RequestError):
 
 
 class TooLong(InvalidRequest):
-    """The prompt alone (`max_new_tokens` is 0 then) or together with what is to follow."""
+    """The prompt together with what is to follow, or (`max_new_tokens` is None) the prompt for a limit of its own."""
 
-    def __init__(self, problem: str, *, limit: int, input_len: int, max_new_tokens: int = 0) -> None:
+    def __init__(self, problem: str, *, limit: int, input_len: int, max_new_tokens: int | None = None) -> None:
         super().__init__(problem, code="context_length_exceeded")
         self.limit = limit
         self.input_len = input_len

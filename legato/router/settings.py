@@ -20,6 +20,9 @@ class RouterSettings:
     max_client_batch_size: int = 4
     # Threads that tokenize.
     validation_workers: int = 2
+    # Whether requests may have grammars, and whether schemas that ask for too much are taken for what can be enforced.
+    grammar_support: bool = True
+    schema_lenient: bool = False
     # Bytes of a request body.
     payload_limit: int = 2_000_000
     # Origins that browsers may call from; empty allows any.

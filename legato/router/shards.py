@@ -197,6 +197,8 @@ def _parameters(sampling: Sampling) -> pb.NextTokenChooserParameters:
         watermark=sampling.watermark,
         min_p=sampling.min_p,
         token_bias=sampling.logit_bias,
+        min_new_tokens=sampling.min_new_tokens,
+        end_token_ids=sampling.end_token_ids,
     )
 
 
@@ -213,4 +215,8 @@ def _from_pb(response: pb.StepResponse) -> StepResult:
         result.top_tokens[top.index] = list(zip(top.ids, top.logprobs, strict=True))
     for prompt in response.prompt_logprobs:
         result.prompt_logprobs[prompt.row] = list(prompt.logprobs)
+        if prompt.top_ids:
+            top = list(zip(prompt.top_ids, prompt.top_logprobs, strict=True))
+            num = len(top) // len(prompt.logprobs)
+            result.prompt_top_tokens[prompt.row] = [top[i : i + num] for i in range(0, len(top), num)]
     return result

@@ -27,6 +27,15 @@ class TopTokens:
     logprobs: Tensor  # [m, longest] float32
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What the model thought of t positions of a prompt, and what it would have said there itself."""
+
+    logprobs: Tensor  # [t] float32, of the tokens that follow
+    top_ids: Tensor  # [t, num_top] int64, likeliest first
+    top_logprobs: Tensor  # [t, num_top] float32
+
+
 def finite(logits: Tensor) -> Tensor:
     """logits [n, V] of any float type -> a float32 copy in which NaN and -inf are -HUGE, and +inf is HUGE.
 
@@ -51,21 +60,25 @@ def top_tokens(logprobs: Tensor, indices: list[int], lengths: list[int]) -> TopT
     return TopTokens(indices, lengths, token_ids, logprobs.gather(1, token_ids))
 
 
-def prompt_top_tokens(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """logits [t, V] -> the ids and log probabilities [t, num] of the likeliest tokens at each position."""
-    tops = [
-        top_tokens(finite(part).log_softmax(-1), list(range(len(part))), [num] * len(part))
-        for part in torch.split(logits, _POSITIONS_AT_ONCE)
-    ]
-    return torch.cat([top.token_ids for top in tops]), torch.cat([top.logprobs for top in tops])
+def prompt_scores(logits: Tensor, successors: Tensor, num_top: int = 0) -> PromptScores:
+    """logits [t, V], successors [t]: the token that follows at each position."""
+    ids, logprobs, top_logprobs = [], [], []
+    for part, following in zip(
+        torch.split(logits, _POSITIONS_AT_ONCE), torch.split(successors, _POSITIONS_AT_ONCE), strict=True
+    ):
+        scored = finite(part).log_softmax(-1)
+        logprobs.append(scored.gather(1, following.unsqueeze(1)).squeeze(1))
+        if num_top:
+            top = top_tokens(scored, list(range(len(part))), [num_top] * len(part))
+            ids.append(top.token_ids)
+            top_logprobs.append(top.logprobs)
+    return PromptScores(
+        torch.cat(logprobs),
+        torch.cat(ids) if ids else successors.new_empty(len(successors), 0),
+        torch.cat(top_logprobs) if ids else logits.new_empty(len(successors), 0, dtype=torch.float32),
+    )
 
 
 def prompt_logprobs(logits: Tensor, successors: Tensor) -> Tensor:
-    """logits [t, V], successors [t]: the token that follows at each position -> its log probability, [t] float32."""
-    scored = [
-        finite(part).log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
-        for part, ids in zip(
-            torch.split(logits, _POSITIONS_AT_ONCE), torch.split(successors, _POSITIONS_AT_ONCE), strict=True
-        )
-    ]
-    return torch.cat(scored)
+    """Only the log probabilities of the successors."""
+    return prompt_scores(logits, successors).logprobs

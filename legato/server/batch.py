@@ -7,8 +7,11 @@ gives rows back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+import grpc
 
 from legato.common.detokenize import Detokenizer, Vocabulary
 from legato.common.stopping import StopMatcher
@@ -16,23 +19,47 @@ from legato.pb import generate_pb2 as pb
 from legato.server.interceptor import RequestRefused
 from legato.server.model import RESERVED_BLOCKS, Capacity
 
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+
 
 class Places:
-    """Free rows and blocks, for callers that leave the choice to the shard."""
+    """Rows, and blocks that the shard hands out or that callers choose for themselves."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.rows = set(range(capacity.max_rows))
         self.blocks = set(range(RESERVED_BLOCKS, capacity.num_blocks))
+        # How many requests share a block that their caller chose: prefixes are shared.
+        self._sharers: Counter[int] = Counter()
 
     def take_row(self) -> int:
         if not self.rows:
-            raise RequestRefused("no row is free: more requests are running than Warmup was told of")
+            raise RequestRefused("no row is free: more requests are running than Warmup was told of", EXHAUSTED)
         return self.rows.pop()
 
     def take_blocks(self, count: int) -> list[int]:
         if count > len(self.blocks):
-            raise RequestRefused(f"{count} KV blocks needed, {len(self.blocks)} free")
+            raise RequestRefused(f"{count} KV blocks needed, {len(self.blocks)} free", EXHAUSTED)
         return [self.blocks.pop() for _ in range(count)]
+
+    def share_blocks(self, blocks: list[int], count: int) -> list[int]:
+        """The blocks that a caller chose: enough, each only once, and none that the shard gave to somebody else."""
+        if len(blocks) < count:
+            raise RequestRefused(f"{count} KV blocks needed, {len(blocks)} given")
+        wrong = [block for block in blocks if block not in self.blocks and not self._sharers[block]]
+        if wrong or len(set(blocks)) < len(blocks):
+            what = f"block {wrong[0]} is not free" if wrong else "a block is named twice"
+            raise RequestRefused(f"KV blocks as given: {what}")
+        self._sharers.update(blocks)
+        self.blocks.difference_update(blocks)
+        return blocks
+
+    def give_back(self, row: int, blocks: list[int]) -> None:
+        self.rows.add(row)
+        for block in blocks:
+            self._sharers[block] -= 1
+            if self._sharers[block] <= 0:
+                del self._sharers[block]
+                self.blocks.add(block)
 
 
 @dataclass(slots=True)
@@ -43,7 +70,6 @@ class Member:
     input_ids: list[int]
     row: int
     blocks: list[int]
-    own_blocks: bool  # taken from `Places`, so they go back there
     detokenizer: Detokenizer
     stops: StopMatcher
     num_computed: int
@@ -95,17 +121,27 @@ class Cache:
     def __init__(self) -> None:
         self._batches: dict[int, Batch] = {}
 
+    def __contains__(self, batch_id: int) -> bool:
+        return batch_id in self._batches
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._batches)
+
     def set(self, batch: Batch) -> None:
+        assert batch.id not in self._batches, f"batch {batch.id} would be lost with its rows"
         self._batches[batch.id] = batch
 
-    def pop(self, batch_id: int) -> Batch:
+    def get(self, batch_id: int) -> Batch:
         if batch_id not in self._batches:
-            raise RequestRefused(f"batch {batch_id} is not cached")
-        return self._batches.pop(batch_id)
+            raise RequestRefused(f"batch {batch_id} is not cached", grpc.StatusCode.NOT_FOUND)
+        return self._batches[batch_id]
 
-    def pop_all(self) -> list[Batch]:
-        batches, self._batches = list(self._batches.values()), {}
-        return batches
+    def pop(self, batch_ids: Iterable[int]) -> list[Batch]:
+        """All of them or, if one is not there, none. A batch that is named twice is one batch."""
+        batches = {batch_id: self.get(batch_id) for batch_id in batch_ids}
+        for batch_id in batches:
+            del self._batches[batch_id]
+        return list(batches.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +169,9 @@ class Generation:
         if self.top is not None:
             answer.top_tokens.append(_tokens(self.top[0], self.top[1], vocabulary))
         if member.num_generated == 1 and member.request.prefill_logprobs:
-            answer.prefill_tokens.CopyFrom(
-                _tokens(member.input_ids, [float("nan"), *member.prompt_logprobs], vocabulary)
-            )
+            # Nothing predicts the first token, nor do cached ones, which were not computed, predict their successors.
+            unknown = [float("nan")] * (len(member.input_ids) - len(member.prompt_logprobs))
+            answer.prefill_tokens.CopyFrom(_tokens(member.input_ids, unknown + member.prompt_logprobs, vocabulary))
         if self.finish_reason is not None:
             answer.generated_text.CopyFrom(
                 pb.GeneratedText(

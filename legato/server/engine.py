@@ -12,7 +12,7 @@ import torch
 from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
-from legato.sampling.logprobs import TopTokens, prompt_logprobs
+from legato.sampling.logprobs import PromptScores, TopTokens, prompt_scores
 from legato.sampling.params import SamplingParams
 from legato.sampling.sampler import Sampler
 from legato.server.graphs import DecodeGraphs
@@ -49,7 +49,7 @@ class Pending:
     chosen: Chosen | None
     # Place of each sampled row in the order of the request: the step computes decodes first.
     places: list[int]
-    prompt_logprobs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    prompt_scores: dict[int, list[PromptScores]] = field(default_factory=dict)
 
     def read(self) -> pb.StepResponse:
         response = pb.StepResponse(id=self.step_id, forward_ns=self.clock.wait())
@@ -59,8 +59,13 @@ class Pending:
             response.logprobs.extend([logprobs[place] for place in self.places])
             if self.chosen.top is not None:
                 self._read_top(self.chosen.top, response)
-        for row, pieces in self.prompt_logprobs.items():
-            response.prompt_logprobs.add(row=row, logprobs=torch.cat(pieces).tolist())
+        for row, pieces in self.prompt_scores.items():
+            response.prompt_logprobs.add(
+                row=row,
+                logprobs=torch.cat([piece.logprobs for piece in pieces]).tolist(),
+                top_ids=torch.cat([piece.top_ids for piece in pieces]).flatten().tolist(),
+                top_logprobs=torch.cat([piece.top_logprobs for piece in pieces]).flatten().tolist(),
+            )
         response.total_ns = time.perf_counter_ns() - self.started
         return response
 
@@ -116,13 +121,13 @@ class Engine:
             self._configure_sampler(admission)
         self.rows.write_blocks()
         if self.graphs is not None and all(part.decode for part in parts):
-            chosen, places, logprobs = self._replay(parts), list(range(len(parts))), {}
+            chosen, places, scores = self._replay(parts), list(range(len(parts))), {}
         else:
-            chosen, places, logprobs = self._forward(parts)
+            chosen, places, scores = self._forward(parts)
         if chosen is not None:
             chosen = chosen.to_host()
         clock.stop()
-        return Pending(request.id, started, clock, chosen, places, logprobs)
+        return Pending(request.id, started, clock, chosen, places, scores)
 
     def _replay(self, parts: list[RowStep]) -> Chosen:
         """A step of decodes only."""
@@ -133,8 +138,8 @@ class Engine:
             return Chosen(done.token_ids[: len(rows)], done.logprobs[: len(rows)], None)
         return self._choose(done.logits[: len(rows)], rows)
 
-    def _forward(self, parts: list[RowStep]) -> tuple[Chosen | None, list[int], dict[int, list[torch.Tensor]]]:
-        """A step of any kind: what was chosen, the places of the sampled rows, prompt log probabilities."""
+    def _forward(self, parts: list[RowStep]) -> tuple[Chosen | None, list[int], dict[int, list[PromptScores]]]:
+        """A step of any kind: what was chosen, the places of the sampled rows, what prompts were thought of."""
         order = decodes_first(parts)
         ordered = [parts[place] for place in order]
         step = prepare(self.rows, ordered, self.cache.block_size, self.dtype)
@@ -146,7 +151,7 @@ class Engine:
         if sampled:
             logits = self.model.logits(hidden[step.logits_indices])
             chosen = self._choose(logits, [ordered[place].row for place in sampled])
-        return chosen, _restore(order, sampled), self._prompt_logprobs(hidden, ordered)
+        return chosen, _restore(order, sampled), self._prompt_scores(hidden, ordered)
 
     def _choose(self, logits: torch.Tensor, rows: list[int]) -> Chosen:
         sampled = self.sampler.sample(logits, rows)
@@ -161,6 +166,7 @@ class Engine:
                 list(admission.input_ids),
                 admission.num_cached,
                 admission.prompt_logprobs,
+                admission.top_n_tokens,
             )
             self.rows.append_blocks(admission.row, list(admission.blocks))
         parts, first = [], 0
@@ -178,8 +184,8 @@ class Engine:
         params = SamplingParams.from_pb(admission.parameters, admission.top_n_tokens)
         self.sampler.set_row(admission.row, params, ids[:num_prompt], ids[num_prompt:])
 
-    def _prompt_logprobs(self, hidden: torch.Tensor, parts: list[RowStep]) -> dict[int, list[torch.Tensor]]:
-        wanted: dict[int, list[torch.Tensor]] = {}
+    def _prompt_scores(self, hidden: torch.Tensor, parts: list[RowStep]) -> dict[int, list[PromptScores]]:
+        wanted: dict[int, list[PromptScores]] = {}
         first = 0
         for part in parts:
             sequence = self.rows[part.row]
@@ -188,7 +194,7 @@ class Engine:
                 successors = torch.from_numpy(sequence.input_ids[part.start + 1 : last + 1]).to(self.device)
                 states = hidden[first : first + last - part.start]
                 wanted[part.row] = [
-                    prompt_logprobs(self.model.logits(state), successor)
+                    prompt_scores(self.model.logits(state), successor, sequence.num_top_tokens)
                     for state, successor in zip(
                         states.split(PROMPT_LOGITS_TOKENS), successors.split(PROMPT_LOGITS_TOKENS), strict=True
                     )

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+import grpc
 import torch
 
 from legato.common.options import ServerOptions
@@ -35,6 +36,11 @@ class Capacity:
     max_prefill_tokens: int
 
 
+class NotWarm(RequestRefused):
+    def __init__(self) -> None:
+        super().__init__("the shard is not warmed up yet: call Warmup first", grpc.StatusCode.FAILED_PRECONDITION)
+
+
 class Model:
     def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
         self.loaded = loaded
@@ -47,13 +53,13 @@ class Model:
     @property
     def engine(self) -> Engine:
         if self._engine is None:
-            raise RequestRefused("the shard is not warmed up yet: call Warmup first")
+            raise NotWarm
         return self._engine
 
     @property
     def capacity(self) -> Capacity:
         if self._capacity is None:
-            raise RequestRefused("the shard is not warmed up yet: call Warmup first")
+            raise NotWarm
         return self._capacity
 
     def info(self) -> pb.InfoResponse:
@@ -76,14 +82,15 @@ class Model:
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
         """Size the cache by the memory that is left, allocate it, and run a first step so that no request has to."""
         started = time.perf_counter()
-        self._engine = None  # a second warm-up replaces the first cache instead of standing beside it
-        self._capacity = capacity = self._measure(request)
+        self._engine = self._capacity = None  # a second warm-up replaces the first cache instead of standing beside it
+        capacity = self._measure(request)
         shape, device = self.loaded.model.kv_shape, self.loaded.device
         cache = KVCache(shape, capacity.num_blocks, self.block_size, device)
         self._engine = Engine(
             self.loaded.model, cache, capacity.max_rows, capacity.max_total_tokens, self._make_sampler
         )
         self._first_step(capacity)
+        self._capacity = capacity
         logger.info(
             "Warm-up done",
             extra={
@@ -100,13 +107,15 @@ class Model:
     def _measure(self, request: pb.WarmupRequest) -> Capacity:
         config, shape = self.loaded.model.config, self.loaded.model.kv_shape
         longest = min(request.max_total_tokens or config.max_positions, config.max_positions)
+        if longest < 2:
+            raise RequestRefused(f"max_total_tokens is {longest}: a prompt and an answer are at least 2 tokens")
         max_rows = request.max_rows or DEFAULT_ROWS
         budget = available_for_cache(self.loaded.device, self.options.cuda_memory_fraction)
-        tokens = min(budget // shape.bytes_per_token, max_rows * longest)
+        # Memory is cut to whole blocks, wishes are rounded up to them.
+        usable = min(budget // (shape.bytes_per_token * self.block_size), max_rows * self._blocks(longest))
         if request.max_batch_total_tokens:
-            tokens = min(tokens, request.max_batch_total_tokens)
-        usable = tokens // self.block_size
-        if request.max_total_tokens and usable * self.block_size < longest:
+            usable = min(usable, self._blocks(request.max_batch_total_tokens))
+        if request.max_total_tokens and usable < self._blocks(longest):
             raise RequestRefused(
                 f"Not enough memory to handle `max_total_tokens={longest}`: the KV cache has room for"
                 f" {usable * self.block_size} tokens. Lower --max-total-tokens or raise --max-batch-total-tokens"
@@ -122,6 +131,9 @@ class Model:
             max_prefill_tokens=request.max_prefill_tokens,
         )
 
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
     def _make_sampler(self, max_rows: int) -> Sampler:
         watermark = {
             "watermark_gamma": self.options.watermark_gamma,
@@ -133,7 +145,7 @@ class Model:
     def _first_step(self, capacity: Capacity) -> None:
         """One prompt of a few tokens and one decode: both paths have run once before anybody waits for them."""
         length = min(8, capacity.max_total_tokens - 1)
-        blocks = list(range(1, 1 + -(-(length + 1) // self.block_size)))
+        blocks = list(range(1, 1 + self._blocks(length + 1)))
         prompt = pb.StepRequest(
             admitted=[pb.Admission(row=0, input_ids=[0] * length)],
             rows=[0], num_tokens=[length], num_new_blocks=[len(blocks)], new_blocks=blocks,

@@ -23,6 +23,7 @@ class Sequence:
     computed: int
     num_blocks: int
     prompt_logprobs: bool
+    num_top_tokens: int  # how many likeliest tokens to tell with each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,17 @@ class Rows:
         assert sequence is not None, f"row {row} is empty"
         return sequence
 
-    def admit(self, row: int, request_id: int, input_ids: list[int], num_cached: int, prompt_logprobs: bool) -> None:
+    def admit(
+        self,
+        row: int,
+        request_id: int,
+        input_ids: list[int],
+        num_cached: int,
+        prompt_logprobs: bool,
+        num_top_tokens: int = 0,
+    ) -> None:
         ids = np.array(input_ids, dtype=np.int64)
-        self.sequences[row] = Sequence(request_id, ids, len(ids), num_cached, 0, prompt_logprobs)
+        self.sequences[row] = Sequence(request_id, ids, len(ids), num_cached, 0, prompt_logprobs, num_top_tokens)
 
     def append_blocks(self, row: int, blocks: list[int]) -> None:
         sequence = self[row]

@@ -39,6 +39,19 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
 
 
 async def serve(service: TextGenerationService, path: str) -> None:
+    server = await listen(service, path)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stopping.set)
+    logger.info("Server started", extra={"fields": {"socket": path}})
+    await stopping.wait()
+    await service.stop()
+    await server.stop(grace=1.0)
+    remove_socket(path, FLAG)
+
+
+async def listen(service: TextGenerationService, path: str) -> grpc.aio.Server:
     server = grpc.aio.server(interceptors=[ExceptionInterceptor()], options=UNLIMITED_MESSAGES)
     pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
     name = pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
@@ -49,15 +62,7 @@ async def serve(service: TextGenerationService, path: str) -> None:
         server.add_insecure_port(f"unix://{path}")
         await server.start()
     except RuntimeError:
-        raise EndpointInUse(f"cannot listen on {path}") from None
+        raise EndpointInUse(f"{FLAG}: cannot listen on {path}") from None
     finally:
         os.umask(old_mask)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stopping.set)
-    logger.info("Server started", extra={"fields": {"socket": path}})
-    await stopping.wait()
-    await service.stop()
-    await server.stop(grace=1.0)
-    remove_socket(path, FLAG)
+    return server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import grpc
 from tokenizers import Tokenizer
 
 from legato.common.detokenize import Vocabulary
@@ -13,6 +14,8 @@ from legato.pb import generate_pb2 as pb
 from legato.server.batch import Batch, Cache, Generation, Member, Places
 from legato.server.interceptor import RequestRefused
 from legato.server.model import Model
+
+ALREADY_EXISTS = grpc.StatusCode.ALREADY_EXISTS
 
 
 class UnaryBatches:
@@ -27,9 +30,7 @@ class UnaryBatches:
 
     def prefill(self, request: pb.PrefillRequest) -> pb.PrefillResponse:
         started = time.perf_counter_ns()
-        batch = self._from_pb(request.batch)
-        if request.HasField("cached_batch"):
-            batch = Batch.concatenate([batch, self._cache.pop(request.cached_batch.id)])
+        batch = self._join(request) if request.HasField("cached_batch") else self._begin(request)
         generations, forward_ns = self.generate_token(batch)
         return pb.PrefillResponse(
             generations=generations,
@@ -39,11 +40,22 @@ class UnaryBatches:
             total_ns=time.perf_counter_ns() - started,
         )
 
+    def _begin(self, request: pb.PrefillRequest) -> Batch:
+        if request.batch.id in self._cache:
+            raise RequestRefused(f"batch {request.batch.id} exists already: decode it or clear it", ALREADY_EXISTS)
+        return self._from_pb(request.batch)
+
+    def _join(self, request: pb.PrefillRequest) -> Batch:
+        """The newcomers and a batch that decodes, as one. If they cannot come in, that batch stays as it is."""
+        self._cache.get(request.cached_batch.id)
+        newcomers = self._from_pb(request.batch)
+        return Batch.concatenate([*self._cache.pop([request.cached_batch.id]), newcomers])
+
     def decode(self, request: pb.DecodeRequest) -> pb.DecodeResponse:
         started = time.perf_counter_ns()
         if not request.batches:
             raise RequestRefused("Decode needs at least one batch")
-        batch = Batch.concatenate([self._cache.pop(cached.id) for cached in request.batches])
+        batch = Batch.concatenate(self._cache.pop([cached.id for cached in request.batches]))
         generations, forward_ns = self.generate_token(batch)
         return pb.DecodeResponse(
             generations=generations,
@@ -54,14 +66,16 @@ class UnaryBatches:
         )
 
     def filter(self, request: pb.FilterBatchRequest) -> pb.FilterBatchResponse:
-        batch, leaving = self._cache.pop(request.batch_id).filter(request.request_ids)
+        kept, leaving = self._cache.get(request.batch_id).filter(request.request_ids)
+        self._cache.pop([request.batch_id])
         self._leave(leaving)
-        self._cache.set(batch)
-        return pb.FilterBatchResponse(batch=batch.to_pb())
+        self._keep(kept)
+        return pb.FilterBatchResponse(batch=kept.to_pb())
 
     def clear(self, request: pb.ClearCacheRequest) -> None:
-        batches = [self._cache.pop(request.id)] if request.HasField("id") else self._cache.pop_all()
-        for batch in batches:
+        """A batch that is gone already is fine: callers clear up after errors, too."""
+        wanted = [request.id] if request.HasField("id") else list(self._cache)
+        for batch in self._cache.pop([batch_id for batch_id in wanted if batch_id in self._cache]):
             self._leave(batch.members)
 
     def generate_token(self, batch: Batch) -> tuple[list[pb.Generation], int]:
@@ -146,7 +160,7 @@ class UnaryBatches:
         try:
             for request in batch.requests:
                 members.append(self._member(request))
-        except RequestRefused:
+        except BaseException:
             self._leave(members)
             raise
         if not members:
@@ -155,25 +169,33 @@ class UnaryBatches:
 
     def _member(self, request: pb.Request) -> Member:
         ids = self._tokenize(request)
-        longest = len(ids) + request.stopping_parameters.max_new_tokens
-        if not ids or longest > self._model.capacity.max_total_tokens:
-            raise RequestRefused(
-                f"request {request.id}: {len(ids)} prompt tokens and {request.stopping_parameters.max_new_tokens} new ones"
-                f" do not fit between 1 and {self._model.capacity.max_total_tokens}"
-            )
+        self._check(request, ids)
+        stopping = request.stopping_parameters
+        # The keys and values of the last token are never needed.
+        needed = -(-max(len(ids), len(ids) + stopping.max_new_tokens - 1) // self._model.block_size)
         row = self._places.take_row()
         try:
-            needed = -(-longest // self._model.block_size)
             own = not request.blocks
-            blocks = self._places.take_blocks(needed) if own else list(request.blocks)
+            blocks = self._places.take_blocks(needed) if own else self._places.share_blocks([*request.blocks], needed)
         except RequestRefused:
-            self._places.rows.add(row)
+            self._places.give_back(row, [])
             raise
-        stopping = request.stopping_parameters
-        return Member(
-            request, ids, row, blocks, own, self._vocabulary.detokenizer(ids),
-            StopMatcher(stopping.stop_sequences), 0 if own else int(request.cache_len),
-        )  # fmt: skip
+        detokenizer, stops = self._vocabulary.detokenizer(ids), StopMatcher(stopping.stop_sequences)
+        return Member(request, ids, row, blocks, detokenizer, stops, num_computed=0 if own else request.cache_len)
+
+    def _check(self, request: pb.Request, ids: list[int]) -> None:
+        """A shard trusts its router; here, others call."""
+        new, longest = request.stopping_parameters.max_new_tokens, self._model.capacity.max_total_tokens
+        vocab_size = self._model.loaded.model.config.vocab_size
+        if not ids or len(ids) + new > longest:
+            problem = f"{len(ids)} prompt tokens and {new} new ones do not fit between 1 and {longest}"
+        elif max(ids) >= vocab_size:
+            problem = f"token {max(ids)} is none of the {vocab_size} that the model knows"
+        elif request.cache_len >= len(ids):
+            problem = f"{request.cache_len} of {len(ids)} prompt tokens are cached; at least one must be computed"
+        else:
+            return
+        raise RequestRefused(f"request {request.id}: {problem}")
 
     def _tokenize(self, request: pb.Request) -> list[int]:
         if request.input_ids:
@@ -191,6 +213,4 @@ class UnaryBatches:
 
     def _leave(self, members: Sequence[Member]) -> None:
         for member in members:
-            self._places.rows.add(member.row)
-            if member.own_blocks:
-                self._places.blocks.update(member.blocks)
+            self._places.give_back(member.row, member.blocks)

@@ -86,6 +86,7 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "load-format": "auto",
     "device": "auto",
     "logger-level": "info",
+    "schema-lenient": False,
 }
 
 
@@ -235,7 +236,6 @@ LATER = {
     "--num-shard": "2",
     "--cuda-graphs": "1,2",
     "--max-batch-size": "8",
-    "--tokenizer-config-path": "tokenizer_config.json",
 }
 
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,19 +73,15 @@ def run(program: str, *arguments: str, **environ: str) -> Outcome:
     return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
 
 
-class Launched:
-    """A running `text-generation-launcher`."""
+class Program:
+    """A running program. Its log and what it says on stderr go to files in `folder`, where it also works."""
 
-    def __init__(self, folder: Path, model: Path, arguments: tuple[str, ...], environ: Mapping[str, str]) -> None:
-        self.port = free_port()
-        self.uds_path = folder / "shard"
-        self._log = folder / "log"
-        self._stderr = folder / "stderr"
-        words = [str(SCRIPTS / "text-generation-launcher"), f"--model-id={model}", "--hostname=127.0.0.1"]
-        words += [f"--port={self.port}", f"--shard-uds-path={self.uds_path}", *arguments]
+    def __init__(self, folder: Path, name: str, *arguments: str, **environ: str) -> None:
+        self.folder = folder
+        self._log, self._stderr = folder / f"{name}.log", folder / f"{name}.stderr"
+        words = [str(SCRIPTS / name), *arguments]
         with self._log.open("w") as out, self._stderr.open("w") as err:
-            self.process = subprocess.Popen(words, stdout=out, stderr=err, env=environment(**environ))
-        self.client = Client(self.port)
+            self.process = subprocess.Popen(words, stdout=out, stderr=err, cwd=folder, env=environment(**environ))
 
     @property
     def log(self) -> str:
@@ -95,16 +91,9 @@ class Launched:
     def stderr(self) -> str:
         return self._stderr.read_text()
 
-    def until_ready(self) -> Launched:
-        until(lambda: "Listening on" in self.log or self.process.poll() is not None, "the launcher is ready")
-        assert self.process.poll() is None, self.stderr
-        return self
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def shard(self) -> psutil.Process:
-        return next(child for child in self.children() if "serve" in child.cmdline())
+    def until_logged(self, words: str) -> None:
+        until(lambda: words in self.log or self.process.poll() is not None, f"{words!r} in {self._log.name}")
+        assert words in self.log, self.stderr
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -113,23 +102,46 @@ class Launched:
         """The exit code, once it has ended by itself."""
         return self.process.wait(PATIENCE)
 
+    def end(self) -> None:
+        """Whatever state it is in."""
+        if self.process.poll() is None:
+            self.send(signal.SIGTERM)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+class Launched(Program):
+    """A running `text-generation-launcher`, with a client for it."""
+
+    def __init__(self, folder: Path, model: Path, *arguments: str) -> None:
+        self.port = free_port()
+        self.uds_path = folder / "shard"
+        words = [f"--model-id={model}", "--hostname=127.0.0.1", f"--port={self.port}"]
+        words += [f"--shard-uds-path={self.uds_path}", *arguments]
+        super().__init__(folder, "text-generation-launcher", *words)
+        self.client = Client(self.port)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def shard(self) -> psutil.Process:
+        return next(child for child in self.children() if "serve" in child.cmdline())
+
     def leftovers(self) -> list[str]:
-        """Files beside the log, and processes: there should be none after the end."""
-        files = [path.name for path in self.uds_path.parent.glob("shard*")]
+        """Sockets and processes: there should be none after the end."""
+        files = [path.name for path in self.folder.glob("shard*")]
         return files + [" ".join(process.cmdline()) for process in mentioning(str(self.uds_path))]
 
 
 @contextmanager
-def launched(folder: Path, model: Path, *arguments: str, **environ: str) -> Iterator[Launched]:
+def launched(folder: Path, model: Path, *arguments: str) -> Iterator[Launched]:
     """A launcher that answers, and is stopped at the end if the test has not done so."""
-    server = Launched(folder, model, arguments, environ)
+    server = Launched(folder, model, *arguments)
     try:
-        yield server.until_ready()
+        server.until_logged("Listening on")
+        yield server
     finally:
-        if server.process.poll() is None:
-            server.send(signal.SIGTERM)
-            try:
-                server.process.wait(10)
-            except subprocess.TimeoutExpired:
-                server.process.kill()
-                server.process.wait()
+        server.end()

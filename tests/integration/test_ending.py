@@ -13,13 +13,13 @@ import pytest
 from tests.integration.client import text_of
 from tests.integration.processes import Launched, launched, until
 
-Start = Callable[[], Launched]
+Start = Callable[..., Launched]
 
 
 @pytest.fixture
 def start(tmp_path: Path, model: Path) -> Iterator[Start]:
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(launched(tmp_path, model))
+        yield lambda *arguments: stack.enter_context(launched(tmp_path, model, *arguments))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -49,6 +49,20 @@ def test_a_signal_to_all_processes_at_once_is_as_gentle_and_nobody_new_is_let_in
     assert server.wait() == 0
     assert server.stderr == ""
     assert server.leftovers() == []
+
+
+def test_what_outlasts_the_grace_ends_with_an_error_instead_of_breaking_off(start: Start) -> None:
+    server = start("--graceful-termination-timeout=2")
+    events = iter(server.client.stream("a", max_new_tokens=4000, ignore_eos=True))
+    next(events)
+    server.send(signal.SIGTERM)
+    *_, last = events
+    assert last == {
+        "error": "Request failed during generation: the server is shutting down",
+        "error_type": "generation",
+    }
+    assert server.wait() == 0
+    assert server.stderr == ""
 
 
 def is_refused(server: Launched) -> bool:

@@ -22,8 +22,9 @@ from legato.router.errors import (
 )
 from legato.router.openai.responses import ErrorObject, OpenAIError
 
-# msgspec's messages say where: "Object missing required field `prompt`", "Expected `str`, got `int` - at `$.model`".
-_PLACE = re.compile(r"required field `(?P<missing>\w+)`$| - at `\$\.?(?P<wrong>[^`]*)`$")
+# msgspec's messages say where: "Object missing required field `prompt`", "Expected `str`, got `int` - at `$.model`",
+# "... - at `key` in `$.logit_bias`".
+_PLACE = re.compile(r"required field `(?P<missing>\w+)`$| - at (`key` in )?`\$\.?(?P<wrong>[^`]*)`$")
 
 
 class UnknownModel(NotFound):
@@ -57,12 +58,9 @@ def event(error: RequestError) -> bytes:
 def _message(error: RequestError) -> str:
     if isinstance(error, TooLong):
         # Programs look for the words "maximum context length".
-        limit, given = f"{error.limit} tokens", f"{error.input_len} tokens of input"
-        if error.max_new_tokens:
-            given += f" and {error.max_new_tokens} of output"
-        else:
-            limit += " of input"
-        return f"This model's maximum context length is {limit}, and the request asks for {given}"
+        limit = f"{error.limit} tokens" if error.max_new_tokens is not None else f"{error.limit} tokens of input"
+        output = f" and asks for {error.max_new_tokens} of output" if error.max_new_tokens else ""
+        return f"This model's maximum context length is {limit}, and the request has {error.input_len} of input{output}"
     return error.problem if isinstance(error, InvalidRequest) else str(error)
 
 

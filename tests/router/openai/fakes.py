@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +55,14 @@ def chat(backend: FakeBackend | None = None, **request: Any) -> Answer:
 
 def complete(backend: FakeBackend | None = None, **request: Any) -> Answer:
     return Server(backend or FakeBackend()).ask(COMPLETIONS, {"prompt": "hi", **request})
+
+
+def chunks(answer: Answer) -> list[Any]:
+    """The events of a stream that came to its end."""
+    *events, done, rest = answer.body.split(b"\n\n")
+    assert (done, rest) == (b"data: [DONE]", b"")
+    assert all(event.startswith(b"data: ") and b"\n" not in event for event in events)
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
 
 
 def problem(answer: Answer) -> tuple[int, str | None, str]:

@@ -1,0 +1,77 @@
+"""How requests say what their text must look like: `grammar` in the native API, `response_format` in OpenAI's.
+
+    OpenAI   {"type": "text"}   {"type": "json_object"}   {"type": "json_schema", "json_schema": {"schema": {...}}}
+    TGI      {"type": "json", "value": {...}}   {"type": "json_schema", "value": {"schema": {...}}}
+             {"type": "regex", "value": "..."}
+    ours     {"type": "choice", "value": ["...", ...]}   {"type": "lark", "value": "..."}
+
+TGI calls `json` also `json_object`, and takes its schema as an object or as the text of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from legato.router.errors import InvalidRequest
+from legato.router.state import Grammar, GrammarKind
+
+_TYPES = "text, json, json_object, json_schema, regex, choice or lark"
+_ANY_OBJECT = Grammar(GrammarKind.JSON_OBJECT)
+
+
+def read_grammar(shape: object, field: str) -> Grammar | None:
+    """None: any text will do. `field` is what the client calls it."""
+    if shape is None:
+        return None
+    if not isinstance(shape, Mapping):
+        raise InvalidRequest(f"`{field}` must be an object with a `type`", field)
+    kind, value, place = shape.get("type"), shape.get("value"), f"{field}.value"
+    if kind == "text":
+        return None
+    if kind in ("json", "json_object"):
+        return _json(value, place)
+    if kind == "json_schema":
+        return _wrapped_schema(shape, field)
+    if kind in ("regex", "lark"):
+        return Grammar(GrammarKind(kind), _text(value, place))
+    if kind == "choice":
+        return Grammar(GrammarKind.CHOICE, _texts(value, place))
+    raise InvalidRequest(f"`{field}.type` must be {_TYPES}", f"{field}.type")
+
+
+def _text(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"`{place}` must be a string", place)
+    return value
+
+
+def _texts(value: object, place: str) -> str:
+    if not (isinstance(value, list) and value and all(isinstance(each, str) for each in value)):
+        raise InvalidRequest(f"`{place}` must be a list of strings", place)
+    return msgspec.json.encode(value).decode()
+
+
+def _wrapped_schema(shape: Mapping[str, Any], field: str) -> Grammar:
+    """The schema with its name: TGI has it in `value`, OpenAI in a field of the type's name."""
+    inner = "value" if shape.get("value") is not None else "json_schema"
+    wrapper, place = shape.get(inner), f"{field}.{inner}"
+    if not isinstance(wrapper, Mapping):
+        raise InvalidRequest(f"`{place}` must be an object with a `schema`", place)
+    return _json(wrapper.get("schema"), f"{place}.schema")
+
+
+def _json(schema: object, place: str) -> Grammar:
+    """Without a schema, an object, whatever it holds."""
+    if schema is None:
+        return _ANY_OBJECT
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"`{place}` is not JSON: {error}", place) from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"`{place}` must be a JSON schema", place)
+    return Grammar(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())

@@ -1,0 +1,287 @@
+"""The backend between requests and shards: what is sent when, who hears of it, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from legato.router.backend import STEPS_IN_FLIGHT, Backend
+from legato.router.metrics import Step
+from legato.router.scheduler import Scheduler, SchedulerLimits
+from legato.router.seam import Limits
+from legato.router.shards import ShardsLost
+from legato.router.state import FinishReason, GenerationRequest, Output, StepPlan, StepResult
+from tests.fakes import FakeShard, expected_tokens
+
+VOCAB = 50
+
+
+class HeldShards:
+    """A shard that computes when the test says so, and is lost when the test says so."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.is_healthy = True
+        self._shard = FakeShard(block_size=4, vocab=VOCAB)
+        self._on_result: Callable[[StepResult], None] | None = None
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def send(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    async def run(self, on_result: Callable[[StepResult], None]) -> None:
+        self._on_result = on_result
+        await self._lost
+
+    async def healthy(self) -> bool:
+        return self.is_healthy
+
+    def answer(self, error: str | None = None) -> None:
+        """Compute the oldest plan and report it, or that it failed."""
+        assert self._on_result is not None
+        result = self._shard.run(self.plans.pop(0))
+        self._on_result(result if error is None else StepResult(result.id, [], [], error=error))
+
+    def answer_all(self) -> None:
+        while self.plans:
+            self.answer()
+
+    def lose(self, error: Exception) -> None:
+        self._lost.set_exception(error)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.outputs: list[Output] = []
+        self.num_admissions = 0
+
+    def admitted(self) -> None:
+        self.num_admissions += 1
+
+    def __call__(self, outputs: list[Output]) -> None:
+        self.outputs += outputs
+
+    @property
+    def tokens(self) -> list[int]:
+        return [output.token_id for output in self.outputs]
+
+
+class Bench:
+    def __init__(self, **limits: Any) -> None:
+        self.shards = HeldShards()
+        self.steps: list[Step] = []
+        settings: dict[str, Any] = {"num_blocks": 65, "block_size": 4, "max_rows": 4, "max_step_tokens": 32}
+        self.scheduler = Scheduler(SchedulerLimits(**{**settings, **limits}))
+        self.backend = Backend(self.scheduler, self.shards, Limits(63, 64, 256, VOCAB), self.steps.append)
+        self.task = asyncio.create_task(self.backend.run())
+
+    def submit(self, request: GenerationRequest) -> Sink:
+        sink = Sink()
+        self.backend.submit(request, sink)
+        return sink
+
+
+def bench(test: Callable[[Bench], Coroutine[None, None, None]], **limits: Any) -> None:
+    async def run() -> None:
+        made = Bench(**limits)
+        await asyncio.sleep(0)
+        await test(made)
+        made.task.cancel()
+        await asyncio.gather(made.task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def request(number: int, length: int = 5, max_new_tokens: int = 6) -> GenerationRequest:
+    return GenerationRequest(number, [(number * 7 + i) % VOCAB for i in range(length)], max_new_tokens)
+
+
+def test_requests_that_arrive_together_enter_one_step() -> None:
+    async def test(bench: Bench) -> None:
+        for number in range(3):
+            bench.submit(request(number))
+        assert bench.shards.plans == []
+        await asyncio.sleep(0)
+        assert [admission.request.id for admission in bench.shards.plans[0].admitted] == [0, 1, 2]
+
+    bench(test)
+
+
+def test_two_steps_are_in_flight_and_every_answer_sends_the_next() -> None:
+    async def test(bench: Bench) -> None:
+        sink = bench.submit(request(1))
+        await asyncio.sleep(0)
+        assert len(bench.shards.plans) == STEPS_IN_FLIGHT
+        bench.shards.answer()
+        assert len(bench.shards.plans) == STEPS_IN_FLIGHT
+        assert len(sink.outputs) == 1
+        bench.shards.answer_all()
+        assert sink.tokens == expected_tokens(request(1), VOCAB)
+        assert sink.outputs[-1].finish_reason is FinishReason.LENGTH
+
+    bench(test)
+
+
+def test_the_next_step_is_sent_before_anybody_hears_of_the_last() -> None:
+    async def test(bench: Bench) -> None:
+        on_their_way: list[int] = []
+
+        class Listener(Sink):
+            def __call__(self, outputs: list[Output]) -> None:
+                on_their_way.append(bench.scheduler.num_in_flight)
+
+        bench.backend.submit(request(1), Listener())
+        await asyncio.sleep(0)
+        bench.shards.answer()
+        assert on_their_way == [STEPS_IN_FLIGHT]
+
+    bench(test)
+
+
+def test_a_request_learns_when_it_leaves_the_queue() -> None:
+    async def test(bench: Bench) -> None:
+        first, second = bench.submit(request(1)), bench.submit(request(2))
+        await asyncio.sleep(0)
+        assert (first.num_admissions, second.num_admissions) == (1, 0)
+        assert (bench.backend.running, bench.backend.queue_size) == (1, 1)
+        bench.shards.answer_all()
+        assert second.num_admissions == 1
+        assert second.tokens == expected_tokens(request(2), VOCAB)
+        assert (bench.backend.running, bench.backend.queue_size) == (0, 0)
+
+    bench(test, max_rows=1)
+
+
+def test_a_cancelled_request_hears_nothing_more_and_its_row_is_free_at_once() -> None:
+    async def test(bench: Bench) -> None:
+        cancelled, waiting = bench.submit(request(1)), bench.submit(request(2))
+        await asyncio.sleep(0)
+        bench.shards.answer()
+        bench.backend.cancel(1)
+        bench.backend.cancel(1)
+        bench.shards.answer_all()
+        assert len(cancelled.outputs) == 1
+        assert waiting.tokens == expected_tokens(request(2), VOCAB)
+        assert bench.scheduler.kv_usage == 0
+
+    bench(test, max_rows=1)
+
+
+def test_a_request_may_be_cancelled_before_it_was_ever_planned() -> None:
+    async def test(bench: Bench) -> None:
+        sink = bench.submit(request(1))
+        bench.backend.cancel(1)
+        await asyncio.sleep(0)
+        assert bench.shards.plans == []
+        assert sink.outputs == []
+
+    bench(test)
+
+
+def test_a_sink_may_cancel_its_request_while_it_is_told() -> None:
+    """A stop string is found there."""
+
+    async def test(bench: Bench) -> None:
+        class Satisfied(Sink):
+            def __call__(self, outputs: list[Output]) -> None:
+                super().__call__(outputs)
+                bench.backend.cancel(1)
+
+        sink = Satisfied()
+        bench.backend.submit(request(1), sink)
+        other = bench.submit(request(2))
+        await asyncio.sleep(0)
+        bench.shards.answer_all()
+        assert len(sink.outputs) == 1
+        assert other.tokens == expected_tokens(request(2), VOCAB)
+
+    bench(test)
+
+
+def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+    async def test(bench: Bench) -> None:
+        failed, waiting = bench.submit(request(1)), bench.submit(request(2))
+        await asyncio.sleep(0)
+        bench.shards.answer(error="a bad day")
+        bench.shards.answer_all()
+        assert [output.error for output in failed.outputs] == ["a bad day"]
+        assert waiting.tokens == expected_tokens(request(2), VOCAB)
+        assert [step.failed for step in bench.steps][:2] == [True, False]
+
+    bench(test, max_rows=1)
+
+
+def test_a_lost_shard_ends_every_request_those_that_wait_and_those_to_come() -> None:
+    async def test(bench: Bench) -> None:
+        running, waiting = bench.submit(request(1)), bench.submit(request(2))
+        await asyncio.sleep(0)
+        assert await bench.backend.healthy()
+        bench.shards.lose(ShardsLost("shard 0 ended its stream"))
+        with pytest.raises(ShardsLost):
+            await bench.task
+        late = bench.submit(request(3))
+        for sink in (running, waiting, late):
+            assert [output.error for output in sink.outputs] == ["shard 0 ended its stream"]
+        assert not await bench.backend.healthy()
+
+    bench(test, max_rows=1)
+
+
+def test_a_bug_ends_every_request_too_and_is_not_swallowed() -> None:
+    async def test(bench: Bench) -> None:
+        sink = bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.shards.lose(AssertionError("result of step 7, expected 3"))
+        with pytest.raises(AssertionError):
+            await bench.task
+        assert [output.error for output in sink.outputs] == ["the scheduler failed"]
+
+    bench(test)
+
+
+def test_at_the_end_of_the_server_running_requests_are_told() -> None:
+    async def test(bench: Bench) -> None:
+        sink = bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await bench.task
+        assert [output.error for output in sink.outputs] == ["the server is shutting down"]
+
+    bench(test)
+
+
+def test_health_is_that_of_the_shards() -> None:
+    async def test(bench: Bench) -> None:
+        bench.shards.is_healthy = False
+        assert not await bench.backend.healthy()
+
+    bench(test)
+
+
+def test_every_step_is_described() -> None:
+    async def test(bench: Bench) -> None:
+        bench.submit(request(1, length=10, max_new_tokens=3))
+        await asyncio.sleep(0)
+        bench.shards.answer_all()
+        prompt, *decodes = bench.steps
+        assert (prompt.method, prompt.batch_size, prompt.num_admitted, prompt.num_prompt_tokens) == (
+            "prefill",
+            1,
+            1,
+            10,
+        )
+        assert prompt.kv_usage == 3 / 64
+        assert prompt.max_tokens == 13
+        assert [step.method for step in decodes] == ["decode"] * 2
+        assert bench.steps[-1].kv_usage == 0
+        again = bench.submit(request(1, length=10, max_new_tokens=1))
+        await asyncio.sleep(0)
+        bench.shards.answer_all()
+        assert bench.steps[-1].num_cached_tokens == 8
+        assert again.tokens == expected_tokens(request(1, length=10, max_new_tokens=1), VOCAB)
+
+    bench(test)

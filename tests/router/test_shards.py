@@ -1,0 +1,264 @@
+"""The shards as the router sees them: found through their sockets, told the same, heard in order, missed when gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+import pytest
+
+from legato.pb import generate_pb2 as pb
+from legato.pb import generate_pb2_grpc as rpc
+from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
+from legato.router.state import Admission, GenerationRequest, Sampling, StepPlan, StepResult
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+LIMITS = WarmupLimits(None, None, 64, None, 8)
+
+
+class Shard(rpc.TextGenerationServiceServicer):
+    """Writes down what it is told. Answers each step with a token that is its id and `rank`."""
+
+    def __init__(self, urls: list[str], rank: int = 0, num_blocks: int = 9, num_answers: int = 1000) -> None:
+        self._urls = urls
+        self._rank = rank
+        self._num_blocks = num_blocks
+        self._num_answers = num_answers
+        self.steps: list[pb.StepRequest] = []
+
+    async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
+        return pb.HealthResponse()
+
+    async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
+        return pb.InfoResponse(block_size=16)
+
+    async def ServiceDiscovery(
+        self, request: pb.ServiceDiscoveryRequest, context: Context
+    ) -> pb.ServiceDiscoveryResponse:
+        return pb.ServiceDiscoveryResponse(urls=self._urls)
+
+    async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
+        if self._num_blocks == 0:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no room for a single block")
+        return pb.WarmupResponse(num_blocks=self._num_blocks, max_rows=request.max_rows)
+
+    async def Tokens(
+        self, request_iterator: AsyncIterator[pb.StepRequest], context: Context
+    ) -> AsyncIterator[pb.StepResponse]:
+        async for step in request_iterator:
+            if len(self.steps) == self._num_answers:
+                return
+            self.steps.append(step)
+            yield pb.StepResponse(id=step.id, token_ids=[step.id, self._rank], logprobs=[-0.5, -1.5])
+
+
+@asynccontextmanager
+async def listening(socket: Path, shard: Shard) -> AsyncIterator[grpc.aio.Server]:
+    server = grpc.aio.server()
+    rpc.add_TextGenerationServiceServicer_to_server(shard, server)  # type: ignore[no-untyped-call]  # generated
+    server.add_insecure_port(f"unix://{socket}")
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def connected(folder: Path, *changes: dict[str, int]) -> AsyncIterator[tuple[GrpcShards, list[Shard]]]:
+    """As many shards as `changes`, and the router's view of them."""
+    sockets = [folder / f"shard-{rank}" for rank in range(len(changes))]
+    urls = [f"unix://{socket}" for socket in sockets]
+    told = [Shard(urls, rank, **change) for rank, change in enumerate(changes)]
+    async with AsyncExitStack() as stack:
+        for socket, shard in zip(sockets, told, strict=True):
+            await stack.enter_async_context(listening(socket, shard))
+        shards = await GrpcShards.connect(str(sockets[0]), timeout=10)
+        stack.push_async_callback(shards.close)
+        yield shards, told
+
+
+def plan(number: int, **changes: Any) -> StepPlan:
+    return StepPlan(number, **{"admitted": [], "rows": [3], "num_tokens": [1], "new_blocks": [[]], **changes})
+
+
+async def results_of(shards: GrpcShards, plans: list[StepPlan]) -> list[StepResult]:
+    """Send the plans and wait for as many results."""
+    results: list[StepResult] = []
+    arrived = asyncio.Event()
+
+    def on_result(result: StepResult) -> None:
+        results.append(result)
+        if len(results) == len(plans):
+            arrived.set()
+
+    stream = asyncio.create_task(shards.run(on_result))
+    await asyncio.sleep(0)
+    for each in plans:
+        shards.send(each)
+    await asyncio.wait_for(arrived.wait(), 10)
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
+    return results
+
+
+# ---- finding them ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_shard_is_waited_for_and_names_the_others(tmp_path: Path) -> None:
+    urls = [f"unix://{tmp_path}/shard-{rank}" for rank in range(2)]
+
+    async def run() -> bool:
+        waiting = asyncio.create_task(GrpcShards.connect(f"{tmp_path}/shard-0", timeout=10))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        async with listening(tmp_path / "shard-0", Shard(urls)), listening(tmp_path / "shard-1", Shard(urls, 1)):
+            shards = await waiting
+            healthy = await shards.healthy()
+            await shards.close()
+            return healthy
+
+    assert asyncio.run(run())
+
+
+def test_a_relative_path_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def run() -> int:
+        async with listening(tmp_path / "shard-0", Shard([f"unix://{tmp_path}/shard-0"])):
+            shards = await GrpcShards.connect("shard-0", timeout=10)
+            block_size = (await shards.info()).block_size
+            await shards.close()
+            return block_size
+
+    assert asyncio.run(run()) == 16
+
+
+def test_a_shard_that_never_comes_is_given_up(tmp_path: Path) -> None:
+    with pytest.raises(ShardsLost, match="no shard answers on"):
+        asyncio.run(GrpcShards.connect(f"{tmp_path}/shard-0", timeout=0.2))
+
+
+def test_the_smallest_shard_is_the_limit(tmp_path: Path) -> None:
+    async def run() -> int:
+        async with connected(tmp_path, {"num_blocks": 30}, {"num_blocks": 20}) as (shards, _):
+            return (await shards.warmup(LIMITS)).num_blocks
+
+    assert asyncio.run(run()) == 20
+
+
+def test_a_refusal_to_warm_up_keeps_its_words(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with connected(tmp_path, {}, {"num_blocks": 0}) as (shards, _):
+            with pytest.raises(ShardsLost, match=r"^no room for a single block$"):
+                await shards.warmup(LIMITS)
+
+    asyncio.run(run())
+
+
+# ---- driving them ---------------------------------------------------------------------------------------------------
+
+
+def test_every_plan_goes_to_every_shard_and_the_first_ones_answers_count(tmp_path: Path) -> None:
+    async def run() -> tuple[list[StepResult], list[Shard]]:
+        async with connected(tmp_path, {}, {}) as (shards, told):
+            return await results_of(shards, [plan(number) for number in range(1, 6)]), told
+
+    results, told = asyncio.run(run())
+    assert [(result.id, result.token_ids) for result in results] == [(n, [n, 0]) for n in range(1, 6)]
+    assert [step.id for step in told[0].steps] == [step.id for step in told[1].steps] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_that_ends_its_stream_is_lost(tmp_path: Path, rank: int) -> None:
+    changes: list[dict[str, int]] = [{}, {}]
+    changes[rank] = {"num_answers": 2}
+
+    async def run() -> None:
+        async with connected(tmp_path, *changes) as (shards, _):
+            stream = asyncio.create_task(shards.run(lambda result: None))
+            await asyncio.sleep(0)
+            for number in range(1, 5):
+                shards.send(plan(number))
+            with pytest.raises(ShardsLost, match=f"shard {rank} ended its stream"):
+                await asyncio.wait_for(stream, 10)
+
+    asyncio.run(run())
+
+
+def test_a_shard_that_dies_is_lost_and_unhealthy(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with listening(tmp_path / "shard-0", Shard([f"unix://{tmp_path}/shard-0"])) as server:
+            shards = await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=10)
+            stream = asyncio.create_task(shards.run(lambda result: None))
+            await asyncio.sleep(0.05)
+            await server.stop(None)
+            with pytest.raises(ShardsLost, match="lost shard 0"):
+                await asyncio.wait_for(stream, 10)
+            assert not await shards.healthy(timeout=0.5)
+            await shards.close()
+
+    asyncio.run(run())
+
+
+def test_a_bug_in_whoever_hears_of_a_result_comes_through(tmp_path: Path) -> None:
+    def on_result(result: StepResult) -> None:
+        raise AssertionError(f"step {result.id} again")
+
+    async def run() -> None:
+        async with connected(tmp_path, {}, {}) as (shards, _):
+            stream = asyncio.create_task(shards.run(on_result))
+            await asyncio.sleep(0)
+            shards.send(plan(1))
+            with pytest.raises(AssertionError, match="step 1 again"):
+                await asyncio.wait_for(stream, 10)
+
+    asyncio.run(run())
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+def sent(folder: Path, step: StepPlan) -> pb.StepRequest:
+    async def run() -> pb.StepRequest:
+        async with connected(folder, {}) as (shards, told):
+            await results_of(shards, [step])
+            return told[0].steps[0]
+
+    return asyncio.run(run())
+
+
+def test_rows_and_new_blocks_run_in_parallel(tmp_path: Path) -> None:
+    step = sent(tmp_path, plan(9, rows=[4, 0, 7], num_tokens=[1, 12, 1], new_blocks=[[], [8, 3], [5]]))
+    assert (step.id, list(step.rows), list(step.num_tokens)) == (9, [4, 0, 7], [1, 12, 1])
+    assert (list(step.num_new_blocks), list(step.new_blocks)) == ([0, 2, 1], [8, 3, 5])
+
+
+def test_an_admission_says_everything_about_its_request(tmp_path: Path) -> None:
+    sampling = Sampling(
+        do_sample=True, temperature=0.5, top_k=9, top_p=0.75, typical_p=0.25, min_p=0.125, repetition_penalty=1.5,
+        frequency_penalty=0.5, presence_penalty=-0.5, watermark=True, seed=2**63, logit_bias={3: -2.5},
+    )  # fmt: skip
+    request = GenerationRequest(77, [5, 6, 7], 10, sampling, top_n_tokens=2, prompt_logprobs=True)
+    admission = Admission(3, request, [5, 6, 7], num_generated=0, num_cached=2, blocks=[11])
+    (told,) = sent(tmp_path, plan(1, admitted=[admission])).admitted
+    assert (told.row, told.request_id, list(told.input_ids), told.num_cached, list(told.blocks)) == (
+        3, 77, [5, 6, 7], 2, [11],
+    )  # fmt: skip
+    assert (told.top_n_tokens, told.prompt_logprobs) == (2, True)
+    chosen = told.parameters
+    assert (chosen.do_sample, chosen.temperature, chosen.top_k, chosen.top_p) == (True, 0.5, 9, 0.75)
+    assert (chosen.typical_p, chosen.min_p, chosen.repetition_penalty) == (0.25, 0.125, 1.5)
+    assert (chosen.frequency_penalty, chosen.presence_penalty) == (0.5, -0.5)
+    assert (chosen.watermark, chosen.seed, dict(chosen.token_bias)) == (True, 2**63, {3: -2.5})
+
+
+def test_prompt_logprobs_are_not_asked_for_a_second_time_after_preemption(tmp_path: Path) -> None:
+    request = GenerationRequest(77, [5, 6, 7], 10, prompt_logprobs=True)
+    admission = Admission(3, request, [5, 6, 7, 8], num_generated=1, num_cached=0, blocks=[])
+    (told,) = sent(tmp_path, plan(1, admitted=[admission])).admitted
+    assert (told.num_generated, told.prompt_logprobs) == (1, False)
