@@ -40,11 +40,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Streamed:
-    """One stream as its client saw it, in seconds from sending the request."""
+    """One stream as its client saw it."""
 
     num_tokens: int
-    first_token: float
-    total: float
+    first_token: float  # seconds from sending the request
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ async def stream(work: Work, prompt: str) -> Streamed:
         raise SystemExit(
             f"{num_tokens} events instead of {work.new_tokens}: {received[-300:].decode(errors='replace')}"
         )
-    return Streamed(num_tokens, first_token, time.perf_counter() - started)
+    return Streamed(num_tokens, first_token)
 
 
 async def one_after_the_other(work: Work, prompts: Iterator[str]) -> list[Streamed]:

@@ -50,6 +50,14 @@ def options() -> None:
     click.echo(reference_page(), nl=False)
 
 
+@legato.command()
+def api() -> None:
+    """Print the reference page of the HTTP API, in Markdown."""
+    from legato.router.reference import reference_page
+
+    click.echo(reference_page(), nl=False)
+
+
 def main() -> None:
     sys.exit(run_program(legato))
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
+from legato.common.errors import OptionError
+
 T = TypeVar("T")
 
 
@@ -228,7 +230,12 @@ class Http(Options):
     cors_allow_origin: tuple[str, ...] = option(
         (), "Origins that browsers may call from; repeat it or separate by commas."
     )
-    api_key: str | None = option(None, "Bearer token that requests must carry.", later="API keys")
+    api_key: tuple[str, ...] = option(
+        (), "Keys, one of which requests must carry as a bearer token; repeat it or separate by commas."
+    )
+    api_key_file: str | None = option(
+        None, "File with more such keys, one on each line. Lines that begin with `#` are comments."
+    )
     graceful_termination_timeout: int = option(
         90, "Seconds that running requests get to finish after the signal to stop.", short="g"
     )
@@ -238,6 +245,11 @@ class Http(Options):
     usage_stats: Literal["on", "off", "no-stack"] = option(
         "on", "Telemetry of TGI. Legato sends none, whatever the value."
     )
+
+    def __post_init__(self) -> None:
+        # A script whose variable is empty would otherwise open the server to everybody.
+        if "api_key" in self.given and not self.api_key:
+            raise OptionError("--api-key is empty: give a key, or leave the flag out to serve everybody")
 
 
 @dataclass(frozen=True, kw_only=True)

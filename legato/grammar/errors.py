@@ -28,10 +28,7 @@ class TooComplex(GrammarError):
     pass
 
 
-_TOO_COMPLEX = re.compile(
-    r"too (big|large|complex|many)|max is \d|fuel|level exceeded|recursion limit|Unable to determine if regex is empty",
-    re.IGNORECASE,
-)
+_TOO_COMPLEX = re.compile(r"too (big|large|complex|many)|max is \d|fuel|level exceeded|recursion limit", re.IGNORECASE)
 _KEYS = re.compile(r"Unimplemented keys: (\[.*?\])")
 _FORMAT = re.compile(r"(?:Unknown|Unimplemented) format: (\S+)")
 _REFERENCE = re.compile(r"Resource '(.*?)' is not present in a registry")
@@ -60,6 +57,8 @@ def from_message(message: str) -> GrammarError:
         return GrammarError(f"regex: {found[1]}")
     if found := _LOOKAROUND.search(message):
         return GrammarError(f"regex: look-around is not supported ({found[1]})")
+    if "Unable to determine if regex is empty" in message:  # and then it quotes pages of them
+        return TooComplex("too complex: it takes too long to see whether any string has all these patterns")
     if "NoExtension" in message:
         return GrammarError("no token of the model can continue the text as the grammar demands")
     words = _shortened(message)

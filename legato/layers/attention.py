@@ -12,7 +12,7 @@ from legato.kernels.prompt_attention import num_calls, prompt_attention
 from legato.kernels.rotary import rotary_and_store
 from legato.layers.kv_cache import LayerCache
 from legato.layers.rotary import Rotary, rotate
-from legato.layers.step import ChunkSpans, Step
+from legato.layers.step import Step
 
 # Prompts of many different lengths would be many calls, and then one launch of our own kernel is sooner done.
 MOST_CALLS = 2
@@ -41,23 +41,17 @@ class SelfAttention:
     def _with_kernels(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
         rotary_and_store(qkv, step.positions, self.rotary.cos_sin, cache.keys, cache.values, step.slots)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        out = torch.empty(qkv.shape[0], self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
-        d = step.num_decodes
+        d, chunks = step.num_decodes, step.chunks
+        whole = chunks.whole_prompts if chunks is not None else None
+        if d == 0 and whole is not None and num_calls(whole) <= MOST_CALLS:
+            q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+            return prompt_attention(q, k, v, whole, self.scoring.scale).flatten(1)
+        q = heads[:, : self.num_heads]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if d:
             kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[:d], step.rows[:d])
-            decode_attention(heads[:d, : self.num_heads], kv, self.scoring, out[:d])
-        if step.chunks is not None:
-            self._chunks(heads[d:], cache, step, step.chunks, out[d:])
+            decode_attention(q[:d], kv, self.scoring, out[:d])
+        if chunks is not None:
+            kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[d:], step.rows[d:])
+            chunk_attention(q[d:], kv, chunks.cu_seqlens_q, self.scoring, out[d:])
         return out.flatten(1)
-
-    def _chunks(
-        self, heads: torch.Tensor, cache: LayerCache, step: Step, chunks: ChunkSpans, out: torch.Tensor
-    ) -> None:
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        whole = chunks.whole_prompts
-        if whole is not None and num_calls(whole) <= MOST_CALLS:
-            out.copy_(prompt_attention(q, k, v, whole, self.scoring.scale))
-            return
-        d = step.num_decodes
-        kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[d:], step.rows[d:])
-        chunk_attention(q, kv, chunks.cu_seqlens_q, self.scoring, out)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from legato.router import metrics as prometheus
+from legato.router.auth import OPEN_PATHS, RequireKey
 from legato.router.docs_page import PAGE
 from legato.router.errors import (
     ClientGone,
@@ -37,6 +38,9 @@ from legato.router.openai.completions import CompletionRoutes
 from legato.router.openai.models import ModelRoutes
 from legato.router.openai.token_names import TokenNames
 from legato.router.openapi import document
+from legato.router.platforms.kserve import KServeRoutes
+from legato.router.platforms.sagemaker import SageMakerRoutes
+from legato.router.platforms.vertex import VertexRoutes
 from legato.router.schemas import Info, TokenizeRequest
 from legato.router.seam import Backend, Limits
 from legato.router.settings import RouterSettings
@@ -66,14 +70,7 @@ def create_app(
 
     app = Starlette(
         routes=_routes(inference),
-        middleware=[
-            Middleware(
-                CORSMiddleware,
-                allow_origins=settings.cors_allow_origin or ["*"],
-                allow_methods=["GET", "POST"],
-                allow_headers=["Content-Type"],
-            )
-        ],
+        middleware=_middleware(settings),
         exception_handlers={
             RequestError: _on_request_error,
             HTTPException: _on_http_exception,
@@ -84,6 +81,20 @@ def create_app(
     # TGI has no route with a slash at its end, and a redirect would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
     return Shortcut(app)
+
+
+def _middleware(settings: RouterSettings) -> list[Middleware]:
+    """Outermost first. Browsers ask whether they may send a key before they send it."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_allow_origin or ["*"],
+        allow_methods=["GET", "POST"],
+        allow_headers=["Content-Type", "Authorization", "X-Api-Key"],
+    )
+    if not settings.api_keys:
+        return [cors]
+    open_paths = OPEN_PATHS | ({settings.vertex_health_route} if settings.vertex_health_route else set())
+    return [cors, Middleware(RequireKey, keys=settings.api_keys, refuse=_refuse, open_paths=open_paths)]
 
 
 class Shortcut:
@@ -137,6 +148,7 @@ def _routes(inference: Inference) -> list[Route]:
         return show
 
     return [
+        *_platform_routes(inference, generate, chat, completions, health),
         Route("/", Endpoint(generate.compat), methods=["POST"]),
         Route("/generate", Endpoint(generate.generate), methods=["POST"]),
         Route("/generate_stream", Endpoint(generate.generate_stream), methods=["POST"]),
@@ -154,6 +166,36 @@ def _routes(inference: Inference) -> list[Route]:
         Route("/docs", page(PAGE.encode(), "text/html")),
         Route("/api-doc/openapi.json", page(openapi, JSON)),
     ]
+
+
+def _platform_routes(
+    inference: Inference,
+    generate: GenerateRoutes,
+    chat: ChatRoutes,
+    completions: CompletionRoutes,
+    health: Callable[[Request], Awaitable[Response]],
+) -> list[Route]:
+    """The paths that Vertex AI chooses come first: whoever deploys there means them."""
+    settings = inference.settings
+    vertex = Endpoint(VertexRoutes(settings, generate, chat).vertex)
+    invocations = Endpoint(SageMakerRoutes(settings, generate, chat, completions).invocations)
+    kserve = KServeRoutes(inference, generate)
+    model = "/v2/models/{name}/versions/{version}"
+    routes = [
+        Route("/vertex", vertex, methods=["POST"]),
+        Route("/invocations", invocations, methods=["POST"]),
+        Route("/v2", kserve.server),
+        Route("/v2/health/live", kserve.live),
+        Route("/v2/health/ready", kserve.ready),
+        Route(model, kserve.model),
+        Route(f"{model}/ready", kserve.model_ready),
+        Route(f"{model}/infer", Endpoint(kserve.infer), methods=["POST"]),
+    ]
+    if settings.vertex_predict_route is not None:
+        routes.insert(0, Route(settings.vertex_predict_route, vertex, methods=["POST"]))
+    if settings.vertex_health_route is not None:
+        routes.insert(0, Route(settings.vertex_health_route, health))
+    return routes
 
 
 def _info(settings: RouterSettings, limits: Limits) -> Info:
@@ -180,11 +222,11 @@ def _info(settings: RouterSettings, limits: Limits) -> Info:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _refuse(request, error, error.headers)
+    return _refuse(request.url.path, error, error.headers)
 
 
-def _refuse(request: Request, error: RequestError, headers: Mapping[str, str] | None) -> Response:
-    if request.url.path.startswith(OPENAI_PREFIX):
+def _refuse(path: str, error: RequestError, headers: Mapping[str, str] | None) -> Response:
+    if path.startswith(OPENAI_PREFIX):
         return Response(openai_errors.body(error), openai_errors.status(error), headers, JSON)
     return Response(error.body, error.status, headers, JSON)
 
@@ -198,9 +240,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         refusal: RequestError = MethodNotAllowed(f"{request.url.path} does not take {request.method}")
     else:
         refusal = NotFound(f"There is no route {request.url.path}")
-    return _refuse(request, refusal, error.headers)
+    return _refuse(request.url.path, refusal, error.headers)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The server logs it; the client learns that it was not their fault."""
-    return _refuse(request, InternalError(), None)
+    return _refuse(request.url.path, InternalError(), None)

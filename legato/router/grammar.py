@@ -1,8 +1,8 @@
 """Grammars of requests, before anything is scheduled: refused with a reason, or ready to be followed.
 
-    read_grammar       what the client wrote                     (grammar_shapes.py)
-    GrammarCompiler    compiles it within limits, once           (grammar_process.py)
-    ... prepare        has the shards compile it, so that no step waits for that
+read_grammar       what the client wrote                     (grammar_shapes.py)
+GrammarCompiler    compiles it within limits, once           (grammar_process.py)
+... prepare        has the shards compile it, so that no step waits for that
 """
 
 from __future__ import annotations

@@ -11,9 +11,12 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Timer
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -32,56 +35,58 @@ _ENVIRONMENT: Final = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")
 
 
 class CheckerProcess:
-    """One process. Asked by one task at a time, which must not be cancelled while it waits."""
+    """One process, for one thread at a time."""
 
-    def __init__(self, make_setup: Callable[[], bytes]) -> None:
-        self._make_setup = make_setup
-        self._process: Process | None = None
-
-    async def check(self, grammar: Grammar) -> list[str]:
-        """What a lenient reading leaves out; raises GrammarError."""
-        if self._process is None or self._process.returncode is not None:
-            await self._begin()
-        answer = await self._ask(json.dumps({"kind": grammar.kind.value, "value": grammar.value}).encode())
-        warnings: list[str] = answer["warnings"]
-        return warnings
-
-    async def _begin(self) -> None:
-        self._process = await _start()
+    def __init__(self, setup: bytes) -> None:
+        """GrammarError if the tokenizer is not one that grammars can use."""
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        self._process = subprocess.Popen(
+            # -P: the folder that the router was started in has no say in what is imported.
+            [sys.executable, "-P", "-m", checker.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
         try:
-            await self._ask(self._make_setup())
-        except GrammarError:  # the tokenizer is not one that grammars can use
+            self._ask(setup)
+        except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-        self._process = None
+    def check(self, grammar: Grammar) -> list[str]:
+        """What a lenient reading leaves out. GrammarError, after which the process may have ended."""
+        answer = self._ask(json.dumps({"kind": grammar.kind.value, "value": grammar.value}).encode())
+        warnings: list[str] = answer["warnings"]
+        return warnings
 
-    async def _ask(self, line: bytes) -> dict[str, Any]:
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _ask(self, line: bytes) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        alarm = Timer(_PATIENCE, self._process.kill)
+        alarm.start()
         try:
-            async with asyncio.timeout(_PATIENCE):
-                answer = await self._exchange(line)
-        except (TimeoutError, OSError) as error:
-            logger.warning("A grammar process is lost", extra={"fields": {"cause": repr(error)}})
-            self.close()
-            raise Overloaded from None  # not for want of its own processor time, or it would have ended
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+            text = self._process.stdout.readline()
+        except BrokenPipeError:
+            text = b""
+        finally:
+            alarm.cancel()
+        if not text:
+            raise _failure(self._process.wait())
+        answer: dict[str, Any] = json.loads(text)
         if answer["error"] is not None:
             raise GrammarError(answer["error"])
         return answer
-
-    async def _exchange(self, line: bytes) -> dict[str, Any]:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        process.stdin.write(line + b"\n")
-        await process.stdin.drain()
-        if text := await process.stdout.readline():
-            answer: dict[str, Any] = json.loads(text)
-            return answer
-        exit_code = await process.wait()
-        self._process = None
-        raise TooComplex(_reason(exit_code))
 
 
 class CheckerProcesses:
@@ -90,48 +95,55 @@ class CheckerProcesses:
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], num_processes: int = 2
     ) -> None:
-        def setup() -> bytes:
-            facts = {
+        self._make_setup: Callable[[], bytes] = lambda: json.dumps(
+            {
                 "tokenizer": tokenizer.to_str(),
                 "tokenizer_size": tokenizer.get_vocab_size(),
                 "vocab_size": vocab_size,
                 "eos_token_ids": list(eos_token_ids),
             }
-            return json.dumps(facts).encode()
-
-        self._all = [CheckerProcess(setup) for _ in range(num_processes)]
-        self._idle: asyncio.LifoQueue[CheckerProcess] = asyncio.LifoQueue()
-        for process in reversed(self._all):
-            self._idle.put_nowait(process)
+        ).encode()
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="check-grammar")
+        self._idle: deque[CheckerProcess] = deque()
 
     async def check(self, grammar: Grammar) -> list[str]:
+        """What a lenient reading leaves out. GrammarError; Overloaded if none of the processes gets to it."""
+        work = self._threads.submit(self._check, grammar)
         try:
-            async with asyncio.timeout(_PATIENCE):
-                process = await self._idle.get()
+            return await asyncio.wait_for(asyncio.wrap_future(work), _PATIENCE + checker.SECONDS)
         except TimeoutError:
             raise Overloaded from None
-        try:
-            return await process.check(grammar)
-        finally:
-            self._idle.put_nowait(process)
 
     def close(self) -> None:
-        for process in self._all:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        while self._idle:
+            self._idle.pop().close()
+
+    def _check(self, grammar: Grammar) -> list[str]:
+        process = self._process()
+        try:
+            return process.check(grammar)
+        finally:
+            if process.runs:
+                self._idle.append(process)
+            else:
+                process.close()
+
+    def _process(self) -> CheckerProcess:
+        while self._idle:
+            process = self._idle.pop()
+            if process.runs:
+                return process
             process.close()
+        return CheckerProcess(self._make_setup())
 
 
-async def _start() -> Process:
-    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    # -P: the folder that the router was started in has no say in what is imported.
-    command = [sys.executable, "-P", "-m", checker.__name__]
-    return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment)
-
-
-def _reason(exit_code: int) -> str:
+def _failure(exit_code: int) -> Exception:
     if exit_code == -signal.SIGPROF:
-        return f"it takes more than {checker.SECONDS:g} s to compile"
+        return TooComplex(f"it takes more than {checker.SECONDS:g} s to compile")
     if exit_code == -signal.SIGABRT:  # how a Rust program ends that gets no memory
-        return f"it takes more than {checker.MEMORY >> 20} MB to compile"
+        return TooComplex(f"it takes more than {checker.MEMORY >> 20} MB to compile")
     logger.warning("A grammar process is lost", extra={"fields": {"exit_code": exit_code}})
-    return "it breaks the compiler"
+    if exit_code == -signal.SIGKILL:  # by our own alarm, or for want of memory elsewhere
+        return Overloaded()
+    return TooComplex("it breaks the compiler")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import legato
 
@@ -27,6 +27,11 @@ class RouterSettings:
     payload_limit: int = 2_000_000
     # Origins that browsers may call from; empty allows any.
     cors_allow_origin: tuple[str, ...] = ()
+    # Whoever has one of these may use the routes that are not open; without any, everybody. Never shown.
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    # Where Vertex AI asks for predictions and health, besides the paths that everybody uses.
+    vertex_predict_route: str | None = None
+    vertex_health_route: str | None = None
     # What x-compute-type says.
     compute_type: str = "cpu"
     version: str = legato.__version__

@@ -13,7 +13,7 @@ from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
 from legato.server.prepare import prepare
 from legato.server.rows import Rows
-from tests.server.local import CPU, load
+from tests.server.local import DEVICE, load
 from tests.tiny_models import tiny_llama
 
 LLAMA3_ROPE = dict(
@@ -26,13 +26,13 @@ LINEAR_ROPE = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
 
 def logits(model: CausalModel, ids: list[int]) -> torch.Tensor:
     """Of every position, through the paged path."""
-    rows = Rows(1, 64, CPU)
+    rows = Rows(1, 64, DEVICE)
     rows.admit(0, 1, ids, 0, False)
     rows.append_blocks(0, list(range(1, 1 + -(-len(ids) // 16))))
     rows.write_blocks()
     step = prepare(rows, [rows.advance(0, len(ids))], 16, torch.float32)
     with torch.inference_mode():
-        return model.logits(model.forward(step, KVCache(model.kv_shape, 64, 16, CPU)))
+        return model.logits(model.forward(step, KVCache(model.kv_shape, 64, 16, DEVICE))).cpu()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from legato.router.chat_rendering import Conversation, Renderer
 from legato.router.chat_sources import ChatTemplates
 from legato.router.chat_template import ChatTemplate, MissingTemplateVariable, RenderLimits, TemplateError
 from tests.router.chat_cases import assistant, make, user
@@ -88,10 +89,10 @@ class TestTime:
         chat.close()
 
     def test_nobody_gets_more_than_a_second(self) -> None:
-        chat = make(ENDLESS["loops"])
+        chat = make("{% if messages[0].content == 'x' %}" + ENDLESS["loops"] + "{% endif %}")
         before = cpu_seconds_of_children()
         with pytest.raises(TemplateError, match=r"takes more than 0\.8 s"):
-            chat.render([user()])
+            chat.render([user("x")])
         assert cpu_seconds_of_children() - before < 1.0
         chat.close()
 
@@ -203,12 +204,10 @@ ESCAPES = [
 class TestEscapes:
     @pytest.mark.parametrize("template", ESCAPES)
     def test_a_template_cannot_reach_python(self, template: str) -> None:
-        chat = make(template)
         try:
-            text = chat.render([user()])
-        except (TemplateError, MissingTemplateVariable):
+            text = Renderer({"default": template}, {}, output_limit=MEGABYTE).render(Conversation([user()]))
+        except Exception:
             text = ""
-        chat.close()
         # What is not refused comes to nothing: an undefined value prints as nothing.
         assert not any(word in text for word in ("class", "built", "function", "object", "uid=", "root"))
 
@@ -240,7 +239,10 @@ class TestProcesses:
         assert children() == before
 
     def test_none_outlives_its_router(self) -> None:
-        program = "from tests.router.chat_cases import make; t = make('x'); print('ready', flush=True); input()"
+        program = (
+            "from legato.router.chat_template import ChatTemplate; from legato.router.chat_sources import ChatTemplates;"
+            "chat = ChatTemplate(ChatTemplates('test', {'default': 'x'}, {})); print('ready', flush=True); input()"
+        )
         with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE) as router:
             assert router.stdout is not None and router.stdout.readline() == b"ready\n"
             (worker,) = psutil.Process(router.pid).children()

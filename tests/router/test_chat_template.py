@@ -173,9 +173,8 @@ class TestLanguage:
         ],
     )
     def test_it_means_what_it_means_in_transformers(self, template: str) -> None:
-        messages = [user()]
         chat = make(template)
-        assert ours(chat, messages) == Reference(template).render(messages)
+        assert ours(chat, [user()]) == Reference(template).render([user()])
         chat.close()
 
     def test_the_time_is_the_local_time(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from legato.router.state import GenerationRequest, Output
 from legato.sampling.sampler import Sampler
 from legato.server.engine import Engine
 
-CPU = torch.device("cpu")
+# `make test-gpu` runs the same tests on a GPU.
+DEVICE = torch.device(os.environ.get("LEGATO_TEST_DEVICE", "cpu"))
 
 
-def load(folder: Path) -> CausalModel:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalModel:
     files = ModelFiles.open(folder)
-    return get_model(files, ModelConfig.from_hf(files.config()), torch.float32, CPU)
+    return get_model(files, ModelConfig.from_hf(files.config()), dtype, DEVICE)
 
 
 class LocalServer:
@@ -31,10 +33,10 @@ class LocalServer:
         step_tokens: int = 512, prefix_caching: bool = True, eos: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         limits = SchedulerLimits(num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching)
-        cache = KVCache(model.kv_shape, num_blocks, block_size, CPU)
+        cache = KVCache(model.kv_shape, num_blocks, block_size, DEVICE)
         vocab = model.config.vocab_size
         self.scheduler = Scheduler(limits)
-        self.engine = Engine(model, cache, max_rows, limits.max_tokens, lambda rows: Sampler(vocab, rows, CPU))
+        self.engine = Engine(model, cache, max_rows, limits.max_tokens, lambda rows: Sampler(vocab, rows, DEVICE))
         self.outputs: dict[int, list[Output]] = {}
         self._waiting: list = []
 

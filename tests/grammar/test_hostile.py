@@ -1,0 +1,151 @@
+"""Grammars made to hurt: each is compiled or refused within limits, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from legato.grammar.checker import SECONDS
+from legato.grammar.errors import GrammarError
+from legato.grammar.kinds import Grammar, GrammarKind
+from legato.router.grammar_process import CheckerProcesses
+from tests.grammar.texts import EOS, json_tokenizer, schema
+
+T = TypeVar("T")
+REGEX, LARK = GrammarKind.REGEX, GrammarKind.LARK
+
+
+def run(work: Callable[[CheckerProcesses], Awaitable[T]], num_processes: int = 1) -> T:
+    async def main() -> T:
+        tokenizer = json_tokenizer()
+        processes = CheckerProcesses(tokenizer, tokenizer.get_vocab_size(), [EOS], num_processes)
+        try:
+            return await work(processes)
+        finally:
+            processes.close()
+
+    return asyncio.run(main())
+
+
+async def verdict(processes: CheckerProcesses, grammar: Grammar) -> str:
+    """Empty for a grammar that may be used."""
+    try:
+        await processes.check(grammar)
+    except GrammarError as error:
+        return str(error)
+    return ""
+
+
+def one_of(depth: int) -> dict[str, Any]:
+    if depth == 0:
+        return {"type": "string"}
+    sides = [{"type": "object", "properties": {side: one_of(depth - 1)}, "required": [side]} for side in "ab"]
+    return {"oneOf": [{**side, "additionalProperties": False} for side in sides]}
+
+
+def arrays(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+def properties(number: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(number)}}
+
+
+FINE = {
+    "oneOf nested 8 deep": schema(one_of(8)),
+    "a repetition of repetitions": Grammar(REGEX, "(x{1,1000}){1,1000}"),
+    "a million repetitions": Grammar(REGEX, "a{1,1000000}"),
+    "an automaton of 2^18 states": Grammar(REGEX, "[ab]*a[ab]{18}"),
+    "a million items": schema({"type": "array", "minItems": 1_000_000}),
+    "10,000 values": schema({"enum": [f"value {i}" for i in range(10_000)]}),
+    "300 optional properties": schema(properties(300)),
+    "a schema in itself": schema({"type": "object", "properties": {"next": {"$ref": "#"}}}),
+    "nested quantifiers": schema({"type": "string", "pattern": "^(a+)+$"}),
+}
+REFUSED = {
+    "oneOf nested 12 deep": (schema(one_of(12)), "bytes"),
+    "100,000 values": (schema({"enum": [f"value {i}" for i in range(100_000)]}), "bytes"),
+    "5,000 optional properties": (schema(properties(5_000)), "too complex|to compile"),
+    "60,000 parentheses": (Grammar(REGEX, "(" * 60_000 + "a" + ")" * 60_000), "nested"),
+    "a schema nested 10,000 deep": (Grammar(GrammarKind.JSON_SCHEMA, arrays(10_000)), "nested too deeply"),
+    "multiples of a large prime": (schema({"type": "integer", "multipleOf": 99_999_989}), "to compile"),
+    "... hidden in a Lark grammar": (Grammar(LARK, 'start: %json {"multipleOf": 99999989}'), "to compile"),
+    "16 patterns at once": (schema({"allOf": [{"pattern": f"{c}.*"} for c in "abcdefghijklmnop"]}), "too complex"),
+    "a million short tokens": (Grammar(LARK, 'start: "a"{1000000}'), "too complex"),
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_looks_dangerous_and_is_not_may_be_used(name: str) -> None:
+    assert run(lambda processes: verdict(processes, FINE[name])) == ""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_take_too_much_is_refused_in_time(name: str) -> None:
+    grammar, reason = REFUSED[name]
+
+    async def work(processes: CheckerProcesses) -> tuple[str, float, str]:
+        await processes.check(Grammar(REGEX, "a"))
+        started = time.monotonic()
+        refusal = await verdict(processes, grammar)
+        return refusal, time.monotonic() - started, await verdict(processes, Grammar(REGEX, "b"))
+
+    refusal, seconds, afterwards = run(work)
+    assert re.search(reason, refusal)
+    assert seconds < 2 * SECONDS
+    assert afterwards == "", "the next grammar is checked as if nothing had happened"
+
+
+def test_others_are_served_while_one_takes_its_time() -> None:
+    slow = schema({"type": "integer", "multipleOf": 99_991})
+
+    async def work(processes: CheckerProcesses) -> tuple[float, float]:
+        await asyncio.gather(*(processes.check(Grammar(REGEX, "a")) for _ in range(2)))
+        hanging = asyncio.create_task(verdict(processes, slow))
+        await asyncio.sleep(0.02)
+        lag = answered = 0.0
+        while not hanging.done():
+            started = time.monotonic()
+            await asyncio.sleep(0)
+            lag = max(lag, time.monotonic() - started)
+            await processes.check(Grammar(REGEX, "b"))
+            answered = max(answered, time.monotonic() - started)
+        return lag, answered
+
+    lag, answered = run(work, num_processes=2)
+    assert lag < 0.02
+    assert 0 < answered < 0.2
+
+
+def test_a_process_that_is_killed_is_replaced() -> None:
+    async def work(processes: CheckerProcesses) -> str:
+        await processes.check(Grammar(REGEX, "a"))
+        (only,) = processes._idle
+        only._process.kill()
+        only._process.wait()
+        return await verdict(processes, Grammar(REGEX, "a"))
+
+    assert run(work) == ""
+
+
+def test_a_tokenizer_of_an_unknown_kind_is_a_reason_to_refuse_every_time() -> None:
+    async def main() -> list[str]:
+        class Strange:
+            def to_str(self) -> str:
+                return json.dumps({"version": "1.0"})
+
+            def get_vocab_size(self) -> int:
+                return 5
+
+        processes = CheckerProcesses(Strange(), 5, [EOS], 1)  # type: ignore[arg-type]
+        return [await verdict(processes, Grammar(REGEX, "a")) for _ in range(2)]
+
+    first, second = asyncio.run(main())
+    assert "tokenizer cannot be used" in first
+    assert first == second
