@@ -45,9 +45,7 @@ class FakeShard:
             self._run_row(row, count, new_blocks, result, written)
         return result
 
-    def _run_row(
-        self, row: int, count: int, new_blocks: list[int], result: StepResult, written: set[int]
-    ) -> None:
+    def _run_row(self, row: int, count: int, new_blocks: list[int], result: StepResult, written: set[int]) -> None:
         state = self.rows[row]
         state.blocks.extend(new_blocks)
         start, end = state.num_computed, state.num_computed + count

@@ -213,6 +213,9 @@ class Requests(Options):
         False,
         "Ignore keywords of JSON schemas that cannot be enforced, with a warning. Without it such schemas are refused.",
     )
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = option(
+        "auto", "How the model writes calls of tools. `auto` goes by its chat template."
+    )
     tokenizer_config_path: str | None = option(
         None, "A `tokenizer_config.json` whose chat template and special tokens replace the model's in chats."
     )

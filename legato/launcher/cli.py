@@ -12,7 +12,7 @@ from dataclasses import replace
 from legato.common import logging as logs
 from legato.common.options import LauncherOptions
 from legato.common.program import command, run_program
-from legato.launcher import endpoints, sizing
+from legato.launcher import endpoints, sizing, startup
 from legato.launcher.plan import Plan, make_plan
 from legato.launcher.processes import Child, ChildFailed, Supervisor
 
@@ -55,6 +55,8 @@ async def launch(plan: Plan, options: LauncherOptions, sockets: list[str]) -> in
         news = asyncio.ensure_future(_announce(options, sockets))
         dead = await supervisor.first_exit(*shards, router)
         news.cancel()
+        # Nothing may be drawn any more when the stderr of a child is shown.
+        await asyncio.wait([news])
         grace = options.graceful_termination_timeout if dead is None else CRASH_GRACE
         if dead is not None:
             _show_stderr(dead)
@@ -81,9 +83,10 @@ async def _download(supervisor: Supervisor, child: Child) -> int | None:
 async def _announce(options: LauncherOptions, sockets: list[str]) -> None:
     """Say when each shard is ready and when the router answers."""
     start = time.monotonic()
-    await asyncio.gather(*(_announce_shard(rank, path, start) for rank, path in enumerate(sockets)))
-    while not await endpoints.is_healthy(options.hostname, options.port):
-        await asyncio.sleep(READY_INTERVAL)
+    with startup.shown(options.json_output):
+        await asyncio.gather(*(_announce_shard(rank, path, start) for rank, path in enumerate(sockets)))
+        while not await endpoints.is_healthy(options.hostname, options.port):
+            await asyncio.sleep(READY_INTERVAL)
     logger.info("Connected")
     address = endpoints.url(options.hostname, options.port)
     logger.info("Listening on %s, ready in %.1f s", address, time.monotonic() - start)

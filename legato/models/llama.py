@@ -80,10 +80,11 @@ class Llama:
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         """Hidden states [T, hidden_size] of all tokens of the step."""
-        x, residual = F.embedding(step.input_ids, self.embedding), None
+        x = F.embedding(step.input_ids, self.embedding)
+        residual: torch.Tensor | None = None
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             x, residual = layer(x, residual, layer_cache, step)
-        return x.add_(residual)
+        return x if residual is None else x.add_(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden_size] -> [m, vocab_size]."""

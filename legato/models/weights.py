@@ -97,7 +97,7 @@ class Weights:
         return raw.to(device=self.device, dtype=self.dtype)
 
     def linear(self, parts: list[tuple[str, int]], in_features: int, bias: bool = False) -> Weight:
-        """Several matrices [out_i, in] stacked into one product, as q, k, v or gate and up are: one launch, not three."""
+        """Matrices [out_i, in] stacked into one product, as q, k and v or gate and up are: one launch, not three."""
         matrices = [self.tensor(f"{name}.weight", (out, in_features)) for name, out in parts]
         biases = [self.tensor(f"{name}.bias", (out,)) for name, out in parts] if bias else []
         return dense_weight(_stack(matrices), _stack(biases) if biases else None)

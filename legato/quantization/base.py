@@ -8,7 +8,7 @@ import torch
 
 
 class Weight(Protocol):
-    """A matrix [out, in], maybe with a bias. Called once per layer and step: `apply` must not allocate but its result."""
+    """A matrix [out, in], maybe with a bias. Called once per layer and step, and allocates its result only."""
 
     out_features: int
 

@@ -52,4 +52,5 @@ def dense_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Dens
 
 
 def _can_pack() -> bool:
-    return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    available = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return available and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

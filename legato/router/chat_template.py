@@ -47,6 +47,8 @@ class ChatTemplate:
     def __init__(self, templates: ChatTemplates, limits: RenderLimits | None = None) -> None:
         # The file that it comes from.
         self.source = templates.source
+        # The template for tools, where there is one of its own.
+        self.text = templates.templates.get("tool_use", templates.templates.get("default", ""))
         self._processes = TemplateProcesses(
             templates.templates, templates.special_tokens, RenderLimits() if limits is None else limits
         )

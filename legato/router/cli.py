@@ -8,6 +8,8 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
 from legato.pb import generate_pb2 as pb
 from legato.router.app import create_app
+from legato.router.auth import read_keys
 from legato.router.backend import Backend
 from legato.router.blocks import RESERVED_BLOCKS
 from legato.router.chat_template import ChatTemplate
@@ -42,13 +45,15 @@ def run(options: RouterOptions) -> None:
         logger.warning(warning)
     if options.max_input_tokens and options.max_total_tokens and options.max_input_tokens >= options.max_total_tokens:
         raise OptionError("--max-input-tokens must be smaller than --max-total-tokens")
+    options = replace(options, port=vertex_port(os.environ) or options.port)
     listener = bind(options.hostname, options.port)  # before anything slow: a port in use ends at once
+    api_keys = read_keys(options.api_key, options.api_key_file)
     import uvloop
 
-    uvloop.run(serve(options, listener))
+    uvloop.run(serve(options, listener, api_keys))
 
 
-async def serve(options: RouterOptions, listener: socket.socket) -> None:
+async def serve(options: RouterOptions, listener: socket.socket, api_keys: tuple[str, ...]) -> None:
     files = ModelFiles.open(locate(options))
     tokenizer = await asyncio.to_thread(files.tokenizer)
     override = Path(options.tokenizer_config_path) if options.tokenizer_config_path else None
@@ -58,7 +63,7 @@ async def serve(options: RouterOptions, listener: socket.socket) -> None:
     scheduler, limits = await warm_up(shards, info, options)
     metrics = Metrics(limits)
     backend = Backend(scheduler, shards, limits, metrics.step)
-    app = create_app(backend, tokenizer, settings_for(options, files, info), metrics, chat_template)
+    app = create_app(backend, tokenizer, settings_for(options, files, info, api_keys), metrics, chat_template)
     listen(listener)
     logger.info("Listening", extra={"fields": {"address": f"http://{options.hostname}:{options.port}"}})
     await serve_http(app, backend, listener, options.graceful_termination_timeout)
@@ -107,7 +112,25 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
     return scheduler, limits
 
 
-def settings_for(options: RouterOptions, files: ModelFiles, info: pb.InfoResponse) -> RouterSettings:
+def vertex_port(environ: Mapping[str, str]) -> int | None:
+    """Where Vertex AI will call. It sets the variable in every container, and nobody else does, so it beats --port."""
+    port = environ.get("AIP_HTTP_PORT") or None
+    if port is not None and not (port.isdecimal() and 0 < int(port) < 65536):
+        raise OptionError(f"AIP_HTTP_PORT is {port!r}: it must be a port between 1 and 65535")
+    return None if port is None else int(port)
+
+
+def vertex_route(environ: Mapping[str, str], name: str) -> str | None:
+    """A path that Vertex AI will call."""
+    path = environ.get(name) or None
+    if path is not None and (not path.startswith("/") or "{" in path):
+        raise OptionError(f"{name} is {path!r}: it must be a path that begins with /, without braces")
+    return path
+
+
+def settings_for(
+    options: RouterOptions, files: ModelFiles, info: pb.InfoResponse, api_keys: tuple[str, ...]
+) -> RouterSettings:
     return RouterSettings(
         model_id=options.model_id or str(files.path),
         max_concurrent_requests=options.max_concurrent_requests,
@@ -117,7 +140,11 @@ def settings_for(options: RouterOptions, files: ModelFiles, info: pb.InfoRespons
         max_client_batch_size=options.max_client_batch_size,
         validation_workers=options.validation_workers,
         payload_limit=options.payload_limit,
+        tool_call_parser=options.tool_call_parser,
         cors_allow_origin=options.cors_allow_origin,
+        api_keys=api_keys,
+        vertex_predict_route=vertex_route(os.environ, "AIP_PREDICT_ROUTE"),
+        vertex_health_route=vertex_route(os.environ, "AIP_HEALTH_ROUTE"),
         compute_type=os.environ.get("COMPUTE_TYPE", info.device_type),
     )
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tokenizers import Tokenizer
 
@@ -47,6 +47,19 @@ class Permits:
 
 class Template(Protocol):
     """A chat template. Blocks while it renders, so it is called in a thread; raises RequestErrors of its own."""
+
+    @property
+    def text(self) -> str:
+        """As it is written, or the one for tools if there are several."""
+        ...
+
+    @property
+    def mentions_tools(self) -> bool: ...
+
+    @property
+    def tool_arguments(self) -> Literal["object", "string"]:
+        """How it wants those of earlier calls."""
+        ...
 
     def render(
         self,
@@ -149,6 +162,7 @@ class Inference:
             request.stop,
             include_stop=request.include_stop,
             min_tokens=request.sampling.min_new_tokens,
+            spoken=request.spoken_token_ids,
         )
         return Stream(self.backend, request.generation(next(self.ids), seed), transcript)
 

@@ -23,6 +23,8 @@ from legato.router.openai.responses import (
     ModelList,
     OpenAIError,
 )
+from legato.router.platforms import kserve
+from legato.router.platforms.vertex import VertexRequest, VertexResponse
 from legato.router.schemas import (
     CompatGenerateRequest,
     ErrorResponse,
@@ -67,15 +69,17 @@ class Operation:
     path: str
     summary: str
     description: str = ""
+    # A struct, or a tuple of those that are taken.
     request: Any = None
     example: dict[str, Any] | None = None
-    # Media type -> type of the answer with status 200; None for plain text or nothing.
+    # Media type -> type of the answer with status 200, or a tuple of them; None for plain text or nothing.
     response: dict[str, Any] | None = None
     errors: tuple[int, ...] = ()
 
 
 _PARAMETERS = {"max_new_tokens": 20, "details": True}
 _GENERATE_EXAMPLE = {"inputs": "The capital of France is", "parameters": _PARAMETERS}
+_KSERVE_MODEL = "/v2/models/{name}/versions/{version}"
 _CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 20}
 
 OPERATIONS = [
@@ -155,6 +159,54 @@ OPERATIONS = [
     ),
     Operation("get", "/v1/models", "The model, as in OpenAI's API", response={_JSON: ModelList}),
     Operation("get", "/v1/models/{model}", "One model by its name", response={_JSON: Model}, errors=(404,)),
+    Operation(
+        "post",
+        "/invocations",
+        "Generate text on SageMaker",
+        "The request of /, of /v1/chat/completions or of /v1/completions, told apart by `inputs`, `messages` and "
+        "`prompt`, and answered like there.",
+        (CompatGenerateRequest, ChatRequest, CompletionRequest),
+        _GENERATE_EXAMPLE,
+        {
+            _JSON: (list[GenerateResponse], ChatCompletion, Completion),
+            _EVENTS: (StreamResponse, ChatCompletionChunk, CompletionChunk),
+        },
+        _GENERATION_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/vertex",
+        "Generate texts on Vertex AI",
+        "Instances are requests of /generate or of /v1/chat/completions. One that fails fails all of them.",
+        VertexRequest,
+        {"instances": [_GENERATE_EXAMPLE, _CHAT_EXAMPLE]},
+        {_JSON: VertexResponse},
+        _GENERATION_ERRORS,
+    ),
+    Operation("get", "/v2", "The server, as in KServe's protocol", response={_JSON: kserve.ServerMetadata}),
+    Operation("get", "/v2/health/live", "Does the server answer?", response={_JSON: kserve.Live}),
+    Operation(
+        "get", "/v2/health/ready", "Health", "Can the model compute?", response={_JSON: kserve.Ready}, errors=(503,)
+    ),
+    Operation("get", _KSERVE_MODEL, "The model, as in KServe's protocol", response={_JSON: kserve.ModelMetadata}),
+    Operation(
+        "get",
+        f"{_KSERVE_MODEL}/ready",
+        "Health",
+        "Can the model compute?",
+        response={_JSON: kserve.ModelReady},
+        errors=(503,),
+    ),
+    Operation(
+        "post",
+        f"{_KSERVE_MODEL}/infer",
+        "Generate texts, as in KServe's protocol",
+        "A prompt is a tensor of UTF-8 bytes, or a string in one. The answers come in the form of the prompts.",
+        kserve.InferRequest,
+        {"id": "1", "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["The capital of"]}]},
+        {_JSON: kserve.InferResponse},
+        _GENERATION_ERRORS,
+    ),
     Operation("get", "/", "Health", "Can the model compute?", errors=(503,)),
     Operation("get", "/health", "Health", "Can the model compute?", errors=(503,)),
     Operation("get", "/ping", "Health", "Can the model compute?", errors=(503,)),
@@ -187,16 +239,19 @@ class _Schemas:
     """JSON schemas of the structs, and references to them."""
 
     def __init__(self) -> None:
-        types = [operation.request for operation in OPERATIONS if operation.request is not None]
+        types: list[Any] = []
         for operation in OPERATIONS:
-            types += [kind for kind in (operation.response or {}).values() if kind is not None]
-        types += [ErrorResponse, OpenAIError]
+            for kind in (operation.request, *(operation.response or {}).values()):
+                types += kind if isinstance(kind, tuple) else [kind]
+        types = [kind for kind in types if kind is not None] + [ErrorResponse, OpenAIError]
         self._types = types
         self._schemas, self.components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
 
     def of(self, kind: Any) -> dict[str, Any]:
         if kind is None:
             return {"type": "string"}
+        if isinstance(kind, tuple):
+            return {"anyOf": [self.of(one) for one in kind]}
         schema: dict[str, Any] = self._schemas[self._types.index(kind)]
         return schema
 

@@ -23,6 +23,8 @@ class RouterSettings:
     # Whether requests may have grammars, and whether schemas that ask for too much are taken for what can be enforced.
     grammar_support: bool = True
     schema_lenient: bool = False
+    # How the model writes calls of tools: a name in `tools/dialects.py`, or "auto" to go by its chat template.
+    tool_call_parser: str = "auto"
     # Bytes of a request body.
     payload_limit: int = 2_000_000
     # Origins that browsers may call from; empty allows any.

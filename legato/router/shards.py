@@ -216,7 +216,7 @@ def _from_pb(response: pb.StepResponse) -> StepResult:
     for prompt in response.prompt_logprobs:
         result.prompt_logprobs[prompt.row] = list(prompt.logprobs)
         if prompt.top_ids:
-            top = list(zip(prompt.top_ids, prompt.top_logprobs, strict=True))
-            num = len(top) // len(prompt.logprobs)
-            result.prompt_top_tokens[prompt.row] = [top[i : i + num] for i in range(0, len(top), num)]
+            likeliest = list(zip(prompt.top_ids, prompt.top_logprobs, strict=True))
+            num = len(likeliest) // len(prompt.logprobs)
+            result.prompt_top_tokens[prompt.row] = [likeliest[i : i + num] for i in range(0, len(likeliest), num)]
     return result

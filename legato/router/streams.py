@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from msgspec import Struct
 
@@ -47,13 +47,16 @@ class Transcript:
         *,
         include_stop: bool = True,
         min_tokens: int = 0,
+        spoken: Container[int] = (),
     ) -> None:
+        """`spoken` are special tokens that are part of the text, by their names."""
         self._vocabulary = vocabulary
         self._special = vocabulary.special
         self._detokenizer = vocabulary.detokenizer(prompt)
         self._stops = StopMatcher(stop, include=include_stop) if any(stop) else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
+        self._spoken = spoken
         # Text that the stop matcher has not let through yet: (text, part of the generated text?)
         self._held: list[tuple[str, bool]] = []
         self._texts: list[str] = []
@@ -75,8 +78,12 @@ class Transcript:
         self.finish_reason = output.finish_reason
         token_id = output.token_id
         name = self._special.get(token_id)
-        says_nothing = name is not None or self._is_hidden_end(output)
-        text = "" if says_nothing else self._detokenizer.push(token_id)
+        if self._is_hidden_end(output):
+            text = ""
+        elif name is None:
+            text = self._detokenizer.push(token_id)
+        else:
+            text, name = (name, None) if token_id in self._spoken else ("", name)
         if self.finish_reason is not None:
             text += self._detokenizer.flush()
         offset = self._num_characters

@@ -53,6 +53,8 @@ class ValidRequest:
     stop_token_ids: frozenset[int] = frozenset()
     # Whether the text ends with the stop string that ended it.
     include_stop: bool = True
+    # Special tokens whose names are part of the text.
+    spoken_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
 
     def generation(self, request_id: int, seed: int) -> GenerationRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -39,27 +39,36 @@ class Chosen:
         return Chosen(_to_host(self.token_ids), _to_host(self.logprobs), top)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step came to."""
+
+    chosen: Chosen | None
+    # Place of each sampled row in the order of the request: the step computes decodes first.
+    places: list[int]
+    # What the model thought of the prompts of the rows that asked.
+    prompt_scores: dict[int, list[PromptScores]]
+
+
+@dataclass(frozen=True, slots=True)
 class Pending:
     """A step that was launched. `read` waits for it."""
 
     step_id: int
     started: int
     clock: StepClock
-    chosen: Chosen | None
-    # Place of each sampled row in the order of the request: the step computes decodes first.
-    places: list[int]
-    prompt_scores: dict[int, list[PromptScores]] = field(default_factory=dict)
+    outcome: Outcome
 
     def read(self) -> pb.StepResponse:
         response = pb.StepResponse(id=self.step_id, forward_ns=self.clock.wait())
-        if self.chosen is not None:
-            ids, logprobs = self.chosen.token_ids.tolist(), self.chosen.logprobs.tolist()
-            response.token_ids.extend([ids[place] for place in self.places])
-            response.logprobs.extend([logprobs[place] for place in self.places])
-            if self.chosen.top is not None:
-                self._read_top(self.chosen.top, response)
-        for row, pieces in self.prompt_scores.items():
+        chosen, places = self.outcome.chosen, self.outcome.places
+        if chosen is not None:
+            ids, logprobs = chosen.token_ids.tolist(), chosen.logprobs.tolist()
+            response.token_ids.extend([ids[place] for place in places])
+            response.logprobs.extend([logprobs[place] for place in places])
+            if chosen.top is not None:
+                self._read_top(chosen.top, response)
+        for row, pieces in self.outcome.prompt_scores.items():
             response.prompt_logprobs.add(
                 row=row,
                 logprobs=torch.cat([piece.logprobs for piece in pieces]).tolist(),
@@ -71,7 +80,7 @@ class Pending:
 
     def _read_top(self, top: TopTokens, response: pb.StepResponse) -> None:
         ids, logprobs = top.token_ids.tolist(), top.logprobs.tolist()
-        index_of = {place: index for index, place in enumerate(self.places)}
+        index_of = {place: index for index, place in enumerate(self.outcome.places)}
         for line, (place, length) in enumerate(zip(top.indices, top.lengths, strict=True)):
             response.top_tokens.add(index=index_of[place], ids=ids[line][:length], logprobs=logprobs[line][:length])
 
@@ -80,7 +89,7 @@ class StepClock:
     """How long the device took for a step: events around it on a GPU, the host's clock where the host computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._events = [_timed_event() for _ in range(2)] if device.type == "cuda" else []
         self._started = time.perf_counter_ns()
         if self._events:
             self._events[0].record()
@@ -121,13 +130,13 @@ class Engine:
             self._configure_sampler(admission)
         self.rows.write_blocks()
         if self.graphs is not None and all(part.decode for part in parts):
-            chosen, places, scores = self._replay(parts), list(range(len(parts))), {}
+            outcome = Outcome(self._replay(parts), list(range(len(parts))), {})
         else:
-            chosen, places, scores = self._forward(parts)
-        if chosen is not None:
-            chosen = chosen.to_host()
+            outcome = self._forward(parts)
+        if outcome.chosen is not None:
+            outcome = replace(outcome, chosen=outcome.chosen.to_host())
         clock.stop()
-        return Pending(request.id, started, clock, chosen, places, scores)
+        return Pending(request.id, started, clock, outcome)
 
     def _replay(self, parts: list[RowStep]) -> Chosen:
         """A step of decodes only."""
@@ -138,8 +147,8 @@ class Engine:
             return Chosen(done.token_ids[: len(rows)], done.logprobs[: len(rows)], None)
         return self._choose(done.logits[: len(rows)], rows)
 
-    def _forward(self, parts: list[RowStep]) -> tuple[Chosen | None, list[int], dict[int, list[PromptScores]]]:
-        """A step of any kind: what was chosen, the places of the sampled rows, what prompts were thought of."""
+    def _forward(self, parts: list[RowStep]) -> Outcome:
+        """A step of any kind."""
         order = decodes_first(parts)
         ordered = [parts[place] for place in order]
         step = prepare(self.rows, ordered, self.cache.block_size, self.dtype)
@@ -151,7 +160,7 @@ class Engine:
         if sampled:
             logits = self.model.logits(hidden[step.logits_indices])
             chosen = self._choose(logits, [ordered[place].row for place in sampled])
-        return chosen, _restore(order, sampled), self._prompt_scores(hidden, ordered)
+        return Outcome(chosen, _restore(order, sampled), self._prompt_scores(hidden, ordered))
 
     def _choose(self, logits: torch.Tensor, rows: list[int]) -> Chosen:
         sampled = self.sampler.sample(logits, rows)
@@ -195,9 +204,7 @@ class Engine:
                 states = hidden[first : first + last - part.start]
                 wanted[part.row] = [
                     prompt_scores(self.model.logits(state), successor, sequence.num_top_tokens)
-                    for state, successor in zip(
-                        states.split(PROMPT_LOGITS_TOKENS), successors.split(PROMPT_LOGITS_TOKENS), strict=True
-                    )
+                    for state, successor in zip(_pieces(states), _pieces(successors), strict=True)
                 ]
             first += part.count
         return wanted
@@ -207,6 +214,14 @@ def _restore(order: list[int], sampled: list[int]) -> list[int]:
     """For each sampled row, in the order of the request: its index among the sampled ones of the ordered step."""
     original = [(order[place], index) for index, place in enumerate(sampled)]
     return [index for _, index in sorted(original)]
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(tensor, PROMPT_LOGITS_TOKENS)
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,4 @@ class ExceptionInterceptor(grpc.aio.ServerInterceptor):
                 logger.exception("Method %s failed", method)
                 await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
 
-        return grpc.unary_unary_rpc_method_handler(
-            guarded, handler.request_deserializer, handler.response_serializer
-        )
+        return grpc.unary_unary_rpc_method_handler(guarded, handler.request_deserializer, handler.response_serializer)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from legato.common.errors import ModelError, ModelFileError, OptionError
+from legato.common.milestones import LOADING
 from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
 from legato.models.config import ModelConfig
@@ -18,6 +19,8 @@ from legato.models.registry import CausalModel, architecture_for, get_model
 
 logger = logging.getLogger(__name__)
 
+# Percent between two lines about loading: for people, and for programs, which may draw a bar.
+STEP, FINE_STEP = 20, 2
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -36,7 +39,7 @@ def load(files: ModelFiles, options: ServerOptions) -> LoadedModel:
         device = choose_device(options.device)
         dtype = choose_dtype(options.dtype, files.config(), device)
         started = time.perf_counter()
-        progress = LoadProgress() if options.load_format == "auto" else None
+        progress = LoadProgress(FINE_STEP if options.json_output else STEP) if options.load_format == "auto" else None
         model = get_model(files, config, dtype, device, dummy=options.load_format == "dummy", progress=progress)
     seconds = round(time.perf_counter() - started, 2)
     logger.info(
@@ -94,12 +97,14 @@ def _with_rope_option(config: ModelConfig, options: ServerOptions) -> ModelConfi
 
 
 class LoadProgress:
-    """A line for every tenth of the weights: the launcher relays it."""
+    """A line for every `step` percent of the weights."""
 
-    def __init__(self) -> None:
-        self._next_tenth = 1
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._next = step
 
     def __call__(self, done: int, total: int) -> None:
-        if total and done * 10 >= self._next_tenth * total:
-            self._next_tenth = done * 10 // total + 1
-            logger.info("Loading weights", extra={"fields": {"percent": min(100, done * 100 // total)}})
+        percent = min(100, done * 100 // total) if total else 0
+        if percent >= self._next:
+            self._next = (percent // self._step + 1) * self._step
+            logger.info(LOADING, extra={"fields": {"percent": percent}})

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc
 import torch
 
+from legato.common.milestones import WARM, WARMING
 from legato.common.options import ServerOptions
 from legato.layers.kv_cache import KVCache
 from legato.pb import generate_pb2 as pb
@@ -82,6 +83,7 @@ class Model:
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
         """Size the cache by the memory that is left, allocate it, and run a first step so that no request has to."""
         started = time.perf_counter()
+        logger.info(WARMING)
         self._engine = self._capacity = None  # a second warm-up replaces the first cache instead of standing beside it
         capacity = self._measure(request)
         shape, device = self.loaded.model.kv_shape, self.loaded.device
@@ -92,7 +94,7 @@ class Model:
         self._first_step(capacity)
         self._capacity = capacity
         logger.info(
-            "Warm-up done",
+            WARM,
             extra={
                 "fields": {
                     "seconds": round(time.perf_counter() - started, 2),

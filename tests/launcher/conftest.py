@@ -8,8 +8,10 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,16 @@ on_stop(name, behaviour)
 if behaviour == "crash":
     print("Traceback (most recent call last):", "  in load", "ValueError: bad weights", sep="\\n", file=sys.stderr)
     sys.exit(3)
+if behaviour in ("progress", "crash while loading"):
+    for percent in range(2, 101, 2):
+        say("INFO", "Loading weights", percent=percent)
+        time.sleep(0.005)
+        if behaviour == "crash while loading" and percent == 50:
+            sys.exit("error: bad weights")
+    say("INFO", "Weights loaded, " + 30 * "and then some ")
+    say("INFO", "Warming up")
+    time.sleep(0.3)
+    say("INFO", "Warm-up done", kv_blocks=7)
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(flag("--uds-path") + "-" + os.environ["RANK"])
 listener.listen()
@@ -149,14 +161,17 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
     started: list[Launched] = []
 
-    def start(*args: str, model: str = ".", **environ: str) -> Launched:
+    def start(*args: str, model: str = ".", terminal: bool = False, **environ: str) -> Launched:
         log, journal, socket_path = (tmp_path / name for name in (f"log-{len(started)}", "journal", "shard"))
         journal.touch()
         words = [sys.executable, "-c", RUN, str(tmp_path / "python"), f"--port={free_port}", "--hostname=127.0.0.1"]
         words += [f"--shard-uds-path={socket_path}", f"--model-id={model}", *args]
         environ = {"PATH": os.environ["PATH"], "JOURNAL": str(journal)} | environ
-        with log.open("w") as out:
-            process = subprocess.Popen(words, stdout=out, stderr=subprocess.PIPE, text=True, env=environ)
+        if terminal:
+            process = _on_terminal(words, log, environ)
+        else:
+            with log.open("w") as out:
+                process = subprocess.Popen(words, stdout=out, stderr=subprocess.PIPE, text=True, env=environ)
         started.append(Launched(process, log, journal, socket_path, free_port))
         return started[-1]
 
@@ -164,3 +179,20 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
     for launched in started:
         launched.process.kill()
         launched.process.communicate()
+
+
+def _on_terminal(words: list[str], log: Path, environ: dict[str, str]) -> subprocess.Popen[str]:
+    """Both outputs are a terminal, and what it is sent goes to the log."""
+    reader, writer = os.openpty()
+    log.touch()
+    process = subprocess.Popen(words, stdout=writer, stderr=writer, text=True, env=environ)
+    os.close(writer)
+
+    def copy() -> None:
+        with log.open("ab", buffering=0) as out, suppress(OSError):  # the end of a terminal is an error
+            while chunk := os.read(reader, 1 << 16):
+                out.write(chunk)
+        os.close(reader)
+
+    threading.Thread(target=copy, daemon=True).start()
+    return process

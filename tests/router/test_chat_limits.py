@@ -240,7 +240,7 @@ class TestProcesses:
 
     def test_none_outlives_its_router(self) -> None:
         program = (
-            "from legato.router.chat_template import ChatTemplate; from legato.router.chat_sources import ChatTemplates;"
+            "from legato.router.chat_template import ChatTemplate, ChatTemplates; "
             "chat = ChatTemplate(ChatTemplates('test', {'default': 'x'}, {})); print('ready', flush=True); input()"
         )
         with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE) as router:

@@ -20,7 +20,8 @@ _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 async def read_raw(exchange: Exchange, limit: int) -> bytes:
     """The body, of which nothing is known but that it is JSON."""
-    return bytes(await exchange.json(_raw_decoder, limit))
+    body = await exchange.json(_raw_decoder, limit)
+    return bytes(body)
 
 
 def handler_for(body: bytes, handlers: Mapping[str, Handler]) -> Handler:
@@ -123,5 +124,3 @@ def text_of(answer: bytes) -> str:
         return found.generated_text
     message = found.choices[0].message
     return bytes(message.tool_calls).decode() if message.content is None else message.content
-
-

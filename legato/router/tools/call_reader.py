@@ -10,6 +10,8 @@ import json
 from collections.abc import Container
 from typing import Final
 
+import msgspec
+
 from legato.router.tools.json_text import WHITESPACE, JsonText, Place
 
 NAME: Final = "name"
@@ -18,6 +20,8 @@ ARGUMENTS: Final = ("arguments", "parameters")
 
 
 class CallReader:
+    """The first character must be the call's brace."""
+
     def __init__(self, names: Container[str]) -> None:
         self._names = names
         self._json = JsonText()
@@ -57,7 +61,7 @@ class CallReader:
     def _feed(self, character: str) -> bool:
         text = self._json
         place, depth, in_key = text.place, text.depth, text.in_key
-        if not text.feed(character) or (depth == 0 and text.depth == 0 and character not in WHITESPACE + "}"):
+        if not text.feed(character):
             return False
         if depth == 1 and in_key:
             self._key += character
@@ -111,8 +115,8 @@ class CallReader:
     def _take_text(self, text: str) -> bool:
         """Arguments that were written as OpenAI's clients see them: as the JSON of an object, in a string."""
         try:
-            arguments = json.loads(text)
-        except (ValueError, RecursionError):
+            arguments = msgspec.json.decode(text)
+        except (msgspec.DecodeError, ValueError, RecursionError):
             return False
         self._has_arguments = True
         self._new_arguments = text

@@ -1,0 +1,48 @@
+"""What tools mean for one model: found out once, used by every chat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from legato.grammar.kinds import Grammar
+from legato.router.inference import Template
+from legato.router.tools.dialects import Dialect, dialect_of
+from legato.router.tools.enforcement import call_grammar
+from legato.router.tools.history import History
+from legato.router.tools.parser import CallParser
+from legato.router.tools.requests import ToolUse
+
+
+@dataclass(frozen=True, slots=True)
+class Tooling:
+    dialect: Dialect
+    history: History
+    # Markers that are tokens of their own, whether these have a text or not.
+    tokens: dict[str, int]
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, template: Template | None, dialect: str = "auto") -> Tooling:
+        found = dialect_of("" if template is None else template.text, dialect)
+        added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        if template is None:
+            history = History(found, mentions_tools=False, arguments="object")
+        else:
+            history = History(found, mentions_tools=template.mentions_tools, arguments=template.tool_arguments)
+        return Tooling(found, history, {marker: added[marker] for marker in found.markers if marker in added})
+
+    @property
+    def spoken(self) -> frozenset[int]:
+        """Tokens that a parser must see."""
+        return frozenset(self.tokens.values())
+
+    def parser(self, use: ToolUse) -> CallParser:
+        return CallParser(self.dialect, use.names, several=use.several is not False)
+
+    def grammar(self, use: ToolUse, *, schema_lenient: bool) -> Grammar | None:
+        """None: the model may say whatever it likes."""
+        if not use.forced:
+            return None
+        several = not use.named and (self.dialect.several if use.several is None else use.several)
+        return call_grammar(self.dialect, use.forced, self.tokens, several=several, schema_lenient=schema_lenient)

@@ -1,0 +1,212 @@
+"""Grammars of rows: masks are there when a step needs them, and a row that fails, fails alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from legato.grammar.errors import GrammarError
+from legato.grammar.kinds import Grammar, GrammarKind
+from legato.grammar.vocabulary import TokenTrie
+from legato.server import grammars as module
+from legato.server.grammars import Grammars
+from tests.grammar.texts import EOS, json_tokenizer, schema
+
+DIGITS = Grammar(GrammarKind.REGEX, "[0-9]{2}")
+LETTER = Grammar(GrammarKind.REGEX, "a")
+
+
+@pytest.fixture
+def grammars(trie: TokenTrie) -> Iterator[Grammars]:
+    grammars = Grammars(lambda: trie)
+    yield grammars
+    grammars.close()
+
+
+def token(text: str) -> int:
+    (token_id,) = json_tokenizer().encode(text).ids
+    return token_id
+
+
+def allowed(grammars: Grammars, rows: list[int]) -> dict[int, list[int]]:
+    """Place -> token ids, for the rows that are restricted."""
+    found = grammars.allowed(rows)
+    if found is None:
+        return {}
+    lines = np.unpackbits(found.bits.numpy().view(np.uint8), axis=1, bitorder="little")
+    return {place: np.flatnonzero(line).tolist() for place, line in zip(found.places, lines, strict=True)}
+
+
+def accept(grammars: Grammars, rows: list[int], *texts: str) -> None:
+    ids = [token(text) for text in texts]
+    grammars.accept(rows, lambda: ids)
+
+
+def test_rows_follow_their_own_grammars_from_token_to_token(grammars: Grammars) -> None:
+    grammars.set_row(3, DIGITS, [])
+    grammars.set_row(5, LETTER, [])
+    assert {place: sorted(ids)[:1] for place, ids in allowed(grammars, [5, 4, 3]).items()} == {
+        0: [token("a")],
+        2: [token("0")],
+    }
+    accept(grammars, [5, 4, 3], "a", "x", "7")
+    masks = allowed(grammars, [5, 4, 3])
+    assert masks[0] == [EOS]
+    assert token("1") in masks[2] and EOS not in masks[2]
+
+
+def test_a_batch_without_grammars_is_not_restricted(grammars: Grammars) -> None:
+    grammars.set_row(1, DIGITS, [])
+    assert grammars.active([0, 1]) and not grammars.active([0, 2])
+    assert grammars.allowed([0, 2]) is None
+    assert grammars.errors([0, 2]) == {}
+
+
+def test_a_preempted_request_comes_back_to_where_it_was(grammars: Grammars) -> None:
+    grammars.set_row(0, DIGITS, [token("4")])
+    assert EOS not in allowed(grammars, [0])[0]
+    grammars.set_row(1, DIGITS, [token("4"), token("2")])
+    assert allowed(grammars, [1]) == {0: [EOS]}
+
+
+def test_a_row_forgets_the_grammar_of_the_request_before(grammars: Grammars) -> None:
+    grammars.set_row(0, LETTER, [])
+    grammars.set_row(0, DIGITS, [])
+    assert token("a") not in allowed(grammars, [0])[0]
+    grammars.set_row(0, None, [])
+    assert not grammars.active([0])
+
+
+def test_a_token_on_its_way_for_the_request_before_does_not_reach_the_next_one(grammars: Grammars) -> None:
+    """Run-ahead: a row is given to somebody else while a step of its former owner is still being computed."""
+    arrived = threading.Event()
+    grammars.set_row(0, DIGITS, [])
+    allowed(grammars, [0])
+
+    def late() -> list[int]:
+        arrived.wait(5)
+        return [token("1")]
+
+    grammars.accept([0], late)
+    grammars.set_row(0, LETTER, [])
+    arrived.set()
+    assert allowed(grammars, [0]) == {0: [token("a")]}
+
+
+def test_accepting_does_not_wait_for_the_tokens_but_the_next_mask_does(grammars: Grammars) -> None:
+    grammars.set_row(0, DIGITS, [])
+    allowed(grammars, [0])
+    on_host = threading.Event()
+
+    def read() -> list[int]:
+        assert on_host.wait(5)
+        return [token("8")]
+
+    started = time.monotonic()
+    grammars.accept([0], read)
+    assert time.monotonic() - started < 0.1
+    threading.Timer(0.05, on_host.set).start()
+    assert EOS not in allowed(grammars, [0])[0]
+    assert time.monotonic() - started >= 0.05
+
+
+def test_a_grammar_that_does_not_compile_fails_its_row_alone(grammars: Grammars) -> None:
+    grammars.set_row(0, schema({"uniqueItems": True}), [])
+    grammars.set_row(1, LETTER, [])
+    assert allowed(grammars, [0, 1]) == {1: [token("a")]}
+    (failed,) = grammars.errors([0, 1]).items()
+    assert failed[0] == 0 and "`uniqueItems`" in failed[1]
+
+
+def test_tokens_that_contradict_the_grammar_fail_their_row_alone(grammars: Grammars) -> None:
+    for row in (0, 1):
+        grammars.set_row(row, DIGITS, [])
+    allowed(grammars, [0, 1])
+    accept(grammars, [0, 1], "a", "1")
+    assert list(allowed(grammars, [0, 1])) == [1]
+    assert list(grammars.errors([0, 1])) == [0]
+    accept(grammars, [0, 1], "a", "1")  # the router has not heard of it yet
+    assert allowed(grammars, [0, 1]) == {1: [EOS]}
+    assert list(grammars.errors([0, 1])) == [0]
+
+
+def test_a_device_that_fails_fails_the_rows_of_its_step(grammars: Grammars) -> None:
+    grammars.set_row(0, DIGITS, [])
+    allowed(grammars, [0])
+
+    def read() -> list[int]:
+        raise RuntimeError("out of memory")
+
+    grammars.accept([0], read)
+    assert allowed(grammars, [0]) == {}
+    assert "out of memory" in grammars.errors([0])[0]
+    grammars.set_row(0, DIGITS, [])
+    assert allowed(grammars, [0])[0], "the next request in that row is not concerned"
+
+
+def test_a_mask_that_never_comes_fails_its_row_and_the_others_go_on(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.2)
+    for row in (0, 1):
+        grammars.set_row(row, DIGITS, [])
+    allowed(grammars, [0, 1])
+    hanging = threading.Event()
+    grammars.accept([0], lambda: [int(hanging.wait(5))])
+    assert allowed(grammars, [0]) == {}
+    assert "too long" in grammars.errors([0])[0]
+    accept(grammars, [1], "1")
+    assert EOS not in allowed(grammars, [1])[0]
+    hanging.set()
+
+
+def test_a_grammar_prepared_ahead_is_not_compiled_again(trie: TokenTrie, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Grammar] = []
+    compile_grammar = module.compile_grammar
+    monkeypatch.setattr(module, "compile_grammar", lambda g, t: (compiled.append(g), compile_grammar(g, t))[1])
+    grammars = Grammars(lambda: trie)
+    grammars.prepare(DIGITS).result()
+    for row in range(3):
+        grammars.set_row(row, DIGITS, [])
+    assert len(allowed(grammars, [0, 1, 2])) == 3
+    assert compiled == [DIGITS]
+    grammars.close()
+
+
+def test_the_grammars_used_least_recently_are_forgotten(grammars: Grammars) -> None:
+    popular = grammars.prepare(DIGITS)
+    for i in range(module._KEPT + 5):
+        grammars.prepare(Grammar(GrammarKind.REGEX, f"x{i}")).result()
+        assert grammars.prepare(DIGITS) is popular
+    assert len(grammars._compiled) == module._KEPT
+
+
+def test_preparing_says_what_is_wrong(grammars: Grammars) -> None:
+    with pytest.raises(GrammarError, match="unclosed group"):
+        grammars.prepare(Grammar(GrammarKind.REGEX, "(")).result()
+
+
+def test_a_slow_compilation_does_not_keep_rows_with_masks_waiting(
+    trie: TokenTrie, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_grammar, compiling = module.compile_grammar, threading.Event()
+
+    def slow(grammar: Grammar, trie: TokenTrie) -> object:
+        if grammar == LETTER:
+            compiling.wait(5)
+        return compile_grammar(grammar, trie)
+
+    monkeypatch.setattr(module, "compile_grammar", slow)
+    grammars = Grammars(lambda: trie)
+    grammars.set_row(0, DIGITS, [])
+    allowed(grammars, [0])
+    grammars.set_row(1, LETTER, [])  # its prompt takes several steps
+    accept(grammars, [0], "1")
+    assert EOS not in allowed(grammars, [0])[0]
+    compiling.set()
+    assert allowed(grammars, [1]) == {0: [token("a")]}
+    grammars.close()
