@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,6 @@ def test_a_stream_passes_with_a_key() -> None:
 
 
 def test_keys_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    from dataclasses import replace
-
     with caplog.at_level(logging.DEBUG):
         request("GET", "/info", {"authorization": "Bearer first-key"})
         wrong = request("GET", "/info", {"authorization": "Bearer wrong-key"})

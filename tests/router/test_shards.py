@@ -86,21 +86,16 @@ def plan(number: int, **changes: Any) -> StepPlan:
     return StepPlan(number, **{"admitted": [], "rows": [3], "num_tokens": [1], "new_blocks": [[]], **changes})
 
 
-async def results_of(shards: GrpcShards, plans: list[StepPlan]) -> list[StepResult]:
-    """Send the plans and wait for as many results."""
+async def results_of(shards: GrpcShards, told: list[Shard], plans: list[StepPlan]) -> list[StepResult]:
+    """Send the plans; wait for as many results, and until the slowest shard has heard of them all."""
     results: list[StepResult] = []
-    arrived = asyncio.Event()
-
-    def on_result(result: StepResult) -> None:
-        results.append(result)
-        if len(results) == len(plans):
-            arrived.set()
-
-    stream = asyncio.create_task(shards.run(on_result))
+    stream = asyncio.create_task(shards.run(results.append))
     await asyncio.sleep(0)
     for each in plans:
         shards.send(each)
-    await asyncio.wait_for(arrived.wait(), 10)
+    async with asyncio.timeout(10):
+        while min(len(results), *(len(shard.steps) for shard in told)) < len(plans):
+            await asyncio.sleep(0.001)
     stream.cancel()
     await asyncio.gather(stream, return_exceptions=True)
     return results
@@ -166,7 +161,7 @@ def test_a_refusal_to_warm_up_keeps_its_words(tmp_path: Path) -> None:
 def test_every_plan_goes_to_every_shard_and_the_first_ones_answers_count(tmp_path: Path) -> None:
     async def run() -> tuple[list[StepResult], list[Shard]]:
         async with connected(tmp_path, {}, {}) as (shards, told):
-            return await results_of(shards, [plan(number) for number in range(1, 6)]), told
+            return await results_of(shards, told, [plan(number) for number in range(1, 6)]), told
 
     results, told = asyncio.run(run())
     assert [(result.id, result.token_ids) for result in results] == [(n, [n, 0]) for n in range(1, 6)]
@@ -226,7 +221,7 @@ def test_a_bug_in_whoever_hears_of_a_result_comes_through(tmp_path: Path) -> Non
 def sent(folder: Path, step: StepPlan) -> pb.StepRequest:
     async def run() -> pb.StepRequest:
         async with connected(folder, {}) as (shards, told):
-            await results_of(shards, [step])
+            await results_of(shards, told, [step])
             return told[0].steps[0]
 
     return asyncio.run(run())

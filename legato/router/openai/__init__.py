@@ -6,7 +6,8 @@ errors.py           OpenAI's error object for any error of a request
 terms.py            the fields that both routes share, checked
 response_format.py  what the text must look like, in OpenAI's and TGI's shapes
 prompts.py          text or token ids → Prompt
-conversation.py     messages → Prompt
+conversation.py     messages and tools → Prompt
+calls.py            calls of tools in an answer
 token_names.py      tokens as logprobs show them
 logprobs.py         logprobs in either route's shape
 chunks.py           the bytes of a stream's events

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from legato.router.errors import InvalidRequest
 from legato.router.exchange import Exchange
 from legato.router.inference import Inference
+from legato.router.openai.calls import call_chunks, called_message, finish_reason
 from legato.router.openai.chunks import ChatChunks, Envelope
 from legato.router.openai.conversation import (
     check_conversation,
     last_answer,
     read_conversation,
     tokenize_conversation,
+    tool_use,
 )
 from legato.router.openai.logprobs import chat_logprobs
 from legato.router.openai.requests import ChatRequest
+from legato.router.openai.response_format import grammar_of
 from legato.router.openai.responses import (
     ChatChoice,
     ChatCompletion,
@@ -25,10 +30,13 @@ from legato.router.openai.responses import (
     Usage,
 )
 from legato.router.openai.serving import Choice, identity_of, serve
-from legato.router.openai.terms import terms_of, top_logprobs
+from legato.router.openai.terms import Terms, terms_of, top_logprobs
 from legato.router.openai.token_names import TokenNames
 from legato.router.state import FinishReason
 from legato.router.streams import Piece
+from legato.router.tools.parser import CallParser
+from legato.router.tools.requests import ToolError
+from legato.router.tools.tooling import Tooling
 from legato.router.validation import ValidRequest
 
 _decoder = msgspec.json.Decoder(ChatRequest)
@@ -39,18 +47,20 @@ class ChatRoutes:
     def __init__(self, inference: Inference, names: TokenNames) -> None:
         self._inference = inference
         self._names = names
+        self._tooling = Tooling.of(inference.tokenizer, inference.chat_template, inference.settings.tool_call_parser)
 
     async def chat_completions(self, exchange: Exchange) -> None:
         await self.respond(exchange, await self._read(exchange))
 
     async def respond(self, exchange: Exchange, request: ChatRequest) -> None:
         """For routes that are chats under another name."""
-        await serve(exchange, self._inference, request, lambda: ChatJob(request, self._inference, self._names))
+        inference, names, tooling = self._inference, self._names, self._tooling
+        await serve(exchange, inference, request, lambda: ChatJob(request, inference, names, tooling))
 
     async def chat_tokenize(self, exchange: Exchange) -> None:
         request = await self._read(exchange)
         check_conversation(request)
-        text, tokens = await tokenize_conversation(request, self._inference)
+        text, tokens = await tokenize_conversation(request, self._inference, self._tooling)
         body = _encode(ChatTokenizeResponse(tokenize_response=tokens, templated_text=text))
         await exchange.respond(body, {"content-type": "application/json"})
 
@@ -62,20 +72,30 @@ class ChatJob:
     num_prompts = 1
     prompt_only = False
 
-    def __init__(self, request: ChatRequest, inference: Inference, names: TokenNames) -> None:
+    def __init__(self, request: ChatRequest, inference: Inference, names: TokenNames, tooling: Tooling) -> None:
         check_conversation(request)
+        self._tooling = tooling
+        self._use = tool_use(request)
+        if self._use is not None and grammar_of(request.response_format) is not None:
+            raise ToolError("Grammar and tools are mutually exclusive")
         self._request = request
         self._inference = inference
         self._names = names
-        self.terms = terms_of(request, inference.validator)
+        self.terms = self._with_tools(terms_of(request, inference.validator))
         self._num_top = _num_top(request)
         self._max_tokens = _max_tokens(request)
         self._identity = identity_of("chatcmpl", request, inference.settings)
         # Goes before the text, where a message is continued and its client wants the whole of it.
         self.echo = last_answer(request) if request.echo else ""
 
+    def _with_tools(self, terms: Terms) -> Terms:
+        if self._use is None:
+            return terms
+        grammar = self._tooling.grammar(self._use, schema_lenient=self._inference.settings.schema_lenient)
+        return replace(terms, grammar=grammar, spoken_token_ids=self._tooling.spoken)
+
     async def requests(self) -> list[ValidRequest]:
-        text, ids = await read_conversation(self._request, self._inference)
+        text, ids = await read_conversation(self._request, self._inference, self._tooling)
         room = self._inference.validator.max_new_tokens(len(ids), self._max_tokens)
         return [self.terms.request(text, ids, room, self._num_top)]
 
@@ -93,12 +113,21 @@ class ChatJob:
         )
 
     def _choice(self, choice: Choice) -> ChatChoice:
+        parser = self.parser()
+        if parser is None:
+            message = ChatMessage(content=self.echo + choice.text)
+        else:
+            message = called_message(parser, self.echo, choice.text)
         return ChatChoice(
             index=choice.index,
-            message=ChatMessage(content=self.echo + choice.text),
+            message=message,
             logprobs=self.logprobs(choice, choice.pieces),
-            finish_reason=choice.finish_reason,
+            finish_reason=finish_reason(choice, parser),
         )
+
+    def parser(self) -> CallParser | None:
+        """For one answer. None: nothing in it is a call."""
+        return None if self._use is None else self._tooling.parser(self._use)
 
     def logprobs(self, choice: Choice, pieces: list[Piece]) -> ChatLogprobs | None:
         """`pieces` are the newest. The token that says "the end" is not part of the message."""
@@ -120,20 +149,27 @@ class ChatWriter:
         self.envelope = envelope
         self._job = job
         self._chunks = [ChatChunks(envelope, index) for index in range(num_choices)]
+        self._parsers = [job.parser() for _ in range(num_choices)]
         self._not_begun = set(range(num_choices))
 
     def write(self, choice: Choice, pieces: list[Piece]) -> bytes:
         chunks = self._chunks[choice.index]
         written = self._begin(choice, chunks) if choice.index in self._not_begun else []
         logprobs = self._job.logprobs(choice, pieces)
-        if logprobs is None:
+        parser = self._parsers[choice.index]
+        ended = choice.stream.transcript.finish_reason is not None
+        if parser is not None:
+            text = "".join(piece.text for piece in pieces)
+            events = parser.feed(text) + (parser.finish() if ended else [])
+            written += call_chunks(chunks, events, logprobs)
+        elif logprobs is None:
             written += [chunks.content(piece.text) for piece in pieces if piece.text]
         else:
             text = "".join(piece.text for piece in pieces)
             if text or logprobs.content:
                 written.append(chunks.content(text, logprobs))
-        if choice.stream.transcript.finish_reason is not None:
-            written.append(chunks.finish(choice.finish_reason))
+        if ended:
+            written.append(chunks.finish(finish_reason(choice, parser)))
         return b"".join(written)
 
     def _begin(self, choice: Choice, chunks: ChatChunks) -> list[bytes]:

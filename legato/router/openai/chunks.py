@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from legato.router.openai.responses import ChatLogprobs, CompletionLogprobs, FinishReason, Usage
+from legato.router.openai.responses import ChatLogprobs, CompletionLogprobs, FinishReason, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -87,6 +87,10 @@ class ChatChunks:
         if logprobs is not None:
             end = b'},"logprobs":%b,"finish_reason":null}' % _encode(logprobs)
         return b"".join((self._content, _encode(text), end, self._envelope.tail))
+
+    def call(self, delta: ToolCallDelta) -> bytes:
+        end = b']},"logprobs":null,"finish_reason":null}'
+        return b"".join((self._head, b'"tool_calls":[', _encode(delta), end, self._envelope.tail))
 
     def finish(self, reason: FinishReason) -> bytes:
         """The last one."""

@@ -8,15 +8,14 @@ from legato.router.chat_template import TemplateError
 from legato.router.errors import InvalidRequest
 from legato.router.inference import Inference, Template
 from legato.router.offsets import token_offsets
-from legato.router.openai.errors import unsupported
 from legato.router.openai.requests import ChatRequest
 from legato.router.schemas import SimpleToken
+from legato.router.tools.requests import ToolUse, tool_use_of
+from legato.router.tools.tooling import Tooling
 
 
 def check_conversation(request: ChatRequest) -> None:
-    """What can be said without the template. Tools are for another module to take over from here."""
-    if request.tools:
-        raise unsupported("tools")
+    """What can be said without the template."""
     if not request.messages:
         raise InvalidRequest("`messages` must not be empty", "messages")
     for number, message in enumerate(request.messages):
@@ -47,12 +46,16 @@ def last_answer(request: ChatRequest) -> str:
     return content or ""
 
 
-async def read_conversation(request: ChatRequest, inference: Inference) -> tuple[str, list[int]]:
+def tool_use(request: ChatRequest) -> ToolUse | None:
+    return tool_use_of(request.tools, request.tool_choice, request.parallel_tool_calls, request.tool_prompt)
+
+
+async def read_conversation(request: ChatRequest, inference: Inference, tooling: Tooling) -> tuple[str, list[int]]:
     """The prompt's text and tokens. Templates write the special tokens themselves."""
     template = _template(inference)
 
     def read() -> tuple[str, list[int]]:
-        text = _render(request, template)
+        text = _render(request, template, tooling)
         return text, inference.validator.encode(text, add_special_tokens=False).ids
 
     text, ids = await inference.validator.in_thread(read)
@@ -61,11 +64,13 @@ async def read_conversation(request: ChatRequest, inference: Inference) -> tuple
     return text, ids
 
 
-async def tokenize_conversation(request: ChatRequest, inference: Inference) -> tuple[str, list[SimpleToken]]:
+async def tokenize_conversation(
+    request: ChatRequest, inference: Inference, tooling: Tooling
+) -> tuple[str, list[SimpleToken]]:
     template = _template(inference)
 
     def read() -> tuple[str, list[SimpleToken]]:
-        text = _render(request, template)
+        text = _render(request, template, tooling)
         encoding = inference.validator.encode(text, with_offsets=True, add_special_tokens=False)
         return text, token_offsets(encoding, text)
 
@@ -78,11 +83,17 @@ def _template(inference: Inference) -> Template:
     return inference.chat_template
 
 
-def _render(request: ChatRequest, template: Template) -> str:
+def _render(request: ChatRequest, template: Template, tooling: Tooling) -> str:
+    use = tool_use(request)
+    try:
+        messages = tooling.history.messages(request.messages, use)
+    except RecursionError:
+        raise InvalidRequest("`messages` are nested too deeply", "messages") from None
     continued = continues(request)
     prompt = request.add_generation_prompt
     return template.render(
-        request.messages,
+        messages,
+        tools=tooling.history.tools(use),
         documents=request.documents,
         add_generation_prompt=not continued if prompt is None else prompt,
         continue_final_message=continued,

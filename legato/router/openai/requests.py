@@ -30,6 +30,27 @@ Message = Annotated[
         }
     ),
 ]
+# A function with a JSON schema. Chat templates may know more fields, so nothing is dropped.
+ToolDescription = Annotated[
+    dict[str, Any],
+    Meta(
+        extra_json_schema={
+            "required": ["function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {
+                        "name": {"type": "string", "minLength": 1},
+                        "description": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                        "parameters": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                    },
+                },
+            },
+        }
+    ),
+]
 
 
 class StreamOptions(Struct, kw_only=True, frozen=True):
@@ -125,11 +146,25 @@ class ChatRequest(SharedFields, kw_only=True, frozen=True):
     max_completion_tokens: Annotated[
         Count, Meta(description="At most this many tokens; as many as fit if not given.")
     ] = None
-    tools: Annotated[list[Any] | None, Meta(description="Not supported yet: refused unless empty.")] = None
-    tool_choice: Annotated[Any, Meta(description="Means nothing without `tools`.")] = None
+    tools: Annotated[
+        list[ToolDescription] | None, Meta(description="Functions that the model may call; the client runs them.")
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Meta(
+            description='`auto`, `none`, `required`, or the tool to call: `{"type": "function", "function": '
+            '{"name": ...}}` or just its name. A call that is asked for follows the tool\'s schema.'
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[
+        Flag, Meta(description="Whether one answer may call several tools; if not given, as the model is used to.")
+    ] = None
 
     # ---- extensions -----------------------------------------------------------------------------------------------
 
+    tool_prompt: Annotated[
+        str | None, Meta(description="What to tell the model about the tools, at the end of the user's last message.")
+    ] = None
     add_generation_prompt: Annotated[
         Flag,
         Meta(description="Let the model begin a message of its own; by default unless the last one is continued."),

@@ -89,10 +89,24 @@ class ChatLogprobs(Struct, kw_only=True):
     refusal: None = None
 
 
+class CalledFunction(Struct, kw_only=True):
+    name: str
+    # JSON.
+    arguments: str
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
+    # Null where there is nothing but calls.
     content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -112,9 +126,25 @@ class ChatCompletion(Struct, kw_only=True):
     usage: Usage
 
 
+class FunctionDelta(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    # All of them, one after the other, are JSON.
+    arguments: str
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    """Id, type and name come once, with the first delta of a call."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):

@@ -6,7 +6,7 @@ is fine, `top_k` may be off in so many words, a seed may be negative and goes to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from legato.router.errors import InvalidRequest
 from legato.router.openai.requests import SharedFields
@@ -34,6 +34,8 @@ _SEEDS = 2**64
 @dataclass(frozen=True, slots=True)
 class Terms:
     grammar: Grammar | None
+    # Special tokens whose names are part of the text.
+    spoken_token_ids: frozenset[int] = field(default=frozenset(), kw_only=True)
     sampling: Sampling
     seed: int | None
     stop: tuple[str, ...]
@@ -66,6 +68,7 @@ class Terms:
             return_full_text=False,
             stop_token_ids=self.stop_token_ids,
             include_stop=False,
+            spoken_token_ids=self.spoken_token_ids,
             grammar=self.grammar,
         )
 

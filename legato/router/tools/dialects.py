@@ -1,9 +1,9 @@
 """How the families of models write calls.
 
-    hermes    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>        Hermes, Qwen, SmolLM3
-    llama3    <|python_tag|>{"name": "f", "parameters": {...}}                    Llama 3.x, mostly without the tag
-    mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}]                     Mistral; lately [TOOL_CALLS]f[ARGS]{...}
-    json      {"name": "f", "parameters": {...}}                                  whatever was asked for JSON in its prompt
+hermes    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>        Hermes, Qwen, SmolLM3
+llama3    <|python_tag|>{"name": "f", "parameters": {...}}                    Llama 3.x, mostly without the tag
+mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}]                     Mistral; lately [TOOL_CALLS]f[ARGS]{...}
+json      {"name": "f", "parameters": {...}}                                  whatever was asked for JSON in its prompt
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from legato.router.app import create_app
 from legato.router.chat_template import TemplateError
@@ -21,6 +21,9 @@ class FakeTemplate:
 
     asked: list[dict[str, Any]] = field(default_factory=list)
     fails: bool = False
+    text: str = ""
+    mentions_tools: bool = True
+    tool_arguments: Literal["object", "string"] = "object"
 
     def render(self, messages: list[dict[str, Any]], **how: Any) -> str:
         self.asked.append({"messages": messages, **how})

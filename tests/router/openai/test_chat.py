@@ -181,7 +181,7 @@ def test_a_template_that_refuses() -> None:
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
     ],
 )
 def test_what_is_refused(request_: dict[str, Any], param: str) -> None:

@@ -101,13 +101,13 @@ def test_every_parameter_of_an_instance_is_honoured() -> None:
 
 
 def test_an_instance_may_be_greedy() -> None:
-    def seed_sent(parameters: dict[str, Any]) -> bool:
+    def samples(parameters: dict[str, Any]) -> bool:
         backend = FakeBackend()
         ask("/vertex", {"instances": [{"inputs": "hi", "parameters": parameters}]}, backend)
         return backend.requests[0].sampling.do_sample
 
-    assert not seed_sent({})
-    assert seed_sent({"do_sample": True})
+    assert not samples({})
+    assert samples({"do_sample": True})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""What can go wrong with a request, as a tree.
+
+    ClientError
+    ├── ConnectionFailed               nobody there, or gone before the answer was complete
+    │   └── TimedOut                   silent for longer than the client's timeout
+    └── AnswerError                    an answer that is an error; `status` is its HTTP status
+        ├── ValidationError            the request cannot be served
+        ├── GenerationError            the model failed
+        ├── IncompleteGenerationError  a stream ended before its text did
+        ├── BadRequestError            400
+        ├── UnauthorizedError          401   no API key, or a wrong one
+        ├── NotFoundError              404
+        ├── RateLimitExceededError     429
+        │   └── OverloadedError              ... because the server has enough to do; see `retry_after`
+        ├── UnavailableError           503
+        ├── ShardNotReadyError         403, 424
+        ├── ShardTimeoutError          504
+        └── UnknownError               anything else
+
+The server's `error_type` decides first and the status second, as in TGI's client, whose names these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class ClientError(Exception):
+    pass
+
+
+class ConnectionFailed(ClientError):
+    pass
+
+
+class TimedOut(ConnectionFailed, TimeoutError):
+    pass
+
+
+class AnswerError(ClientError):
+    def __init__(self, message: str, status: int, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        # Seconds after which the server would like to be asked again, where it says.
+        self.retry_after = retry_after
+
+
+class ValidationError(AnswerError):
+    pass
+
+
+class GenerationError(AnswerError):
+    pass
+
+
+class IncompleteGenerationError(AnswerError):
+    pass
+
+
+class BadRequestError(AnswerError):
+    pass
+
+
+class UnauthorizedError(AnswerError):
+    pass
+
+
+class NotFoundError(AnswerError):
+    pass
+
+
+class RateLimitExceededError(AnswerError):
+    pass
+
+
+class OverloadedError(RateLimitExceededError):
+    pass
+
+
+class UnavailableError(AnswerError):
+    pass
+
+
+class ShardNotReadyError(AnswerError):
+    pass
+
+
+class ShardTimeoutError(AnswerError):
+    pass
+
+
+class UnknownError(AnswerError):
+    pass
+
+
+_BY_TYPE: dict[str, type[AnswerError]] = {
+    "validation": ValidationError,
+    "template_error": ValidationError,
+    "missing_template_variable": ValidationError,
+    "tool_error": ValidationError,
+    "generation": GenerationError,
+    "incomplete_generation": IncompleteGenerationError,
+    "incomplete_generation_stream": IncompleteGenerationError,
+    "overloaded": OverloadedError,
+}
+_BY_STATUS: dict[int, type[AnswerError]] = {
+    400: BadRequestError,
+    401: UnauthorizedError,
+    403: ShardNotReadyError,
+    404: NotFoundError,
+    422: ValidationError,
+    424: ShardNotReadyError,
+    429: RateLimitExceededError,
+    503: UnavailableError,
+    504: ShardTimeoutError,
+}
+
+
+class _ErrorObject(msgspec.Struct):
+    """OpenAI's; the status is what TGI adds to it within streams."""
+
+    message: str
+    http_status_code: int | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: str | _ErrorObject
+    error_type: Any = None
+
+
+def error_from(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> AnswerError:
+    """The error that an answer is. Proxies answer too, so the body may be anything."""
+    try:
+        found = msgspec.json.decode(body, type=_ErrorBody)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = _ErrorBody(error=body.decode(errors="replace")[:500] or f"an empty answer with status {status}")
+    if isinstance(found.error, str):
+        message = found.error
+    else:
+        message, status = found.error.message, found.error.http_status_code or status
+    kind = _BY_TYPE.get(str(found.error_type)) or _BY_STATUS.get(status, UnknownError)
+    return kind(message, status, _seconds((headers or {}).get("retry-after")))
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """None too if the header holds a date, which none of our servers sends."""
+    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else None

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from legato.grammar.compile import compile_grammar
+from legato.grammar.errors import GrammarError, UnsupportedKeyword
+from legato.grammar.kinds import GrammarKind
+from legato.grammar.vocabulary import TokenTrie
+from legato.router.tools.dialects import DIALECTS, HERMES, JSON, Dialect
+from legato.router.tools.enforcement import call_grammar, call_schema
+from legato.router.tools.parser import CallParser, Message
+from legato.router.tools.requests import Tool, tool_use_of
+from tests.router import asgi
+
+TREE = {
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}, "$ref": {"type": "string"}},
+    "required": ["root"],
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"left": {"$ref": "#/$defs/node"}, "value": {"enum": [{"$ref": "#/data"}, 2]}},
+            "additionalProperties": False,
+        }
+    },
+}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def tools(**schemas: Any) -> tuple[Tool, ...]:
+    functions = [{"type": "function", "function": {"name": name, "parameters": s}} for name, s in schemas.items()]
+    use = tool_use_of(functions, "required")
+    assert use is not None
+    return use.forced
+
+
+TOOLS = tools(weather=CITY, plant=TREE, now=None)
+
+
+@cache
+def vocabulary() -> tuple[Tokenizer, TokenTrie, dict[str, int]]:
+    """Some markers are special, some only added, some are mere text."""
+    tokenizer = Tokenizer.from_str(asgi.tokenizer().to_str())
+    tokenizer.add_special_tokens(["[TOOL_CALLS]"])
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    trie = TokenTrie(tokenizer.to_str(), tokenizer.get_vocab_size(), tokenizer.get_vocab_size(), [asgi.EOS])
+    return tokenizer, trie, {name: tokenizer.token_to_id(name) for name in ("[TOOL_CALLS]", "<tool_call>")}
+
+
+def allowed(dialect: Dialect, text: str, *, several: bool = False, among: tuple[Tool, ...] = TOOLS) -> bool:
+    """Whether the text is complete."""
+    tokenizer, trie, tokens = vocabulary()
+    grammar = call_grammar(dialect, among, tokens, several=several)
+    matcher = compile_grammar(grammar, trie)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+OTHER = '{"name": "now", "arguments": {}}'
+ONE = {
+    "hermes": f"<tool_call>\n{CALL}\n</tool_call>",
+    "mistral": f"[TOOL_CALLS][{CALL}]",
+    "llama3": CALL.replace("arguments", "parameters"),
+    "json": CALL.replace("arguments", "parameters"),
+}
+TWO = {
+    "hermes": f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{OTHER}\n</tool_call>",
+    "mistral": f"[TOOL_CALLS][{CALL}, {OTHER}]",
+    "json": f"[{CALL}, {OTHER}]".replace("arguments", "parameters"),
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_one_call_in_the_words_of_the_dialect(name: str) -> None:
+    dialect = DIALECTS[name]
+    assert allowed(dialect, ONE[name])
+    assert allowed(dialect, ONE[name], several=True)
+    assert not allowed(dialect, ONE[name].replace("city", "town"))
+    assert not allowed(dialect, ONE[name].replace("weather", "nothing"))
+    assert not allowed(dialect, "text " + ONE[name])
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_several_calls_only_where_they_are_allowed(name: str) -> None:
+    assert allowed(DIALECTS[name], TWO[name], several=True)
+    assert not allowed(DIALECTS[name], TWO[name])
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_the_grammar_allows_is_what_the_parser_reads(name: str) -> None:
+    for text, num_calls in ((ONE[name], 1), (TWO.get(name, ONE[name]), 2 if name in TWO else 1)):
+        parser, message = CallParser(DIALECTS[name], {"weather", "now"}), Message()
+        message.add(parser.feed(text) + parser.finish())
+        assert (message.content, len(message.calls)) == ("", num_calls)
+
+
+def test_each_tool_has_its_own_arguments() -> None:
+    assert not allowed(JSON, '{"name": "now", "parameters": {"city": "Oslo"}}')
+    assert not allowed(JSON, '{"name": "weather", "parameters": {}}')
+
+
+def test_references_are_to_the_tools_own_schema() -> None:
+    nested = '{"name": "plant", "parameters": {"root": {"left": {"left": {"value": 2}}}, "$ref": "x"}}'
+    assert allowed(JSON, nested)
+    assert not allowed(JSON, nested.replace("2", "3"))
+    assert allowed(JSON, nested.replace("2", '{"$ref": "#/data"}'))
+    assert allowed(JSON, nested, among=tools(now=None, plant=TREE))
+
+
+def test_a_function_takes_no_parameters_that_it_does_not_declare() -> None:
+    assert not allowed(JSON, '{"name": "weather", "parameters": {"city": "Oslo", "more": 1}}')
+    free = tools(f={**CITY, "additionalProperties": True}, g={"type": "object"})
+    assert allowed(JSON, '{"name": "f", "parameters": {"city": "Oslo", "more": 1}}', among=free)
+    assert allowed(JSON, '{"name": "g", "parameters": {"more": 1}}', among=free)
+
+
+def test_what_is_unsupported_is_named() -> None:
+    _, trie, tokens = vocabulary()
+    odd = tools(f={"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "null"}}}})
+    for dialect in (JSON, HERMES):
+        with pytest.raises(UnsupportedKeyword, match="`contains`"):
+            compile_grammar(call_grammar(dialect, odd, tokens, several=False), trie)
+
+
+def test_a_lenient_grammar_ignores_what_is_unsupported() -> None:
+    _, trie, tokens = vocabulary()
+    odd = tools(f={"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "null"}}}})
+    compile_grammar(call_grammar(HERMES, odd, tokens, several=False, schema_lenient=True), trie)
+
+
+def test_dialects_of_plain_json_are_schemas_so_that_everything_about_schemas_holds_for_them() -> None:
+    grammar = call_grammar(JSON, TOOLS, {}, several=True)
+    assert grammar.kind is GrammarKind.JSON_SCHEMA
+    assert json.loads(grammar.value)["$defs"] == call_schema(JSON, TOOLS)["$defs"]
+
+
+def test_a_reference_to_nowhere_is_an_error() -> None:
+    _, trie, tokens = vocabulary()
+    lost = tools(f={"type": "object", "properties": {"a": {"$ref": "#/$defs/nowhere"}}})
+    with pytest.raises(GrammarError):
+        compile_grammar(call_grammar(JSON, lost, tokens, several=False), trie)
