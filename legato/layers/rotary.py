@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from legato.common.errors import UnsupportedModel
+from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.layers.step import Step
 
 
@@ -54,7 +54,10 @@ def rope_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
     scalings = {"default": _plain, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
     if config.kind not in scalings:
         raise UnsupportedModel(f"rope scaling '{config.kind}' is not supported; known: {', '.join(scalings)}")
-    return scalings[config.kind](config)
+    try:
+        return scalings[config.kind](config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelFileError(f"config.json: rope scaling '{config.kind}' is incomplete or wrong: {error!r}") from None
 
 
 def _inverse(theta: float, head_dim: int) -> torch.Tensor:

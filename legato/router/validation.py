@@ -86,6 +86,7 @@ class Validator:
         self._tokenizer = tokenizer
         self.limits = limits
         self.settings = settings
+        self._has_foreign_tokens = max(tokenizer.get_vocab().values(), default=0) >= limits.vocab_size
         self._threads = ThreadPoolExecutor(settings.validation_workers, thread_name_prefix="tokenize")
 
     def close(self) -> None:
@@ -151,9 +152,19 @@ class Validator:
         # The batch calls release the interpreter lock, the plain one does not: a long text would stop every stream.
         encode = self._tokenizer.encode_batch if with_offsets else self._tokenizer.encode_batch_fast
         try:
-            return encode([inputs], add_special_tokens=add_special_tokens)[0]
+            encoding: Encoding = encode([inputs], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:  # a panic inside the tokenizer is not an Exception
             raise InvalidRequest(f"tokenizer error {error}") from error
+        if self._has_foreign_tokens:
+            self._check_known(encoding.ids)
+        return encoding
+
+    def _check_known(self, ids: list[int]) -> None:
+        """A tokenizer may have tokens that were added after the model was made: they would fail everybody's step."""
+        strangers = [token_id for token_id in ids if token_id >= self.limits.vocab_size]
+        if strangers:
+            token = self._tokenizer.id_to_token(strangers[0])
+            raise InvalidRequest(f"`inputs` holds {token!r}, a token of the tokenizer that the model does not have")
 
     def _check_counts(self, parameters: GenerateParameters) -> None:
         if parameters.max_new_tokens == 0:

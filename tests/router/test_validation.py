@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import normalizers
+from tokenizers import Tokenizer, normalizers
 
 from legato.router.errors import InvalidRequest
 from legato.router.schemas import GenerateParameters, GenerateRequest
@@ -249,3 +249,13 @@ def test_whatever_is_accepted_survives_as_32_bit_floats(parameters: dict[str, An
         return
     for value in (sampling.temperature, sampling.repetition_penalty, sampling.top_p, sampling.typical_p):
         assert struct.unpack("f", struct.pack("f", value))[0] > 0
+
+
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    """It would be an index out of range in the shard, and fail the step of everybody else too."""
+    longer = Tokenizer.from_str(tokenizer().to_str())
+    longer.add_tokens(["<late>"])
+    validator = Validator(longer, replace(LIMITS, vocab_size=longer.get_vocab_size() - 1), SETTINGS)
+    with pytest.raises(InvalidRequest, match="'<late>', a token of the tokenizer that the model does not have"):
+        asyncio.run(validator.input_ids("hello <late>"))
+    assert asyncio.run(validator.input_ids("hello"))

@@ -9,7 +9,7 @@ from legato.server.loading import FINE_STEP, STEP, LoadProgress
 
 
 def percents(caplog: pytest.LogCaptureFixture) -> list[int]:
-    return [record.fields["percent"] for record in caplog.records if record.msg == LOADING]
+    return [vars(record)["fields"]["percent"] for record in caplog.records if record.msg == LOADING]
 
 
 def test_people_get_five_lines(caplog: pytest.LogCaptureFixture) -> None:

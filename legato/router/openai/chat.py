@@ -95,7 +95,7 @@ class ChatJob:
         return replace(terms, grammar=grammar, spoken_token_ids=self._tooling.spoken)
 
     async def requests(self) -> list[ValidRequest]:
-        text, ids = await read_conversation(self._request, self._inference, self._tooling)
+        text, ids = await read_conversation(self._request, self._inference, self._tooling, self._use)
         room = self._inference.validator.max_new_tokens(len(ids), self._max_tokens)
         return [self.terms.request(text, ids, room, self._num_top)]
 

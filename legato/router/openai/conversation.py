@@ -50,12 +50,14 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
     return tool_use_of(request.tools, request.tool_choice, request.parallel_tool_calls, request.tool_prompt)
 
 
-async def read_conversation(request: ChatRequest, inference: Inference, tooling: Tooling) -> tuple[str, list[int]]:
+async def read_conversation(
+    request: ChatRequest, inference: Inference, tooling: Tooling, use: ToolUse | None
+) -> tuple[str, list[int]]:
     """The prompt's text and tokens. Templates write the special tokens themselves."""
     template = _template(inference)
 
     def read() -> tuple[str, list[int]]:
-        text = _render(request, template, tooling)
+        text = _render(request, template, tooling, use)
         return text, inference.validator.encode(text, add_special_tokens=False).ids
 
     text, ids = await inference.validator.in_thread(read)
@@ -67,10 +69,11 @@ async def read_conversation(request: ChatRequest, inference: Inference, tooling:
 async def tokenize_conversation(
     request: ChatRequest, inference: Inference, tooling: Tooling
 ) -> tuple[str, list[SimpleToken]]:
+    use = tool_use(request)
     template = _template(inference)
 
     def read() -> tuple[str, list[SimpleToken]]:
-        text = _render(request, template, tooling)
+        text = _render(request, template, tooling, use)
         encoding = inference.validator.encode(text, with_offsets=True, add_special_tokens=False)
         return text, token_offsets(encoding, text)
 
@@ -83,8 +86,7 @@ def _template(inference: Inference) -> Template:
     return inference.chat_template
 
 
-def _render(request: ChatRequest, template: Template, tooling: Tooling) -> str:
-    use = tool_use(request)
+def _render(request: ChatRequest, template: Template, tooling: Tooling, use: ToolUse | None) -> str:
     try:
         messages = tooling.history.messages(request.messages, use)
     except RecursionError:

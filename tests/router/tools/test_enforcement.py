@@ -50,7 +50,8 @@ def vocabulary() -> tuple[Tokenizer, TokenTrie, dict[str, int]]:
     tokenizer.add_special_tokens(["[TOOL_CALLS]"])
     tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
     trie = TokenTrie(tokenizer.to_str(), tokenizer.get_vocab_size(), tokenizer.get_vocab_size(), [asgi.EOS])
-    return tokenizer, trie, {name: tokenizer.token_to_id(name) for name in ("[TOOL_CALLS]", "<tool_call>")}
+    added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    return tokenizer, trie, {name: added[name] for name in ("[TOOL_CALLS]", "<tool_call>")}
 
 
 def allowed(dialect: Dialect, text: str, *, several: bool = False, among: tuple[Tool, ...] = TOOLS) -> bool:

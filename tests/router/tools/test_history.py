@@ -58,8 +58,8 @@ def test_call_and_result_keep_one_id_where_the_template_insists_on_nine_letters(
 
 def test_a_template_that_knows_no_tools_is_told_by_the_user() -> None:
     messages = KNOWS_NOT.messages([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}], USE)
-    said, tools, prompt = messages[0]["content"].split("\n---\n")[0], *messages[0]["content"].split("\n")[2:]
-    assert (said, prompt) == ("hi", PROMPT)
+    said, line, tools, prompt = messages[0]["content"].split("\n")
+    assert (said, line, prompt) == ("hi", "---", PROMPT)
     assert json.loads(tools) == [{"type": "function", "function": WEATHER}]
     assert messages[1] == {"role": "assistant", "content": "So"}
     assert KNOWS_NOT.tools(USE) is None

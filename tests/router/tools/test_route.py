@@ -48,7 +48,8 @@ def choice_of(answer: Answer) -> dict[str, Any]:
 
 def streamed(answer: Answer) -> tuple[str, list[dict[str, str]], str]:
     """Content, calls and finish reason, put together as OpenAI's client does it."""
-    content, calls, reason = "", [], ""
+    content, reason = "", ""
+    calls: list[dict[str, str]] = []
     for chunk in chunks(answer):
         msgspec.convert(chunk, ChatCompletionChunk, strict=True)
         (choice,) = chunk["choices"]
@@ -128,6 +129,7 @@ def test_a_marker_that_is_a_special_token_is_seen() -> None:
     tokenizer = Tokenizer.from_str(asgi.tokenizer().to_str())
     tokenizer.add_special_tokens(["[TOOL_CALLS]"])
     marker = tokenizer.token_to_id("[TOOL_CALLS]")
+    assert marker is not None
 
     def script(request: GenerationRequest) -> list[Output]:
         return [Output(marker), *outputs_of(' [{"name": "weather", "arguments": {"city": "Oslo"}}]')]
