@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from legato.router.auth import OPEN_PATHS, Unauthorized
 from legato.router.chat_template import TemplateError
 from legato.router.errors import GenerationFailed, InvalidRequest, Overloaded, PayloadTooLarge
 from legato.router.openai import errors as openai_errors
@@ -38,10 +39,12 @@ from legato.router.schemas import (
 from legato.router.settings import RouterSettings
 
 _REFERENCE = "#/components/schemas/{name}"
+_SECURITY = "api_key"
 _JSON, _EVENTS = "application/json", "text/event-stream"
 # status -> (description, error_type, message)
 _ERRORS = {
     400: ("The body is not JSON", "validation", "Failed to parse the request body as JSON: ..."),
+    401: ("No API key, or a wrong one", "unauthorized", "The API key is not valid"),
     413: ("The body is too large", "validation", "The request body is larger than the limit of 2000000 bytes"),
     422: ("The request cannot be served", "validation", "Input validation error: `inputs` cannot be empty"),
     424: ("Generation failed", "generation", "Request failed during generation: ..."),
@@ -53,6 +56,7 @@ _GENERATION_ERRORS = (*_BODY_ERRORS, 424, 429)
 # status -> (description, an error that has it)
 _OPENAI_ERRORS = {
     400: ("The request cannot be served", InvalidRequest("`n` must be >= 1 and <= 8. Given: 9", "n")),
+    401: ("No API key, or a wrong one", Unauthorized("The API key is not valid")),
     404: ("No such model", UnknownModel("other")),
     413: ("The body is too large", PayloadTooLarge(2_000_000)),
     422: ("The chat template refuses", TemplateError("...")),
@@ -75,6 +79,11 @@ class Operation:
     # Media type -> type of the answer with status 200, or a tuple of them; None for plain text or nothing.
     response: dict[str, Any] | None = None
     errors: tuple[int, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it needs no key where others do."""
+        return self.method == "get" and self.path in OPEN_PATHS
 
 
 _PARAMETERS = {"max_new_tokens": 20, "details": True}
@@ -221,7 +230,12 @@ def document(settings: RouterSettings) -> dict[str, Any]:
     schemas = _Schemas()
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
+        if settings.api_keys and not operation.is_open:
+            operation = replace(operation, errors=(*operation.errors, 401))
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schemas)
+    components: dict[str, Any] = {"schemas": schemas.components}
+    if settings.api_keys:
+        components["securitySchemes"] = {_SECURITY: {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -231,7 +245,7 @@ def document(settings: RouterSettings) -> dict[str, Any]:
             "version": settings.version,
         },
         "paths": paths,
-        "components": {"schemas": schemas.components},
+        "components": components,
     }
 
 
@@ -273,6 +287,8 @@ def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     describe_error = _openai_error if operation.path.startswith("/v1/") else _native_error
+    if 401 in operation.errors:
+        described["security"] = [{_SECURITY: []}]
     for status in operation.errors:
         described["responses"][str(status)] = describe_error(status, schemas)
     return described

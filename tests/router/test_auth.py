@@ -14,6 +14,7 @@ from legato.router.app import _routes
 from legato.router.auth import read_keys
 from legato.router.inference import Inference
 from legato.router.metrics import Metrics
+from legato.router.openapi import document
 from tests.router.asgi import LIMITS, SETTINGS, Answer, Call, FakeBackend, app_for, call, get, post, tokenizer
 
 KEYS = ("first-key", "second-key")
@@ -166,6 +167,21 @@ def test_keys_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
         request("GET", "/info", {"authorization": "Bearer first-key"})
         wrong = request("GET", "/info", {"authorization": "Bearer wrong-key"})
     assert "-key" not in caplog.text + wrong.body.decode() + repr(replace(SETTINGS, api_keys=KEYS))
+
+
+def test_the_documentation_says_which_routes_need_a_key() -> None:
+    described = document(replace(SETTINGS, api_keys=KEYS))
+    assert KEYS[0] not in str(described)
+    closed = {
+        (method.upper(), path)
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+        if "401" in operation["responses"] and operation["security"]
+    }
+    assert {(method.upper(), path) for path, methods in described["paths"].items() for method in methods} - closed == {
+        route for route in OPEN if route[0] == "GET"
+    }
+    assert "security" not in str(document(SETTINGS))
 
 
 # ---- where they come from --------------------------------------------------------------------------------------------

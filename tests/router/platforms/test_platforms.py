@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from legato.common.errors import OptionError
+from legato.router.cli import vertex_port, vertex_route
 from legato.router.errors import GenerationFailed
 from legato.router.state import GenerationRequest, Output
 from tests.router.asgi import Answer, Call, FakeBackend, app_for, get, outputs_of, post, until
@@ -172,6 +174,26 @@ def test_the_paths_that_vertex_chooses_are_served() -> None:
         assert (await get(app, "/alive")).status == 200
 
     asyncio.run(main())
+
+
+def test_the_port_of_vertex_is_read_from_its_variable() -> None:
+    assert vertex_port({"AIP_HTTP_PORT": "8080"}) == 8080
+    assert vertex_port({"AIP_HTTP_PORT": ""}) is None
+    assert vertex_port({}) is None
+
+
+@pytest.mark.parametrize("port", ["http", "0", "70000", "-1", "8080.5"])
+def test_a_port_that_is_none_is_refused(port: str) -> None:
+    with pytest.raises(OptionError, match="AIP_HTTP_PORT"):
+        vertex_port({"AIP_HTTP_PORT": port})
+
+
+def test_the_routes_of_vertex_are_read_from_their_variables() -> None:
+    assert vertex_route({"AIP_PREDICT_ROUTE": "/predict"}, "AIP_PREDICT_ROUTE") == "/predict"
+    assert vertex_route({}, "AIP_PREDICT_ROUTE") is None
+    for path in ("predict", "/{x}"):
+        with pytest.raises(OptionError, match="AIP_PREDICT_ROUTE"):
+            vertex_route({"AIP_PREDICT_ROUTE": path}, "AIP_PREDICT_ROUTE")
 
 
 # ---- KServe ----------------------------------------------------------------------------------------------------------
