@@ -147,7 +147,8 @@ class Computing(Options):
     )
     disable_custom_kernels: bool = option(False, "Use plain torch operations instead of Triton kernels.")
     cuda_graphs: tuple[int, ...] = option(
-        (), "Batch sizes to capture as CUDA graphs, comma-separated; `0` for none.", later="CUDA graphs", served=((0,),)
+        (),
+        "Decode batch sizes to run as CUDA graphs, comma-separated; `0` for none. Without it every size that comes up.",
     )
     block_size: int = option(16, "Tokens in one block of the KV cache. 1 shares prefixes to the very token.", minimum=1)
     prefix_caching: bool = option(True, "Reuse the KV blocks of prompts and answers that begin alike.")

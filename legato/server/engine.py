@@ -110,7 +110,13 @@ class StepClock:
 
 class Engine:
     def __init__(
-        self, model: CausalModel, cache: KVCache, max_rows: int, max_tokens: int, make_sampler: Callable[[int], Sampler]
+        self,
+        model: CausalModel,
+        cache: KVCache,
+        max_rows: int,
+        max_tokens: int,
+        make_sampler: Callable[[int], Sampler],
+        graph_sizes: tuple[int, ...] = (),  # of decode batches to capture; (0,) for none, () for whatever comes
     ) -> None:
         self.model = model
         self.cache = cache
@@ -118,7 +124,9 @@ class Engine:
         self.dtype = cache.layers[0].keys.dtype
         self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device)
         self.sampler = make_sampler(max_rows)
-        self.graphs = DecodeGraphs(model, cache, self.rows) if self.device.type == "cuda" else None
+        self.graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda" and graph_sizes != (0,):
+            self.graphs = DecodeGraphs(model, cache, self.rows, graph_sizes)
 
     @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Pending:
@@ -129,7 +137,7 @@ class Engine:
         for admission in request.admitted:
             self._configure_sampler(admission)
         self.rows.write_blocks()
-        if self.graphs is not None and all(part.decode for part in parts):
+        if self._has_graph(parts):
             outcome = Outcome(self._replay(parts), list(range(len(parts))), {})
         else:
             outcome = self._forward(parts)
@@ -137,6 +145,11 @@ class Engine:
             outcome = replace(outcome, chosen=outcome.chosen.to_host())
         clock.stop()
         return Pending(request.id, started, clock, outcome)
+
+    def _has_graph(self, parts: list[RowStep]) -> bool:
+        if self.graphs is None or self.graphs.size_for(len(parts)) is None:
+            return False
+        return all(part.decode for part in parts)
 
     def _replay(self, parts: list[RowStep]) -> Chosen:
         """A step of decodes only."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,7 @@ class DecodeGraph:
 
 
 def bucket(num_rows: int) -> int:
-    """The captured size for a batch: exact for few rows, then in steps that waste at most about a tenth."""
+    """The size to capture for a batch: exact for few rows, then in steps that waste at most about a tenth."""
     if num_rows <= 8:
         return num_rows
     step = 8 if num_rows <= 128 else 16 if num_rows <= 256 else 32
@@ -42,18 +43,27 @@ def bucket(num_rows: int) -> int:
 
 
 class DecodeGraphs:
-    def __init__(self, model: CausalModel, cache: KVCache, rows: Rows) -> None:
+    """`sizes` are the only ones to capture, if given; larger batches then run without a graph."""
+
+    def __init__(self, model: CausalModel, cache: KVCache, rows: Rows, sizes: Sequence[int] = ()) -> None:
         self._model = model
         self._cache = cache
         self._rows = rows
-        most = bucket(len(rows.sequences))
+        self._sizes = sorted(sizes)
+        most = max(bucket(len(rows.sequences)), *sizes, 1)
         self._row_numbers = torch.full((most,), rows.padding, dtype=torch.int32, device=rows.device)
         self._graphs: dict[int, DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
+    def size_for(self, num_rows: int) -> int | None:
+        if not self._sizes:
+            return bucket(num_rows)
+        return next((size for size in self._sizes if size >= num_rows), None)
+
     def run(self, row_numbers: list[int]) -> DecodeGraph:
         """One decode of these rows: greedy tokens are chosen and fed back, the logits are there for other choices."""
-        size = bucket(len(row_numbers))
+        size = self.size_for(len(row_numbers))
+        assert size is not None, f"no graph for {len(row_numbers)} rows"
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
         filled = np.full(size, self._rows.padding, dtype=np.int32)

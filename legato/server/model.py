@@ -89,7 +89,12 @@ class Model:
         shape, device = self.loaded.model.kv_shape, self.loaded.device
         cache = KVCache(shape, capacity.num_blocks, self.block_size, device)
         self._engine = Engine(
-            self.loaded.model, cache, capacity.max_rows, capacity.max_total_tokens, self._make_sampler
+            self.loaded.model,
+            cache,
+            capacity.max_rows,
+            capacity.max_total_tokens,
+            self._make_sampler,
+            self.options.cuda_graphs,
         )
         self._first_step(capacity)
         self._capacity = capacity

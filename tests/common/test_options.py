@@ -62,7 +62,7 @@ TGI_DEFAULTS: dict[str, Any] = {
     "otlp-endpoint": None,
     "otlp-service-name": "text-generation-inference.router",
     "cors-allow-origin": (),
-    "api-key": None,
+    "api-key": (),  # one or several
     "watermark-gamma": None,
     "watermark-delta": None,
     "ngrok": False,
@@ -87,6 +87,8 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "device": "auto",
     "logger-level": "info",
     "schema-lenient": False,
+    "api-key-file": None,
+    "tool-call-parser": "auto",
 }
 
 
@@ -231,10 +233,8 @@ LATER = {
     "--otlp-endpoint": "http://collector:4317",
     "--ngrok-authtoken": "secret",
     "--ngrok-edge": "edge",
-    "--api-key": "secret",
     "--sharded": "true",
     "--num-shard": "2",
-    "--cuda-graphs": "1,2",
     "--max-batch-size": "8",
 }
 
@@ -257,7 +257,7 @@ def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "--quantize (set by QUANTIZE)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["--num-shard=1", "--sharded=false", "--cuda-graphs=0", "--usage-stats=no-stack"])
+@pytest.mark.parametrize("words", ["--num-shard=1", "--sharded=false", "--cuda-graphs=1,2", "--usage-stats=no-stack"])
 def test_values_that_ask_for_nothing_new_are_accepted(words: str) -> None:
     assert parse(LauncherOptions, words).warnings == []
 

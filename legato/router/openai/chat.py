@@ -76,23 +76,24 @@ class ChatJob:
         check_conversation(request)
         self._tooling = tooling
         self._use = tool_use(request)
-        if self._use is not None and grammar_of(request.response_format) is not None:
-            raise ToolError("Grammar and tools are mutually exclusive")
         self._request = request
         self._inference = inference
         self._names = names
-        self.terms = self._with_tools(terms_of(request, inference.validator))
+        self.terms = self._terms()
         self._num_top = _num_top(request)
         self._max_tokens = _max_tokens(request)
         self._identity = identity_of("chatcmpl", request, inference.settings)
         # Goes before the text, where a message is continued and its client wants the whole of it.
         self.echo = last_answer(request) if request.echo else ""
 
-    def _with_tools(self, terms: Terms) -> Terms:
-        if self._use is None:
-            return terms
-        grammar = self._tooling.grammar(self._use, schema_lenient=self._inference.settings.schema_lenient)
-        return replace(terms, grammar=grammar, spoken_token_ids=self._tooling.spoken)
+    def _terms(self) -> Terms:
+        request, validator, use = self._request, self._inference.validator, self._use
+        if use is None:
+            return terms_of(request, validator)
+        if grammar_of(request.response_format) is not None:
+            raise ToolError("Grammar and tools are mutually exclusive")
+        calls = self._tooling.grammar(use, schema_lenient=validator.settings.schema_lenient)
+        return replace(terms_of(request, validator, calls=calls), spoken_token_ids=self._tooling.spoken)
 
     async def requests(self) -> list[ValidRequest]:
         text, ids = await read_conversation(self._request, self._inference, self._tooling, self._use)

@@ -73,9 +73,12 @@ class Terms:
         )
 
 
-def terms_of(request: SharedFields, validator: Validator, best_of: int | None = None) -> Terms:
-    grammar = grammar_of(request.response_format)
-    check_grammar(grammar, "response_format")
+def terms_of(
+    request: SharedFields, validator: Validator, best_of: int | None = None, calls: Grammar | None = None
+) -> Terms:
+    """`calls` is what the text must look like if tools are to be called."""
+    grammar = grammar_of(request.response_format) if calls is None else calls
+    check_grammar(grammar, "response_format" if calls is None else "tools")
     n, best_of = _sequences(request, best_of, validator.settings.max_best_of)
     validator.check_token_ids("stop_token_ids", request.stop_token_ids or ())
     validator.check_token_ids("logit_bias", request.logit_bias or ())
