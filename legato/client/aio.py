@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import io
-import ssl
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -114,10 +113,9 @@ class AsyncClient:
     @asynccontextmanager
     async def _open(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[_Answer]:
         server = self._server
-        tls = ssl.create_default_context() if server.secure else None
         with server.errors():
             reader, writer = await asyncio.wait_for(
-                asyncio.open_connection(server.host, server.port, ssl=tls), server.timeout
+                asyncio.open_connection(server.host, server.port, ssl=server.tls), server.timeout
             )
         try:
             headers = {**server.headers, "content-length": str(len(body))}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import ssl
 from collections.abc import Iterator, Mapping
 from typing import Literal, TypeVar, Unpack, overload
 
@@ -126,13 +125,11 @@ class Client:
         self, method: str, path: str, body: bytes | None = None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         server = self._server
-        if server.secure:
-            tls = ssl.create_default_context()
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                server.host, server.port, timeout=server.timeout, context=tls
-            )
-        else:
-            connection = http.client.HTTPConnection(server.host, server.port, timeout=server.timeout)
+        connection = (
+            http.client.HTTPConnection(server.host, server.port, timeout=server.timeout)
+            if server.tls is None
+            else http.client.HTTPSConnection(server.host, server.port, timeout=server.timeout, context=server.tls)
+        )
         try:
             with server.errors():
                 connection.request(method, server.prefix + path, body, server.headers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class Server:
     """Where requests go, and what they all carry."""
 
     url: str
-    secure: bool
+    # None: plain HTTP.
+    tls: ssl.SSLContext | None
     host: str
     port: int
     prefix: str
@@ -44,7 +46,7 @@ class Server:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{base_url!r} is no URL of a server: it must look like http://host:port")
-        secure = parts.scheme == "https"
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
         carried = {"content-type": "application/json"}
         carried |= {name.lower(): value for name, value in (headers or {}).items()}
         if cookies:
@@ -54,8 +56,8 @@ class Server:
                 raise ValueError(f"the header {name!r} must not contain a line break")
         # A connection for each request: streams may be left at any point, and threads share nothing.
         carried |= {"host": parts.netloc.rpartition("@")[2], "connection": "close"}
-        port = parts.port or (443 if secure else 80)
-        return Server(base_url, secure, parts.hostname, port, parts.path.rstrip("/"), carried, timeout)
+        port = parts.port or (443 if tls else 80)
+        return Server(base_url, tls, parts.hostname, port, parts.path.rstrip("/"), carried, timeout)
 
     @contextmanager
     def errors(self) -> Iterator[None]:

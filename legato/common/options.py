@@ -35,6 +35,8 @@ class Option:
     # Why giving this option changes nothing. Worth a warning when somebody gives it.
     no_effect: str | None = None
     positional: bool = False
+    # Not for the eyes of other users of the machine, who can read command lines: travels as a variable.
+    secret: bool = False
     # Filled in from the field.
     name: str = ""
     kind: Any = str
@@ -235,7 +237,7 @@ class Http(Options):
         (), "Origins that browsers may call from; repeat it or separate by commas."
     )
     api_key: tuple[str, ...] = option(
-        (), "Keys, one of which requests must carry as a bearer token; repeat it or separate by commas."
+        (), "Keys, one of which requests must carry as a bearer token; repeat it or separate by commas.", secret=True
     )
     api_key_file: str | None = option(
         None, "File with more such keys, one on each line. Lines that begin with `#` are comments."

@@ -62,7 +62,7 @@ def forward(options: Options, program: type[Options]) -> list[str]:
     names = {column.name for column in fields(options)}
     positional, flags = [], []
     for option in table(program):
-        if option.name not in names or option.no_effect:
+        if option.name not in names or option.no_effect or option.secret:
             continue
         value = getattr(options, option.name)
         if value == option.default:
@@ -74,6 +74,13 @@ def forward(options: Options, program: type[Options]) -> list[str]:
         else:
             flags.append(f"--{option.flag}={_spell(value)}")
     return positional + flags
+
+
+def secrets(options: Options, program: type[Options]) -> dict[str, str]:
+    """What `forward` leaves out, as environment variables: command lines are public."""
+    hidden = [option for option in table(program) if option.secret and option.env]
+    values = {option.env: getattr(options, option.name, option.default) for option in hidden if option.env}
+    return {name: _spell(value) for name, value in values.items() if value}
 
 
 def variables(program: type[Options]) -> set[str]:

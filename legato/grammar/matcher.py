@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
 
 from legato.grammar.errors import from_message
 from legato.grammar.numbers import MAX_DIGITS, DigitCount
@@ -41,11 +42,12 @@ class Matcher:
 
 
 class MaskWriter:
-    """Writes the masks of many texts, on several cores where they take long."""
+    """Writes the masks of many texts, on several cores if there are enough of them."""
 
     def __init__(self, trie: TokenTrie, num_threads: int) -> None:
         self._trie = trie
-        self._executor = LLExecutor(num_threads)
+        # Handing the work to a single other thread would only cost the time that it takes to wake it.
+        self._executor = LLExecutor(num_threads) if num_threads > 1 else None
 
     def fill_masks(self, matchers: Sequence[Matcher]) -> None:
         """`mask` of each, or its `error`. A text for which no token is left has one."""
@@ -53,14 +55,18 @@ class MaskWriter:
         if not running:
             return
         masks = np.empty((len(running), self._trie.num_words), dtype=np.int32)
-        self._executor.unsafe_compute_mask_ptr(
-            [(matcher.position, line) for line, matcher in enumerate(running)],
-            masks.ctypes.data,
-            masks.shape[1] * masks.itemsize,
-            masks.shape[0],
-        )
+        self._compute([matcher.position for matcher in running], masks)
         for matcher, mask in zip(running, masks, strict=True):
             self._finish(matcher, mask)
+
+    def _compute(self, positions: list[LLMatcher], masks: NDArray[np.int32]) -> None:
+        first, size = masks.ctypes.data, masks.shape[1] * masks.itemsize
+        if self._executor is not None and len(positions) > 1:
+            lines = [(position, line) for line, position in enumerate(positions)]
+            self._executor.unsafe_compute_mask_ptr(lines, first, size, len(masks))
+            return
+        for line, position in enumerate(positions):
+            position.unsafe_compute_mask_ptr(first + line * size, size)
 
     def _finish(self, matcher: Matcher, mask: Bitmask) -> None:
         # llguidance answers an error with the mask of a text that has ended; a client must not take it for one.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from legato.common.options import DownloadOptions, LauncherOptions, RouterOptions, ServerOptions
-from legato.common.program import forward, variables
+from legato.common.program import forward, secrets, variables
 from legato.launcher.processes import Command
 
 
@@ -54,7 +54,7 @@ def _shard(options: LauncherOptions, rank: int, world_size: int, environ: dict[s
 
 def _router(options: LauncherOptions, socket: str, environ: dict[str, str]) -> Command:
     words = [*_program("text-generation-router", "legato.router.cli"), *forward(options, RouterOptions)]
-    return Command("router", [*words, f"--master-shard-uds-path={socket}"], environ)
+    return Command("router", [*words, f"--master-shard-uds-path={socket}"], environ | secrets(options, RouterOptions))
 
 
 def _program(script: str, module: str) -> list[str]:

@@ -74,3 +74,10 @@ def test_programs_are_those_beside_the_interpreter(monkeypatch: pytest.MonkeyPat
     plan = make_plan(LauncherOptions(), SOCKETS, {})
     assert plan.router.words[0] == str(tmp_path / "text-generation-router")
     assert list(plan.shards[0].words[:3]) == [str(tmp_path / "python"), "-m", "legato.server.cli"]
+
+
+def test_api_keys_travel_as_a_variable_because_command_lines_are_public() -> None:
+    plan = make_plan(LauncherOptions(api_key=("one", "two")), ["/tmp/s-0"], {})
+    assert plan.router.environ["API_KEY"] == "one,two"
+    assert not any("one" in word or "two" in word for word in plan.router.words)
+    assert "API_KEY" not in plan.shards[0].environ
