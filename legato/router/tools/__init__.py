@@ -7,4 +7,5 @@ json_text.py    whether a text is the beginning of a JSON value
 call_reader.py  one call, read while it is written
 parser.py       a whole text: content and calls, in pieces
 enforcement.py  the grammar of a text that must be a call
+tooling.py      all of that for one model
 """
