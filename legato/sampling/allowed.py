@@ -34,8 +34,8 @@ class Allowed:
 def _forbidden(bits: Tensor, vocab_size: int, device: torch.device) -> Tensor:
     """bits [m, words] -> [m, V] float32, 1 where the bit is 0. Floats, because adding them is vectorised on a CPU."""
     assert bits.shape[1] * 32 >= vocab_size, f"{bits.shape[1]} words for {vocab_size} tokens"
-    if device.type != "cpu":
-        return forbidden_by_shifting(bits.to(device, non_blocking=True), vocab_size)
+    if device.type != "cpu":  # pinned, because a copy from other memory would wait for the forward pass
+        return forbidden_by_shifting(bits.pin_memory().to(device, non_blocking=True), vocab_size)
     flags = np.unpackbits((~bits).numpy().view(np.uint8), axis=1, count=vocab_size, bitorder="little")
     return torch.from_numpy(flags).float()
 

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _KEPT: Final = 32
 # Seconds. The router has compiled every grammar before it comes here, and masks have limits of their own: whoever
 # waits that long waits for ever.
-_PATIENCE: Final = 10.0
+_PATIENCE: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
