@@ -144,9 +144,7 @@ def _attend_chunk(
     queries = q.view(length, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     keys = k.transpose(0, 1)[:, None].expand(kv_heads, group, k.shape[0], head_dim)
     values = v.transpose(0, 1)[:, None].expand(kv_heads, group, v.shape[0], head_dim)
-    mixed = F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
-    )
+    mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
     return mixed.permute(2, 0, 1, 3).reshape(length, num_heads, head_dim)
 
 

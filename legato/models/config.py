@@ -11,6 +11,7 @@ from legato.layers.rotary import RopeConfig
 # Beyond any model's vocabulary or context; a table of that many positions can still be made.
 LARGEST_SIZE = 1 << 24
 
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     model_type: str
@@ -33,7 +34,9 @@ class ModelConfig:
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
         if config.get("quantization_config"):
             method = config["quantization_config"].get("quant_method", "unknown")
-            raise UnsupportedModel(f"config.json says the weights are quantised ('{method}'), which is not supported yet")
+            raise UnsupportedModel(
+                f"config.json says the weights are quantised ('{method}'), which is not supported yet"
+            )
         num_heads = _count(config, "num_attention_heads")
         head_dim = _count(config, "head_dim", _count(config, "hidden_size") // num_heads)
         max_positions = _count(config, "max_position_embeddings", 2048)

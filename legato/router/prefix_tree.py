@@ -124,9 +124,7 @@ class PrefixTree:
         if node.users or node.children or node.parent is None:
             return
         heapq.heappush(self._leaves, (node.last_used, next(self._clock), node))
-        if (
-            len(self._leaves) > 2 * self._num_nodes + 64
-        ):  # mostly stale: without this, hits alone would grow it
+        if len(self._leaves) > 2 * self._num_nodes + 64:  # mostly stale: without this, hits alone would grow it
             self._leaves = [leaf for leaf in self._leaves if leaf[0] == leaf[2].last_used and leaf[2].parent]
             heapq.heapify(self._leaves)
 

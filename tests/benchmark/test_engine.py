@@ -72,7 +72,7 @@ def test_the_cache_has_room_for_the_largest_workload(service: FakeService) -> No
 
 
 def test_requests_with_a_common_prefix_find_it_in_the_cache(service: FakeService) -> None:
-    # 2 requests of 64 common tokens and 2 of their own. The second waits until the first has computed all of the prefix.
+    # 2 requests of 64 common tokens and 2 of their own. The second waits until the first has computed the prefix.
     options = EngineOptions(scale=32, repeat=1, max_rows=8, max_total_tokens=80, step_tokens=8)
     results = measure(service, options, ["prefix"])
     prefix, parts = results.workloads
