@@ -117,7 +117,7 @@ def _on_cpu(
     context: PagedContext,
     scale: float,
 ) -> torch.Tensor:
-    num_tokens, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     kv_heads = k_slots.shape[1]
     out = torch.empty_like(q)
     for group in context.decode_groups:
