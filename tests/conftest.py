@@ -11,6 +11,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A shell starts what it puts in the background with SIGINT ignored, and so would every program that the tests interrupt.
+# A shell starts what it puts in the background with SIGINT ignored, and so would all programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
