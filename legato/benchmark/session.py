@@ -20,7 +20,7 @@ from legato.router.metrics import Step
 from legato.router.scheduler import Scheduler
 from legato.router.seam import Limits
 from legato.router.shards import GrpcShards
-from legato.router.state import GenerationRequest, Output, StepPlan, StepResult
+from legato.router.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ class _Stream:
     async def run(self, on_result: Callable[[StepResult], None]) -> None:
         self._on_result = on_result
         await asyncio.shield(self._reading)
+
+    async def prepare(self, grammar: Grammar) -> None:
+        await self._shards.prepare(grammar)
 
     async def healthy(self) -> bool:
         return await self._shards.healthy()

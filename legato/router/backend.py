@@ -17,7 +17,7 @@ from legato.common.errors import LegatoError
 from legato.router.metrics import Step
 from legato.router.scheduler import Scheduler
 from legato.router.seam import Limits, Sink
-from legato.router.state import GenerationRequest, Output, StepPlan, StepResult
+from legato.router.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
 
 # One step computes, the next waits at the shard: the device never waits for the router.
 STEPS_IN_FLIGHT = 2
@@ -29,6 +29,8 @@ class Shards(Protocol):
     def send(self, plan: StepPlan) -> None: ...
 
     async def run(self, on_result: Callable[[StepResult], None]) -> None: ...
+
+    async def prepare(self, grammar: Grammar) -> None: ...
 
     async def healthy(self) -> bool: ...
 
@@ -78,6 +80,9 @@ class Backend:
     def cancel(self, request_id: int) -> None:
         self._sinks.pop(request_id, None)
         self.scheduler.cancel(request_id)
+
+    async def prepare(self, grammar: Grammar) -> None:
+        await self._shards.prepare(grammar)
 
     async def healthy(self) -> bool:
         return self._lost is None and await self._shards.healthy()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.common.errors import OptionError
+from legato.common.hub import DEFAULT_MODEL
 from legato.common.locate import locate
 from legato.common.logging import setup
 from legato.common.model_files import ModelFiles
@@ -63,7 +64,7 @@ async def serve(options: RouterOptions, listener: socket.socket, api_keys: tuple
     scheduler, limits = await warm_up(shards, info, options)
     metrics = Metrics(limits)
     backend = Backend(scheduler, shards, limits, metrics.step)
-    app = create_app(backend, tokenizer, settings_for(options, files, info, api_keys), metrics, chat_template)
+    app = create_app(backend, tokenizer, settings_for(options, info, api_keys), metrics, chat_template)
     listen(listener)
     logger.info("Listening", extra={"fields": {"address": f"http://{options.hostname}:{options.port}"}})
     await serve_http(app, backend, listener, options.graceful_termination_timeout)
@@ -128,17 +129,17 @@ def vertex_route(environ: Mapping[str, str], name: str) -> str | None:
     return path
 
 
-def settings_for(
-    options: RouterOptions, files: ModelFiles, info: pb.InfoResponse, api_keys: tuple[str, ...]
-) -> RouterSettings:
+def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: tuple[str, ...]) -> RouterSettings:
     return RouterSettings(
-        model_id=options.model_id or str(files.path),
+        model_id=options.model_id or DEFAULT_MODEL,
         max_concurrent_requests=options.max_concurrent_requests,
         max_best_of=options.max_best_of,
         max_stop_sequences=options.max_stop_sequences,
         max_top_n_tokens=options.max_top_n_tokens,
         max_client_batch_size=options.max_client_batch_size,
         validation_workers=options.validation_workers,
+        grammar_support=not options.disable_grammar_support,
+        schema_lenient=options.schema_lenient,
         payload_limit=options.payload_limit,
         tool_call_parser=options.tool_call_parser,
         cors_allow_origin=options.cors_allow_origin,

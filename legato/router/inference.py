@@ -99,7 +99,7 @@ class Inference:
             tokenizer=tokenizer,
             chat_template=chat_template,
             vocabulary=Vocabulary(tokenizer),
-            validator=Validator(tokenizer, backend.limits, settings),
+            validator=Validator(tokenizer, backend.limits, settings, backend.prepare),
             permits=Permits(settings.max_concurrent_requests),
             settings=settings,
             metrics=metrics,

@@ -319,7 +319,7 @@ class Scheduler:
                 self._book_computed(row, result)
             if row.samples:
                 if not entry.done:
-                    outputs.append((entry.id, self._book_token(entry, index, result)))
+                    outputs.append((entry.id, self._book_sampled(entry, index, result)))
                 index += 1
         assert index == len(result.token_ids), f"{len(result.token_ids)} tokens for {index} rows"
         return outputs
@@ -348,6 +348,13 @@ class Scheduler:
             if taken:
                 entry.private.remove(block)
             entry.num_indexed += 1
+
+    def _book_sampled(self, entry: Entry, index: int, result: StepResult) -> Output:
+        """A row may fail alone, if its grammar does."""
+        if (error := result.row_errors.get(index)) is None:
+            return self._book_token(entry, index, result)
+        self._finish(entry)
+        return Output(error=error)
 
     def _book_token(self, entry: Entry, index: int, result: StepResult) -> Output:
         token = result.token_ids[index]

@@ -94,7 +94,14 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
     top_n_tokens: Annotated[
         U32 | None, Meta(description="Return the N most likely tokens at every position, with `details`.")
     ] = None
-    grammar: Annotated[Any, Meta(description="Not supported yet: refused unless null.")] = None
+    grammar: Annotated[
+        Any,
+        Meta(
+            description="What the text must look like: `type` is `json`, `json_object`, `json_schema`, `regex`,"
+            " `choice` or `lark`, `value` the schema, the expression, the list of strings or the grammar.",
+            examples=[{"type": "regex", "value": "[0-9]+"}],
+        ),
+    ] = None
     adapter_id: Annotated[str | None, Meta(description="A LoRA adapter. None is loaded yet, so any is refused.")] = None
     logit_bias: Annotated[
         dict[int, float] | None,

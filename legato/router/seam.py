@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from legato.router.state import GenerationRequest, Output
+from legato.router.state import GenerationRequest, Grammar, Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,10 @@ class Backend(Protocol):
 
     def cancel(self, request_id: int) -> None:
         """Give row and blocks back within one step; its sink is not called any more. Unknown ids are fine."""
+        ...
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Have a grammar compiled before a request comes with it. GrammarError; LegatoError if the shards are lost."""
         ...
 
     async def healthy(self) -> bool: ...

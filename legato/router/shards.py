@@ -15,9 +15,11 @@ from typing import TypeVar
 import grpc
 
 from legato.common.errors import LegatoError
+from legato.grammar.errors import GrammarError
+from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
-from legato.router.state import Admission, Sampling, StepPlan, StepResult
+from legato.router.state import Admission, Grammar, Sampling, StepPlan, StepResult
 
 T = TypeVar("T")
 
@@ -72,6 +74,14 @@ class GrpcShards:
             *(_answer(stub.Warmup(request)) for stub in self._stubs)
         )
         return min(answers, key=lambda answer: int(answer.num_blocks))
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Have a grammar compiled before a step needs it. InvalidGrammar if a shard cannot."""
+        request = pb.PrepareGrammarRequest(grammar=grammar.value, grammar_type=grammar_type(grammar))
+        answers = await asyncio.gather(*(_answer(stub.PrepareGrammar(request)) for stub in self._stubs))
+        for answer in answers:
+            if answer.HasField("error"):
+                raise GrammarError(answer.error)
 
     async def healthy(self, timeout: float = 5.0) -> bool:
         try:
@@ -176,14 +186,14 @@ def _admission(admission: Admission) -> pb.Admission:
         num_generated=admission.num_generated,
         num_cached=admission.num_cached,
         blocks=admission.blocks,
-        parameters=_parameters(request.sampling),
+        parameters=_parameters(request.sampling, request.grammar),
         top_n_tokens=request.top_n_tokens,
         prompt_logprobs=request.prompt_logprobs and admission.num_generated == 0,
         adapter_id=request.adapter_id,
     )
 
 
-def _parameters(sampling: Sampling) -> pb.NextTokenChooserParameters:
+def _parameters(sampling: Sampling, grammar: Grammar | None) -> pb.NextTokenChooserParameters:
     return pb.NextTokenChooserParameters(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -197,6 +207,8 @@ def _parameters(sampling: Sampling) -> pb.NextTokenChooserParameters:
         watermark=sampling.watermark,
         min_p=sampling.min_p,
         token_bias=sampling.logit_bias,
+        grammar="" if grammar is None else grammar.value,
+        grammar_type=grammar_type(grammar),
         min_new_tokens=sampling.min_new_tokens,
         end_token_ids=sampling.end_token_ids,
     )
@@ -213,6 +225,8 @@ def _from_pb(response: pb.StepResponse) -> StepResult:
     )
     for top in response.top_tokens:
         result.top_tokens[top.index] = list(zip(top.ids, top.logprobs, strict=True))
+    for failed in response.row_errors:
+        result.row_errors[failed.index] = failed.message
     for prompt in response.prompt_logprobs:
         result.prompt_logprobs[prompt.row] = list(prompt.logprobs)
         if prompt.top_ids:

@@ -108,6 +108,8 @@ class StepResult:
     prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)
     # row -> the likeliest tokens in those places, for rows that asked for top tokens too
     prompt_top_tokens: dict[int, list[list[tuple[int, float]]]] = field(default_factory=dict)
+    # index into token_ids -> why that row failed; its token means nothing
+    row_errors: dict[int, str] = field(default_factory=dict)
     forward_ns: int = 0
     total_ns: int = 0
     error: str | None = None

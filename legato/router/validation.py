@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -17,6 +17,8 @@ from typing import TypeVar
 from tokenizers import Encoding, Tokenizer
 
 from legato.router.errors import InvalidRequest, TooLong
+from legato.router.grammar import GrammarCompiler
+from legato.router.grammar_shapes import read_grammar
 from legato.router.offsets import token_offsets
 from legato.router.schemas import GenerateParameters, GenerateRequest, SimpleToken
 from legato.router.seam import Limits
@@ -79,7 +81,14 @@ def random_seed() -> int:
 class Validator:
     """Checks parameters on the event loop and tokenizes in threads of its own."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, settings: RouterSettings) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        settings: RouterSettings,
+        prepare: Callable[[Grammar], Awaitable[None]] | None = None,
+    ) -> None:
+        """`prepare` has the shards compile a grammar, if there are any."""
         # A tokenizer file may say how to cut and pad training data. Requests are cut on demand and never padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -87,10 +96,12 @@ class Validator:
         self.limits = limits
         self.settings = settings
         self._has_foreign_tokens = max(tokenizer.get_vocab().values(), default=0) >= limits.vocab_size
+        self._grammars = GrammarCompiler(tokenizer, limits, settings, prepare)
         self._threads = ThreadPoolExecutor(settings.validation_workers, thread_name_prefix="tokenize")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     def num_sequences(self, parameters: GenerateParameters | None, *, streaming: bool) -> int:
         """How many permits the request takes. Checked before anything else, because permits are."""
@@ -120,6 +131,7 @@ class Validator:
             input_ids = input_ids[-parameters.truncate :]
         max_new_tokens = self.max_new_tokens(len(input_ids), parameters.max_new_tokens)
         self._check_extensions(parameters)
+        grammar = read_grammar(parameters.grammar, "grammar")
         return ValidRequest(
             inputs=request.inputs,
             input_ids=input_ids,
@@ -132,7 +144,12 @@ class Validator:
             details=bool(parameters.details or parameters.decoder_input_details),
             decoder_input_details=bool(parameters.decoder_input_details),
             return_full_text=bool(parameters.return_full_text),
+            grammar=None if grammar is None else await self.check_grammar(grammar, "grammar"),
         )
+
+    async def check_grammar(self, grammar: Grammar, field: str) -> Grammar:
+        """The grammar to follow; `field` is what the client calls it."""
+        return await self._grammars.check(grammar, field)
 
     async def tokenize(self, inputs: str) -> list[SimpleToken]:
         return await self.in_thread(lambda: token_offsets(self.encode(inputs, with_offsets=True), inputs))
@@ -205,7 +222,6 @@ class Validator:
         return room if wanted is None else min(wanted, room)
 
     def _check_extensions(self, parameters: GenerateParameters) -> None:
-        check_grammar(parameters.grammar)
         if parameters.adapter_id is not None:
             raise InvalidRequest(f"`adapter_id` is unknown: no adapter {parameters.adapter_id!r} is loaded")
         self.check_token_ids("logit_bias", parameters.logit_bias or ())
@@ -217,12 +233,6 @@ class Validator:
                 raise InvalidRequest(
                     f"`{name}` must have token ids >= 0 and < {self.limits.vocab_size}. Given: {token_id}", name
                 )
-
-
-def check_grammar(grammar: object, param: str = "grammar") -> None:
-    """Nothing enforces one yet, so none is promised."""
-    if grammar is not None:
-        raise InvalidRequest("grammar is not supported", param)
 
 
 def check_bias(logit_bias: Mapping[int, float]) -> None:

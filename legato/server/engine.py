@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 
+from legato.grammar.wire import from_pb
 from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, TopTokens, prompt_scores
 from legato.sampling.params import SamplingParams
 from legato.sampling.sampler import Sampler
+from legato.server.grammars import Grammars
 from legato.server.graphs import DecodeGraphs
 from legato.server.prepare import decodes_first, prepare
 from legato.server.rows import Rows, RowStep, to_device
@@ -27,16 +30,19 @@ PROMPT_LOGITS_TOKENS = 128
 class Chosen:
     """The tokens of one step, on the device or on their way to the host."""
 
+    rows: list[int]
     token_ids: torch.Tensor
     logprobs: torch.Tensor
-    top: TopTokens | None
+    top: TopTokens | None = None
+    # Place -> why the token there means nothing.
+    errors: dict[int, str] = field(default_factory=dict)
 
     def to_host(self) -> Chosen:
         """Queue the copies behind the step. Whoever reads them waits for the step's event first."""
         top = self.top
         if top is not None:
             top = replace(top, token_ids=_to_host(top.token_ids), logprobs=_to_host(top.logprobs))
-        return Chosen(_to_host(self.token_ids), _to_host(self.logprobs), top)
+        return replace(self, token_ids=_to_host(self.token_ids), logprobs=_to_host(self.logprobs), top=top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class Pending:
             response.logprobs.extend([logprobs[place] for place in places])
             if chosen.top is not None:
                 self._read_top(chosen.top, response)
+            for place, message in chosen.errors.items():
+                response.row_errors.add(index=places.index(place), message=message)
         for row, pieces in self.outcome.prompt_scores.items():
             response.prompt_logprobs.add(
                 row=row,
@@ -116,6 +124,7 @@ class Engine:
         max_rows: int,
         max_tokens: int,
         make_sampler: Callable[[int], Sampler],
+        grammars: Grammars,
         graph_sizes: tuple[int, ...] = (),  # of decode batches to capture; (0,) for none, () for whatever comes
     ) -> None:
         self.model = model
@@ -124,6 +133,7 @@ class Engine:
         self.dtype = cache.layers[0].keys.dtype
         self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device)
         self.sampler = make_sampler(max_rows)
+        self.grammars = grammars
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
             self.graphs = DecodeGraphs(model, cache, self.rows, graph_sizes)
@@ -144,6 +154,8 @@ class Engine:
         if outcome.chosen is not None:
             outcome = replace(outcome, chosen=outcome.chosen.to_host())
         clock.stop()
+        if outcome.chosen is not None:
+            self.grammars.accept(outcome.chosen.rows, partial(_read_ids, clock, outcome.chosen))
         return Pending(request.id, started, clock, outcome)
 
     def _has_graph(self, parts: list[RowStep]) -> bool:
@@ -156,8 +168,8 @@ class Engine:
         assert self.graphs is not None
         rows = [part.row for part in parts]
         done = self.graphs.run(rows)
-        if self.sampler.is_greedy(rows):
-            return Chosen(done.token_ids[: len(rows)], done.logprobs[: len(rows)], None)
+        if self.sampler.is_greedy(rows) and not self.grammars.active(rows):
+            return Chosen(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
         return self._choose(done.logits[: len(rows)], rows)
 
     def _forward(self, parts: list[RowStep]) -> Outcome:
@@ -176,9 +188,9 @@ class Engine:
         return Outcome(chosen, _restore(order, sampled), self._prompt_scores(hidden, ordered))
 
     def _choose(self, logits: torch.Tensor, rows: list[int]) -> Chosen:
-        sampled = self.sampler.sample(logits, rows)
+        sampled = self.sampler.sample(logits, rows, self.grammars.allowed(rows))
         self.rows.last_tokens[to_device(np.array(rows), self.device)] = sampled.token_ids
-        return Chosen(sampled.token_ids, sampled.logprobs, sampled.top)
+        return Chosen(rows, sampled.token_ids, sampled.logprobs, sampled.top, self.grammars.errors(rows))
 
     def _book(self, request: pb.StepRequest) -> list[RowStep]:
         for admission in request.admitted:
@@ -205,6 +217,7 @@ class Engine:
         num_prompt = len(ids) - admission.num_generated
         params = SamplingParams.from_pb(admission.parameters, admission.top_n_tokens)
         self.sampler.set_row(admission.row, params, ids[:num_prompt], ids[num_prompt:])
+        self.grammars.set_row(admission.row, from_pb(admission.parameters), ids[num_prompt:])
 
     def _prompt_scores(self, hidden: torch.Tensor, parts: list[RowStep]) -> dict[int, list[PromptScores]]:
         wanted: dict[int, list[PromptScores]] = {}
@@ -235,6 +248,13 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _read_ids(clock: StepClock, chosen: Chosen) -> list[int]:
+    """The tokens of a step, once they are on the host."""
+    clock.wait()
+    ids: list[int] = chosen.token_ids.tolist()
+    return ids
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from legato.layers.kv_cache import KVCache
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
 from legato.server.engine import Engine
+from legato.server.grammars import Grammars, load_trie
 from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
 from legato.server.memory import available_for_cache
@@ -48,6 +49,7 @@ class Model:
         self.options = options
         self.block_size = options.block_size
         self.eos_token_ids = loaded.files.eos_token_ids()
+        self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
         self._engine: Engine | None = None
         self._capacity: Capacity | None = None
 
@@ -94,6 +96,7 @@ class Model:
             capacity.max_rows,
             capacity.max_total_tokens,
             self._make_sampler,
+            self.grammars,
             self.options.cuda_graphs,
         )
         self._first_step(capacity)

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
+from legato.grammar.errors import GrammarError
+from legato.grammar.wire import from_pb
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.engine import Pending
@@ -87,6 +89,17 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         if self._unary is not None:
             await self._on_engine(lambda: self._batches("ClearCache").clear(request))
         return pb.ClearCacheResponse()
+
+    async def PrepareGrammar(self, request: pb.PrepareGrammarRequest, context: Context) -> pb.PrepareGrammarResponse:
+        grammar = from_pb(request)
+        if grammar is None:
+            return pb.PrepareGrammarResponse(error=f"grammar type {request.grammar_type} is not known to this shard")
+        try:
+            # Shielded: rows wait for the same future, and a caller that gives up must not take it from them.
+            await asyncio.shield(asyncio.wrap_future(self._model.grammars.prepare(grammar)))
+        except GrammarError as error:
+            return pb.PrepareGrammarResponse(error=str(error))
+        return pb.PrepareGrammarResponse()
 
     async def Tokens(
         self, request_iterator: AsyncIterator[pb.StepRequest], context: Context

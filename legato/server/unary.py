@@ -84,6 +84,8 @@ class UnaryBatches:
         chunks = [self._chunk(member) for member in batch.members]
         try:
             response = self._model.engine.launch(self._step(batch.members, chunks)).read()
+            for failed in response.row_errors:  # these calls know no error of a single request
+                raise RequestRefused(failed.message)
         except BaseException:
             self._leave(batch.members)
             raise

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from legato.router.app import create_app
 from legato.router.seam import Limits, Sink
 from legato.router.settings import RouterSettings
-from legato.router.state import FinishReason, GenerationRequest, Output
+from legato.router.state import FinishReason, GenerationRequest, Grammar, Output
 
 LIMITS = Limits(
     max_input_tokens=64, max_total_tokens=100, max_batch_total_tokens=4096, vocab_size=400, eos_token_ids=frozenset({1})
@@ -65,6 +65,7 @@ class FakeBackend:
     pause_after: int | None = None
     requests: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    prepared: list[Grammar] = field(default_factory=list)
     queue_size: int = 3
     running: int = 2
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,6 +89,9 @@ class FakeBackend:
         task = self._tasks.pop(request_id, None)
         if task is not None:
             task.cancel()
+
+    async def prepare(self, grammar: Grammar) -> None:
+        self.prepared.append(grammar)
 
     async def healthy(self) -> bool:
         return self.health

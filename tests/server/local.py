@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from legato.common.model_files import ModelFiles
+from legato.grammar.vocabulary import TokenTrie
 from legato.layers.kv_cache import KVCache
 from legato.models.config import ModelConfig
 from legato.models.registry import CausalModel, get_model
@@ -17,6 +19,7 @@ from legato.router.shards import _from_pb, _to_pb
 from legato.router.state import GenerationRequest, Output
 from legato.sampling.sampler import Sampler
 from legato.server.engine import Engine
+from legato.server.grammars import Grammars
 
 # `make test-gpu` runs the same tests on a GPU.
 DEVICE = torch.device(os.environ.get("LEGATO_TEST_DEVICE", "cpu"))
@@ -27,16 +30,23 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalModel:
     return get_model(files, ModelConfig.from_hf(files.config()), dtype, DEVICE)
 
 
+def no_grammars() -> TokenTrie:
+    raise AssertionError("this test has no grammars")
+
+
 class LocalServer:
     def __init__(
         self, model: CausalModel, *, num_blocks: int = 256, block_size: int = 16, max_rows: int = 16,
         step_tokens: int = 512, prefix_caching: bool = True, eos: frozenset[int] = frozenset(),
+        load_trie: Callable[[], TokenTrie] = no_grammars,
     ) -> None:  # fmt: skip
         limits = SchedulerLimits(num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching)
         cache = KVCache(model.kv_shape, num_blocks, block_size, DEVICE)
         vocab = model.config.vocab_size
         self.scheduler = Scheduler(limits)
-        self.engine = Engine(model, cache, max_rows, limits.max_tokens, lambda rows: Sampler(vocab, rows, DEVICE))
+        self.engine = Engine(
+            model, cache, max_rows, limits.max_tokens, lambda rows: Sampler(vocab, rows, DEVICE), Grammars(load_trie)
+        )
         self.outputs: dict[int, list[Output]] = {}
         self._waiting: list = []
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from uuid import uuid4
 
@@ -178,6 +178,9 @@ def _permits(inference: Inference, job: Job) -> Iterator[None]:
 
 async def _validate(inference: Inference, job: Job) -> list[ValidRequest]:
     requests = await job.requests()
+    if (grammar := job.terms.grammar) is not None:
+        grammar = await inference.validator.check_grammar(grammar, job.terms.grammar_field)
+        requests = [replace(request, grammar=grammar) for request in requests]
     for request in requests:
         inference.validated(request)
     return requests

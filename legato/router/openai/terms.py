@@ -17,7 +17,6 @@ from legato.router.validation import (
     ValidRequest,
     as_float32,
     check_bias,
-    check_grammar,
     penalty,
     positive,
     probability,
@@ -34,6 +33,8 @@ _SEEDS = 2**64
 @dataclass(frozen=True, slots=True)
 class Terms:
     grammar: Grammar | None
+    # What the client calls it.
+    grammar_field: str
     # Special tokens whose names are part of the text.
     spoken_token_ids: frozenset[int] = field(default=frozenset(), kw_only=True)
     sampling: Sampling
@@ -78,7 +79,6 @@ def terms_of(
 ) -> Terms:
     """`calls` is what the text must look like if tools are to be called."""
     grammar = grammar_of(request.response_format) if calls is None else calls
-    check_grammar(grammar, "response_format" if calls is None else "tools")
     n, best_of = _sequences(request, best_of, validator.settings.max_best_of)
     validator.check_token_ids("stop_token_ids", request.stop_token_ids or ())
     validator.check_token_ids("logit_bias", request.logit_bias or ())
@@ -87,6 +87,7 @@ def terms_of(
     include_usage = bool(options and options.include_usage)
     return Terms(
         grammar=grammar,
+        grammar_field="response_format" if calls is None else "tools",
         sampling=_with_minimum(_sampling(request), request, validator),
         seed=_seed(request.seed),
         stop=_stop(request.stop, validator.settings.max_stop_sequences),

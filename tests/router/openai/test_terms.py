@@ -98,7 +98,7 @@ WRONG = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "regex", "value": "("}}, "response_format"),
 ]
 
 
