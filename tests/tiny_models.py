@@ -24,7 +24,7 @@ def tiny_llama(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, 
         max_position_embeddings=512,
         eos_token_id=2,
         bos_token_id=1,
-        initializer_range=0.15,
+        initializer_range=0.3,
     )
     model = LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).to(dtype)
     model.save_pretrained(folder)
