@@ -1,16 +1,11 @@
-"""The scheduler: decides what every step computes. Plain data in, plain data out; no clock, no I/O, no torch.
+"""The scheduler: decides what every step computes. Plain data in, plain data out; no I/O, no torch, and no clock but
+the time that its callers tell.
 
 A request is an `Entry` with known tokens and computed tokens; a step computes some of the difference. The loop around
 it (`backend.py`) is: plan a step, send it, and when its result arrives, complete it. Up to two plans are in flight.
 
-    entry.tokens             ├────── prompt ──────┼── generated ──┤
-    entry.num_pending                                             ├┤   sampled by steps in flight, value not here yet
-    entry.num_scheduled      ├──────────────────────────────┤          keys and values computed or being computed
-    entry.num_computed       ├───────────────────────────┤             ... of which the results have arrived
-    blocks in the tree       ├────────────────────────┤                full blocks of those
-
-Order is fairness: `running` is sorted by arrival, the oldest is served first and the youngest is preempted first, so
-the oldest always gets through.
+`running` is sorted by rank: the best is served first and the worst is preempted first. Ranks are fixed and newcomers
+get worse ones all the time, so every request has the best at last and gets through.
 """
 
 from __future__ import annotations
@@ -19,15 +14,20 @@ import bisect
 import heapq
 import itertools
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from legato.router.blocks import BlockPool
+from legato.router.blocks import RESERVED_BLOCKS, BlockPool
+from legato.router.budget import StepBudget, StepSizes
+from legato.router.deadlines import Deadlines
+from legato.router.entry import NEVER, Entry, InFlight, PlannedRow
 from legato.router.prefix_tree import Node, PrefixTree
-from legato.router.queue import Queue
+from legato.router.queue import LAST, Queue, Rank, Tenants, rank
 from legato.router.state import Admission, FinishReason, GenerationRequest, Output, StepPlan, StepResult
 
-# Waiting requests that one plan looks at: those behind may have a cached prefix when the first ones have not.
+# Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
 LOOK_AHEAD = 32
+WAITED_TOO_LONG = "The request waited longer than {:g} seconds for its turn (--queue-timeout)"
+RAN_TOO_LONG = "The request took longer than {:g} seconds (--request-timeout)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,68 +39,26 @@ class SchedulerLimits:
     max_step_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     prefix_caching: bool = True
+    # Prompt tokens of a step in which others decode, and the seconds it should take at most (`budget.py`).
+    max_mixed_tokens: int | None = None
+    mixed_step_time: float | None = None
+    # Seconds until a request must have a row, and until it must have ended. 0: no limit.
+    queue_timeout: float = 0
+    request_timeout: float = 0
+    # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
+    decoder_start_token_id: int | None = None
 
     @property
     def max_tokens(self) -> int:
         """The longest sequence that fits when it is alone."""
-        return BlockPool(self.num_blocks).total * self.block_size
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A request inside the scheduler. It has a row and blocks while it runs, and neither while it waits."""
-
-    request: GenerationRequest
-    arrival: int
-    tokens: list[int]
-    num_pending: int = 0
-    num_scheduled: int = 0
-    num_computed: int = 0
-    row: int | None = None
-    blocks: list[int] = field(default_factory=list)
-    private: set[int] = field(default_factory=set)  # blocks that are not in the tree: ours to free
-    node: Node | None = None  # deepest tree node we hold
-    num_indexed: int = 0  # leading blocks that were offered to the tree
-    epoch: int = 0  # counts admissions: results of an earlier stay say nothing about this one's blocks
-    num_cached: int = 0  # prompt tokens that were in the tree when it was admitted for the first time
-    prompt_logprobs: list[float | None] = field(default_factory=list)
-    prompt_top_tokens: list[list[tuple[int, float]]] = field(default_factory=list)
-    done: bool = False
+        return (self.num_blocks - RESERVED_BLOCKS) * self.block_size
 
     @property
-    def id(self) -> int:
-        return self.request.id
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.input_ids)
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """They need the logits of every prompt token, so nothing of the prompt may come from the cache."""
-        return self.request.prompt_logprobs and self.num_generated == 0
-
-    @property
-    def num_to_compute(self) -> int:
-        """Known tokens, pending ones included, without keys and values yet. None once the last token is coming."""
-        if self.num_generated + self.num_pending >= self.request.max_new_tokens:
-            return 0
-        return len(self.tokens) + self.num_pending - self.num_scheduled
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """What `complete` must remember of a row that was sent off."""
-
-    entry: Entry
-    epoch: int
-    row: int
-    end: int  # tokens computed once this step is done
-    samples: bool
+    def step_sizes(self) -> StepSizes:
+        if self.decoder_start_token_id is not None:  # a whole prompt must fit, also beside decodes
+            return StepSizes(self.max_step_tokens, self.max_step_tokens)
+        mixed = self.max_step_tokens if self.max_mixed_tokens is None else self.max_mixed_tokens
+        return StepSizes(self.max_step_tokens, mixed, self.mixed_step_time)
 
 
 @dataclass(slots=True)
@@ -115,6 +73,7 @@ class SchedulerStats:
 class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         assert limits.max_step_tokens >= limits.max_rows, "every running request must fit in a step"
+        assert limits.decoder_start_token_id is None or not limits.prefix_caching, "what an encoder made is not shared"
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.tree = PrefixTree(limits.block_size)
@@ -122,21 +81,33 @@ class Scheduler:
         self.running: list[Entry] = []
         self.stats = SchedulerStats()
         self.max_running_tokens = 0  # what the running requests hold or may still come to
+        self._budget = StepBudget(limits.step_sizes)
+        self._tenants = Tenants()
+        self._queue_deadlines = Deadlines(limits.queue_timeout, WAITED_TOO_LONG)
+        self._run_deadlines = Deadlines(limits.request_timeout, RAN_TOO_LONG)
         self._entries: dict[int, Entry] = {}
         self._free_rows = list(range(limits.max_rows))
-        self._in_flight: deque[tuple[int, list[PlannedRow]]] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._step_ids = itertools.count(1)
         self._arrivals = itertools.count()
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest, now: float = 0.0) -> None:
+        """`now` is in seconds, from whatever moment, and never goes back."""
         assert request.id not in self._entries, f"request {request.id} is here already"
         assert request.input_ids, "a prompt has at least one token"
-        longest = len(request.input_ids) + request.max_new_tokens
-        assert longest <= self.limits.max_tokens, f"{longest} tokens can never fit"
-        entry = Entry(request, next(self._arrivals), list(request.input_ids))
+        # The last token is never computed: one that the decoder starts with takes its place.
+        limits, longest = self.limits, len(request.input_ids) + request.max_new_tokens
+        assert longest <= limits.max_tokens, f"{longest} tokens can never fit"
+        order = rank(now, request.priority, next(self._arrivals))
+        tenant = self._tenants.enter(request.tenant)
+        entry = Entry.of(request, order, tenant, limits.eos_token_ids, limits.decoder_start_token_id)
+        room = limits.max_step_tokens - limits.max_rows + 1  # beside everybody else's decodes
+        assert entry.num_whole <= room, f"a prompt of {entry.num_whole} tokens never fits in a step"
         self._entries[request.id] = entry
+        self._queue_deadlines.start(request.id, now)
+        self._run_deadlines.start(request.id, now)
         self.queue.push(entry)
 
     def cancel(self, request_id: int) -> None:
@@ -144,6 +115,20 @@ class Scheduler:
         entry = self._entries.get(request_id)
         if entry is not None:
             self._finish(entry)
+
+    def next_deadline(self) -> float | None:
+        """When `expire` will have something to do, unless it has ended by then."""
+        found = (self._queue_deadlines.next, self._run_deadlines.next)
+        return min((deadline for deadline in found if deadline is not None), default=None)
+
+    def expire(self, now: float) -> list[tuple[int, Output]]:
+        """End the requests whose time is up. Returns what they get to see instead of tokens."""
+        expired: list[tuple[int, Output]] = []
+        for deadlines in (self._queue_deadlines, self._run_deadlines):
+            for request_id in deadlines.take_passed(now):
+                self._finish(self._entries[request_id])
+                expired.append((request_id, Output(error=deadlines.problem, timed_out=True)))
+        return expired
 
     @property
     def num_in_flight(self) -> int:
@@ -158,66 +143,77 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """What the next step computes, or None if there is nothing to do."""
-        plan = StepPlan(next(self._step_ids), [], [], [], [])
-        planned: list[PlannedRow] = []
-        budget = self._plan_running(plan, planned)
-        self._plan_admissions(plan, planned, budget)
-        if not planned:
+        step = InFlight(StepPlan(next(self._step_ids), [], [], [], []))
+        running = list(self.running)
+        wanted = [entry.num_to_compute for entry in running]
+        num_decodes = wanted.count(1)
+        budget = rest = self._budget.prompt_tokens(num_decodes)
+        if max(wanted, default=0) > 1:  # a prompt has begun: whoever comes before it by rank also does if it waits
+            first = next(entry for entry, count in zip(running, wanted, strict=True) if count > 1)
+            rest = self._plan_admissions(step, rest, first.rank)
+        rest = self._plan_running(step, running, rest)
+        rest = self._plan_admissions(step, rest)
+        if not step.planned:
             return None
-        self._in_flight.append((plan.id, planned))
-        return plan
+        step.num_mixed = budget - rest if num_decodes else 0
+        self._in_flight.append(step)
+        return step.plan
 
-    def _plan_running(self, plan: StepPlan, planned: list[PlannedRow]) -> int:
-        """Oldest first. Every decode keeps its token; prompt chunks share what is left. Returns the rest."""
-        decodes_ahead = sum(entry.num_to_compute == 1 for entry in self.running)
-        budget = self.limits.max_step_tokens
-        for entry in list(self.running):
+    def _plan_running(self, step: InFlight, running: list[Entry], budget: int) -> int:
+        """Best rank first. Every decode gets its token; prompt chunks share the budget. Returns the rest of it."""
+        for entry in running:
             wanted = entry.num_to_compute
-            if wanted == 0 or entry.row is None:  # no row: preempted by an older one in this very loop
-                continue
-            if wanted == 1:
-                decodes_ahead -= 1
-            count = min(wanted, budget - decodes_ahead)
-            if count <= 0:
+            count = 1 if wanted == 1 else min(wanted, budget)
+            if count == 0 or entry.row is None:  # no row: preempted by a better one in this very loop
                 continue
             first_new = len(entry.blocks)
-            if self._grow(entry, count):
-                budget -= count
-                self._add(plan, planned, entry, count, entry.blocks[first_new:])
+            if entry.num_scheduled + count <= entry.capacity or self._grow(entry, count):
+                budget -= count if wanted > 1 else 0
+                self._add(step, entry, count, entry.blocks[first_new:])
         return budget
 
-    def _plan_admissions(self, plan: StepPlan, planned: list[PlannedRow], budget: int) -> None:
-        if not self.queue:
-            return
+    def _plan_admissions(self, step: InFlight, budget: int, before: Rank = LAST) -> int:
+        """Rows for those who wait, as far as the budget goes. With `before` only for those of a better rank: they leave
+        a block to everybody who runs and are behind none but decodes, so that nobody takes their blocks in this plan.
+        """
+        if not (self.queue and budget and self._free_rows):
+            return budget
         filling = {self._next_block(entry, entry.node, entry.num_indexed) for entry in self.running}
-        for entry in list(itertools.islice(self.queue.entries(), LOOK_AHEAD)):
-            if budget == 0 or not self._free_rows:
-                return
-            if entry.num_pending:
-                continue  # preempted, and its last token is still on the way
+        passed: list[Entry] = []
+        while budget and self._free_rows and len(passed) < LOOK_AHEAD and (entry := self.queue.call()) is not None:
+            if entry.rank >= before:
+                passed.append(entry)
+                break
             node, blocks = self._cached_prefix(entry)
             upcoming = self._next_block(entry, node, len(blocks))
-            if upcoming is not None and upcoming in filling and not entry.wants_prompt_logprobs:
-                continue  # somebody is computing what comes next: in a moment it is there for the taking
-            if not self._admit(plan, entry, node, blocks):
-                return  # it waits for memory, and nobody overtakes it there
+            # Preempted, and its last token is still on the way; or somebody is computing what comes next: in a moment
+            # it is there for the taking.
+            if entry.num_pending or (upcoming and upcoming in filling and not entry.wants_prompt_logprobs):
+                passed.append(entry)
+                continue
+            if entry.num_whole > budget or not self._admit(step.plan, entry, node, blocks):
+                passed.append(entry)
+                break  # it waits for memory, or for a step with room for it, and nobody overtakes it there
             count = min(entry.num_to_compute, budget)
             first_new = len(entry.blocks)
             fits = self._grow(entry, count)
             assert fits, "_admit counted the blocks"
             budget -= count
-            self._add(plan, planned, entry, count, entry.blocks[first_new:])
+            self._add(step, entry, count, entry.blocks[first_new:])
             filling.add(upcoming)
+        self.queue.send_back(passed)
+        return budget
 
-    def _add(self, plan: StepPlan, planned: list[PlannedRow], entry: Entry, count: int, new_blocks: list[int]) -> None:
+    def _add(self, step: InFlight, entry: Entry, count: int, new_blocks: list[int]) -> None:
+        plan = step.plan
         assert entry.row is not None
-        samples = count == entry.num_to_compute
-        entry.num_scheduled += count
-        entry.num_pending += samples
+        entry.num_scheduled = end = entry.num_scheduled + count
+        samples = end == entry.num_known
+        entry.num_known += samples
         plan.rows.append(entry.row)
         plan.num_tokens.append(count)
         plan.new_blocks.append(new_blocks)
-        planned.append(PlannedRow(entry, entry.epoch, entry.row, entry.num_scheduled, samples))
+        step.planned.append((entry, entry.epoch, end, samples))
 
     def _cached_prefix(self, entry: Entry) -> tuple[Node, list[int]]:
         """Some token must always be computed, to get logits at all."""
@@ -228,8 +224,9 @@ class Scheduler:
 
     def _next_block(self, entry: Entry, node: Node | None, depth: int) -> tuple[int, tuple[int, ...]] | None:
         """Names the block below `node`, which is `depth` blocks deep, by the entry's tokens, if it knows them all."""
-        start, size = depth * self.limits.block_size, self.limits.block_size
-        if not self.limits.prefix_caching or start + size >= len(entry.tokens):
+        size = self.limits.block_size
+        start = depth * size
+        if start + size >= len(entry.tokens) or not self.limits.prefix_caching:
             return None
         return id(node), tuple(entry.tokens[start : start + size])
 
@@ -242,16 +239,19 @@ class Scheduler:
         if missing + headroom > self.pool.available + self.tree.num_evictable:
             self.tree.unlock(node)
             return False
-        self.queue.pop(entry.id)
+        self.queue.remove(entry)
         entry.row = heapq.heappop(self._free_rows)
         entry.node, entry.blocks, entry.num_indexed = node, blocks, len(blocks)
-        entry.num_scheduled = entry.num_computed = len(blocks) * size
+        entry.num_scheduled = entry.capacity = len(blocks) * size
+        entry.full_at = entry.capacity + size if self.limits.prefix_caching else NEVER
         if entry.epoch == 0:
             entry.num_cached = entry.num_scheduled
+            entry.tenant.served += entry.num_prompt - entry.num_cached
+            self._queue_deadlines.stop(entry.id)
         entry.epoch += 1
         entry.prompt_logprobs, entry.prompt_top_tokens = [None], []
-        bisect.insort(self.running, entry, key=lambda running: running.arrival)
-        self.max_running_tokens += entry.num_prompt + entry.request.max_new_tokens
+        bisect.insort(self.running, entry, key=_rank)
+        self.max_running_tokens += entry.max_len
         self.stats.prompt_tokens += len(tokens)
         self.stats.cached_tokens += entry.num_scheduled
         plan.admitted.append(
@@ -262,20 +262,21 @@ class Scheduler:
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def _grow(self, entry: Entry, count: int) -> bool:
-        """Blocks for `count` more tokens of `entry`; evicts, then preempts younger requests. False: it lost its own."""
+        """Blocks for `count` more tokens of `entry`; evicts, then preempts those behind it. False: it lost its own."""
         missing = -(-(entry.num_scheduled + count) // self.limits.block_size) - len(entry.blocks)
         while missing > self.pool.available:
             evicted = self.tree.evict(missing - self.pool.available)
             self.pool.free(evicted)
             if missing > self.pool.available:
-                youngest = self.running[-1]
-                self._preempt(youngest)
-                if youngest is entry:
+                last = self.running[-1]
+                self._preempt(last)
+                if last is entry:
                     return False
         if missing > 0:
             fresh = self.pool.allocate(missing)
             entry.blocks.extend(fresh)
             entry.private.update(fresh)
+            entry.capacity = len(entry.blocks) * self.limits.block_size
         return True
 
     def _preempt(self, entry: Entry) -> None:
@@ -289,88 +290,93 @@ class Scheduler:
         heapq.heappush(self._free_rows, entry.row)
         self.pool.free(sorted(entry.private))
         self.tree.unlock(entry.node)
-        self.running.remove(entry)
-        self.max_running_tokens -= entry.num_prompt + entry.request.max_new_tokens
+        del self.running[bisect.bisect_left(self.running, entry.rank, key=_rank)]
+        self.max_running_tokens -= entry.max_len
         entry.row = entry.node = None
         entry.blocks, entry.private = [], set()
-        entry.num_scheduled = entry.num_computed = entry.num_indexed = 0
+        entry.num_scheduled = entry.num_indexed = entry.capacity = 0
 
     def _finish(self, entry: Entry) -> None:
         entry.done = True
         del self._entries[entry.id]
+        self._queue_deadlines.stop(entry.id)
+        self._run_deadlines.stop(entry.id)
+        self._tenants.leave(entry.tenant)
         if entry.row is not None:
             self._release(entry)
         else:
-            self.queue.pop(entry.id)
+            self.queue.remove(entry)
 
     # ---- a result arrives -----------------------------------------------------------------------------------------
 
     def complete(self, result: StepResult) -> list[tuple[int, Output]]:
         """Book the result of the oldest plan in flight. Returns what each request gets to see."""
-        step_id, planned = self._in_flight.popleft()
-        assert step_id == result.id, f"result of step {result.id}, expected {step_id}"
+        step = self._in_flight.popleft()
+        assert step.plan.id == result.id, f"result of step {result.id}, expected {step.plan.id}"
         if result.error is not None:
-            return self._fail(planned, result.error)
+            return self._fail(step.planned, result.error)
+        if step.num_mixed:
+            self._budget.learn(step.num_mixed, result.forward_ns / 1e9)
         outputs: list[tuple[int, Output]] = []
         index = 0
-        for row in planned:
-            entry = row.entry
+        for row, (entry, epoch, end, samples) in zip(step.plan.rows, step.planned, strict=True):
             if not entry.done:
-                self._book_computed(row, result)
-            if row.samples:
-                if not entry.done:
+                if epoch == entry.epoch:
+                    if entry.request.prompt_logprobs:
+                        self._book_scores(entry, row, result)
+                    # Keys and values of a row that failed may be no numbers: they must not reach anybody else.
+                    failed = samples and index in result.row_errors
+                    if end >= entry.full_at and entry.row is not None and not failed:
+                        self._index(entry, end)
+                if samples:
                     outputs.append((entry.id, self._book_sampled(entry, index, result)))
-                index += 1
+            index += samples
         assert index == len(result.token_ids), f"{len(result.token_ids)} tokens for {index} rows"
         return outputs
 
-    def _book_computed(self, row: PlannedRow, result: StepResult) -> None:
-        entry = row.entry
-        if row.epoch != entry.epoch:
-            return
-        if entry.request.prompt_logprobs:  # also of one preempted since: its first token may be in this very result
-            entry.prompt_logprobs.extend(result.prompt_logprobs.get(row.row, ()))
-            entry.prompt_top_tokens.extend(result.prompt_top_tokens.get(row.row, ()))
-        if entry.row is None:
-            return
-        entry.num_computed = row.end
-        if self.limits.prefix_caching:
-            self._index(entry)
+    def _book_scores(self, entry: Entry, row: int, result: StepResult) -> None:
+        """Also of one preempted since: its first token may be in this very result."""
+        entry.prompt_logprobs.extend(result.prompt_logprobs.get(row, ()))
+        entry.prompt_top_tokens.extend(result.prompt_top_tokens.get(row, ()))
 
-    def _index(self, entry: Entry) -> None:
+    def _index(self, entry: Entry, num_computed: int) -> None:
         """Offer the blocks that are full and computed to the tree."""
         size = self.limits.block_size
-        while (entry.num_indexed + 1) * size <= entry.num_computed:
-            start = entry.num_indexed * size
+        while entry.full_at <= num_computed:
             block = entry.blocks[entry.num_indexed]
             assert entry.node is not None
-            entry.node, taken = self.tree.extend(entry.node, tuple(entry.tokens[start : start + size]), block)
+            tokens = tuple(entry.tokens[entry.full_at - size : entry.full_at])
+            entry.node, taken = self.tree.extend(entry.node, tokens, block)
             if taken:
                 entry.private.remove(block)
             entry.num_indexed += 1
+            entry.full_at += size
 
     def _book_sampled(self, entry: Entry, index: int, result: StepResult) -> Output:
         """A row may fail alone, if its grammar does."""
-        if (error := result.row_errors.get(index)) is None:
-            return self._book_token(entry, index, result)
-        self._finish(entry)
-        return Output(error=error)
-
-    def _book_token(self, entry: Entry, index: int, result: StepResult) -> Output:
-        token = result.token_ids[index]
-        entry.num_pending -= 1
-        entry.tokens.append(token)
-        output = Output(token, result.logprobs[index], result.top_tokens.get(index))
-        if entry.num_generated == 1:
-            output.num_cached = entry.num_cached
-            if entry.request.prompt_logprobs:
-                output.prompt_logprobs = entry.prompt_logprobs
-            if entry.prompt_top_tokens:
-                output.prompt_top_tokens = [None, *entry.prompt_top_tokens]
-        output.finish_reason = self._finish_reason(entry, token)
-        if output.finish_reason is not None:
+        if result.row_errors and (error := result.row_errors.get(index)) is not None:
             self._finish(entry)
+            return Output(error=error)
+        token = result.token_ids[index]
+        tokens = entry.tokens
+        tokens.append(token)
+        entry.tenant.served += 1
+        output = Output(token, result.logprobs[index], result.top_tokens.get(index) if result.top_tokens else None)
+        if len(tokens) == entry.num_prompt + 1:
+            self._tell_about_prompt(entry, output)
+        if token in entry.end_ids or len(tokens) >= entry.max_len:
+            output.finish_reason = self._finish_reason(entry, token)
+            if output.finish_reason is not None:
+                self._finish(entry)
         return output
+
+    def _tell_about_prompt(self, entry: Entry, output: Output) -> None:
+        output.num_cached = entry.num_cached
+        if entry.request.prompt_logprobs:  # nothing predicts what an encoder reads
+            unknown = len(entry.request.input_ids) - len(entry.prompt_logprobs)
+            output.prompt_logprobs = entry.prompt_logprobs + [None] * unknown
+        if entry.prompt_top_tokens:
+            output.prompt_top_tokens = [None, *entry.prompt_top_tokens]
 
     def _finish_reason(self, entry: Entry, token: int) -> FinishReason | None:
         request, num_generated = entry.request, entry.num_generated
@@ -383,8 +389,12 @@ class Scheduler:
 
     def _fail(self, planned: list[PlannedRow], error: str) -> list[tuple[int, Output]]:
         failed = []
-        for row in planned:
-            if not row.entry.done:
-                self._finish(row.entry)
-                failed.append((row.entry.id, Output(error=error)))
+        for entry, *_ in planned:
+            if not entry.done:
+                self._finish(entry)
+                failed.append((entry.id, Output(error=error)))
         return failed
+
+
+def _rank(entry: Entry) -> Rank:
+    return entry.rank

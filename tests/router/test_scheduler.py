@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from legato.router.scheduler import SchedulerLimits
-from legato.router.state import FinishReason, GenerationRequest, StepResult
+from legato.router.queue import AGING_SECONDS
+from legato.router.scheduler import RAN_TOO_LONG, Scheduler, SchedulerLimits
+from legato.router.state import FinishReason, GenerationRequest, StepPlan, StepResult
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
 VOCAB = 50
@@ -206,8 +207,40 @@ def test_cancelling_while_steps_are_in_flight_frees_everything_at_once() -> None
     assert simulation.outputs[1] == []
 
 
+def test_requests_of_one_step_fill_it_however_many_they_are() -> None:
+    simulation = Simulation(limits(num_blocks=513, max_rows=64, max_step_tokens=256))
+    for number in range(64):
+        simulation.submit(request(number, [number, 1, 2, 3], 2))
+    simulation.launch()
+    assert len(simulation.in_flight[0].admitted) == 64
+
+
+def check_requests(scheduler: Scheduler) -> None:
+    """Every request runs or waits, in the order of its rank, and counts once for its tenant."""
+    running = [entry.rank for entry in scheduler.running]
+    assert running == sorted(running)
+    waiting = {entry.id for entry in scheduler._entries.values() if entry.row is None}
+    assert set(scheduler.queue) == waiting and len(scheduler.queue) == len(waiting)
+    in_line = [id for level in scheduler.queue._levels.values() for line in level._lines.values() for id in line]
+    assert sorted(in_line) == sorted(waiting), "somebody was called and not sent back"
+    for name, tenant in scheduler._tenants._known.items():
+        assert tenant.num_requests == sum(entry.request.tenant == name for entry in scheduler._entries.values())
+
+
+def check_plan(plan: StepPlan, scheduler: Scheduler) -> None:
+    assert len(set(plan.rows)) == len(plan.rows), "a row is in one plan twice"
+    entered = {admission.row for admission in plan.admitted}
+    assert len(entered) == len(plan.admitted)
+    samples = [samples for *_, samples in scheduler._in_flight[-1].planned]
+    rows = list(zip(plan.rows, plan.num_tokens, samples, strict=True))
+    decodes = [row for row, count, samples in rows if count == 1 and samples and row not in entered]
+    most = scheduler.limits.max_mixed_tokens
+    assert most is None or not decodes or sum(plan.num_tokens) - len(decodes) <= most
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, go and share prefixes while steps start and end in any order the router could produce."""
+    """Requests come, go, share prefixes and run out of time while steps start and end in any order the router could
+    produce."""
 
     steps = 0
 
@@ -216,10 +249,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks=st.integers(14, 40),
         rows=st.integers(1, 5),
         budget=st.integers(5, 24),
+        mixed=st.integers(2, 24),
         caching=st.booleans(),
         seed=st.integers(0, 2**31),
+        timeouts=st.sampled_from([(0, 0), (3, 0), (0, 9), (3, 9)]),
     )
-    def start(self, block_size: int, blocks: int, rows: int, budget: int, caching: bool, seed: int) -> None:
+    def start(
+        self, block_size: int, blocks: int, rows: int, budget: int, mixed: int, caching: bool, seed: int,
+        timeouts: tuple[int, int],
+    ) -> None:  # fmt: skip
         eos = frozenset({3, 7})
         num_blocks = 1 + blocks * 4 // block_size
         self.simulation = Simulation(
@@ -230,8 +268,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_step_tokens=budget,
                 eos_token_ids=eos,
                 prefix_caching=caching,
+                max_mixed_tokens=min(mixed, budget),
+                mixed_step_time=0.05,
+                queue_timeout=timeouts[0],
+                request_timeout=timeouts[1],
             )
         )
+        self.now = 0.0
         self.random = random.Random(seed)
         self.wanted: dict[int, GenerationRequest] = {}
         self.cancelled: set[int] = set()
@@ -246,9 +289,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.random.randint(1, 24),
                 ignore_eos=self.random.random() < 0.7,
                 prompt_logprobs=self.random.random() < 0.2,
+                priority=self.random.choice([0, 5, 5, 5, 9]),
+                tenant=self.random.choice("aaab"),
             )
             self.wanted[wanted.id] = wanted
-            self.simulation.submit(wanted)
+            self.simulation.outputs[wanted.id] = []
+            self.simulation.scheduler.submit(wanted, self.now)
 
     @rule(pick=st.randoms(use_true_random=False))
     def cancel(self, pick: random.Random) -> None:
@@ -258,14 +304,34 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.cancelled.add(request_id)
             self.simulation.scheduler.cancel(request_id)
 
+    @rule(seconds=st.sampled_from([0.5, 1, 2, 100]))
+    def wait(self, seconds: float) -> None:
+        """Whoever is ended had a deadline, and nobody else has one that is over."""
+        self.now += seconds
+        scheduler = self.simulation.scheduler
+        epochs = {entry.id: entry.epoch for entry in scheduler._entries.values()}
+        due = scheduler.next_deadline()
+        expired = scheduler.expire(self.now)
+        assert bool(expired) == (due is not None and due <= self.now)
+        for request_id, output in expired:
+            ran = output.error == RAN_TOO_LONG.format(scheduler.limits.request_timeout)
+            assert output.timed_out and (ran or epochs[request_id] == 0), "it waited, and never had a row"
+            self.cancelled.add(request_id)
+        check_requests(scheduler)
+        for entry in scheduler._entries.values():
+            age = self.now - (entry.rank[0] - AGING_SECONDS * entry.priority)
+            assert not scheduler.limits.request_timeout or age < scheduler.limits.request_timeout
+            assert not scheduler.limits.queue_timeout or entry.epoch or age < scheduler.limits.queue_timeout
+
     @rule(count=st.integers(1, 120))
     def step(self, count: int) -> None:
         for _ in range(count):
-            if self.random.random() < 0.5:
-                self.simulation.launch()
+            if self.random.random() < 0.5 and self.simulation.launch():
+                check_plan(self.simulation.in_flight[-1], self.simulation.scheduler)
             if self.random.random() < 0.5 and self.simulation.land():
                 SchedulerMachine.steps += 1
             check_blocks(self.simulation.scheduler)
+            check_requests(self.simulation.scheduler)
 
     @invariant()
     def every_token_is_the_models(self) -> None:

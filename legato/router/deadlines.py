@@ -1,0 +1,35 @@
+"""When requests have waited or run long enough."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class Deadlines:
+    """One timeout for everybody, so deadlines come in the order in which they were set: a line, and no heap.
+
+    Of those that are stopped nothing is left: a million requests may end before the first deadline comes.
+    """
+
+    def __init__(self, timeout: float, problem: str) -> None:
+        """A timeout of 0: there is none. `problem` has a place for it."""
+        self.problem = problem.format(timeout)
+        self._timeout = timeout
+        self._ends: OrderedDict[int, float] = OrderedDict()
+
+    def start(self, request_id: int, now: float) -> None:
+        if self._timeout:
+            self._ends[request_id] = now + self._timeout
+
+    def stop(self, request_id: int) -> None:
+        self._ends.pop(request_id, None)
+
+    @property
+    def next(self) -> float | None:
+        return next(iter(self._ends.values()), None)
+
+    def take_passed(self, now: float) -> list[int]:
+        passed = []
+        while (end := self.next) is not None and end <= now:
+            passed.append(self._ends.popitem(last=False)[0])
+        return passed

@@ -1,0 +1,105 @@
+"""A request inside the scheduler, and a step between its plan and its result.
+
+entry.tokens             ├────── prompt ──────┼── generated ──┤
+entry.num_known          ├────────────────────────────────────┼┤   those and one for each step that will sample
+entry.num_scheduled      ├──────────────────────────────┤          keys and values computed or being computed
+blocks in the tree       ├────────────────────────┤                full blocks whose results have arrived
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from legato.router.prefix_tree import Node
+from legato.router.queue import Rank, Tenant
+from legato.router.state import GenerationRequest, StepPlan
+
+NEVER = sys.maxsize
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """It has a row and blocks while it runs, and neither while it waits."""
+
+    request: GenerationRequest
+    id: int
+    rank: Rank
+    tenant: Tenant
+    tokens: list[int]
+    num_prompt: int
+    max_len: int  # of prompt and answer
+    end_ids: frozenset[int]  # tokens that may end it
+    num_known: int = 0
+    num_scheduled: int = 0
+    row: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    capacity: int = 0  # tokens for which it has blocks
+    private: set[int] = field(default_factory=set)  # blocks that are not in the tree: ours to free
+    node: Node | None = None  # deepest tree node we hold
+    num_indexed: int = 0  # leading blocks that were offered to the tree
+    full_at: int = NEVER  # tokens at which the next block is full and can be offered
+    epoch: int = 0  # counts admissions: results of an earlier stay say nothing about this one's blocks
+    num_cached: int = 0  # prompt tokens that were in the tree when it was admitted for the first time
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top_tokens: list[list[tuple[int, float]]] = field(default_factory=list)
+    done: bool = False
+    num_whole: int = 1  # leading tokens that one step must compute together
+
+    @classmethod
+    def of(
+        cls, request: GenerationRequest, rank: Rank, tenant: Tenant, model_ends: frozenset[int], start: int | None
+    ) -> Entry:
+        """`model_ends` are the tokens with which the model ends an answer, `start` is the one with which the decoder of
+        an encoder-decoder model begins: it stands behind what the encoder reads, all at once."""
+        tokens = list(request.input_ids) if start is None else [*request.input_ids, start]
+        return cls(
+            request=request,
+            id=request.id,
+            rank=rank,
+            tenant=tenant,
+            tokens=tokens,
+            num_prompt=len(tokens),
+            max_len=len(tokens) + request.max_new_tokens,
+            end_ids=request.stop_token_ids if request.ignore_eos else model_ends | request.stop_token_ids,
+            num_known=len(tokens),
+            num_whole=1 if start is None else len(tokens),
+        )
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that steps in flight will sample: they count, but nobody knows them yet."""
+        return self.num_known - len(self.tokens)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They need the logits of every prompt token, so nothing of the prompt may come from the cache."""
+        return self.request.prompt_logprobs and self.num_generated == 0
+
+    @property
+    def num_to_compute(self) -> int:
+        """Known tokens without keys and values yet. None once the last token is coming."""
+        return 0 if self.num_known >= self.max_len else self.num_known - self.num_scheduled
+
+
+# What must be remembered of a row that was sent off: the entry and its epoch, how many tokens are computed once the
+# step is done, and whether it samples one. A tuple, because one is made for every row of every step.
+PlannedRow = tuple[Entry, int, int, bool]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """`planned` runs in parallel with the plan's rows."""
+
+    plan: StepPlan
+    planned: list[PlannedRow] = field(default_factory=list)
+    # Prompt tokens that it computes beside decodes; 0 if it has only one of the two.
+    num_mixed: int = 0

@@ -1,0 +1,200 @@
+"""How large steps are: what everybody else waits for while prompts are computed, and what that costs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from legato.router.budget import FEWEST_MIXED_TOKENS, StepBudget, StepSizes, step_sizes
+from legato.router.scheduler import Scheduler, SchedulerLimits
+from legato.router.state import GenerationRequest, StepPlan, StepResult
+from tests.fakes import Simulation
+
+H200 = step_sizes("cuda", None)
+NO_LIMIT = StepSizes(1 << 20, 1 << 20)
+
+
+def seconds_on_an_h200(plan: StepPlan) -> float:
+    """A step of an 8B model: weights are read, prompt tokens are computed, decodes read their keys and values."""
+    num_decodes = plan.num_tokens.count(1)
+    return 0.0065 + 22.5e-6 * (sum(plan.num_tokens) - num_decodes) + 20e-6 * num_decodes
+
+
+@dataclass
+class ClosedLoop:
+    """Clients who ask again as soon as they have their answer, and begin all at once. Two steps are in flight."""
+
+    num_clients: int
+    sizes: StepSizes
+    prompt_len: int = 128
+    answer_len: int = 128
+    clock: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    finished: list[float] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(1)
+        self.ids = itertools.count()
+        self.last_token: dict[int, float] = {}
+        blocks = self.num_clients * (self.prompt_len + self.answer_len) // 16
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                num_blocks=2 * blocks,
+                block_size=16,
+                max_rows=self.num_clients,
+                max_step_tokens=self.sizes.max_tokens,
+                max_mixed_tokens=self.sizes.mixed_tokens,
+                mixed_step_time=self.sizes.mixed_time,
+            )
+        )
+
+    def ask(self) -> None:
+        prompt = [self.random.randrange(50_000) for _ in range(self.prompt_len)]
+        self.scheduler.submit(GenerationRequest(next(self.ids), prompt, self.answer_len), self.clock)
+
+    def run(self, num_answers: int) -> None:
+        for _ in range(self.num_clients):
+            self.ask()
+        while len(self.finished) < num_answers:
+            self.step()
+
+    def step(self) -> None:
+        while len(self.plans) < 2 and (plan := self.scheduler.plan()) is not None:
+            self.plans.append(plan)
+        plan = self.plans.pop(0)
+        took = seconds_on_an_h200(plan)
+        self.clock += took
+        self.land(plan, took)
+
+    def land(self, plan: StepPlan, took: float) -> None:
+        num = sum(samples for *_, samples in self.scheduler._in_flight[0].planned)
+        result = StepResult(plan.id, [7] * num, [0.0] * num, forward_ns=int(took * 1e9))
+        for request_id, output in self.scheduler.complete(result):
+            if request_id in self.last_token:
+                self.gaps.append(self.clock - self.last_token[request_id])
+            self.last_token[request_id] = self.clock
+            if output.finish_reason is not None:
+                del self.last_token[request_id]
+                self.finished.append(self.clock)
+                self.ask()
+
+    @property
+    def p99_gap(self) -> float:
+        return sorted(self.gaps)[len(self.gaps) * 99 // 100]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the second half: at the start everybody waits for everybody's prompt, whatever the budget."""
+        half = len(self.finished) // 2
+        return half * self.answer_len / (self.finished[-1] - self.finished[-1 - half])
+
+
+@pytest.mark.parametrize("num_clients", [256, 512])
+def test_hundreds_of_closed_loops_have_short_gaps_and_lose_little_speed(num_clients: int) -> None:
+    paced, unpaced = ClosedLoop(num_clients, H200), ClosedLoop(num_clients, NO_LIMIT)
+    for loop in (paced, unpaced):
+        loop.run(8 * num_clients)
+    share = paced.tokens_per_second / unpaced.tokens_per_second
+    print(f"{num_clients}: p99 {paced.p99_gap * 1e3:.1f} ms, {paced.tokens_per_second:.0f} tok/s, {share:.3f} of all")
+    assert paced.p99_gap < 0.060
+    assert max(paced.gaps) < 0.065
+    assert share > 0.97
+
+
+def test_long_prompts_do_not_hold_up_those_who_read() -> None:
+    longest = []
+    for sizes in (H200, NO_LIMIT):
+        loop = ClosedLoop(64, sizes)
+        for _ in range(32):
+            loop.ask()
+        for step in range(100):
+            loop.prompt_len = 8_000 if step > 20 else 128
+            if step % 20 == 10:
+                loop.ask()
+            loop.step()
+        longest.append(max(loop.gaps))
+    paced, unpaced = longest
+    assert paced < 0.060 < 0.180 < unpaced
+
+
+def test_a_step_without_decodes_takes_more_prompt_tokens() -> None:
+    simulation = Simulation(limits(max_step_tokens=32, max_mixed_tokens=8), depth=1)
+    simulation.submit(GenerationRequest(1, list(range(40)), 10))
+    assert [next_step(simulation) for _ in range(3)] == [[32], [8], [1]]
+    simulation.submit(GenerationRequest(2, list(range(100, 120)), 10))
+    assert [next_step(simulation) for _ in range(4)] == [[1, 8], [1, 8], [1, 4], [1, 1]]
+
+
+def test_decodes_take_nothing_from_the_prompts_share_and_never_go_without() -> None:
+    simulation = Simulation(limits(max_step_tokens=12, max_mixed_tokens=8), depth=1)
+    for number in range(7):
+        simulation.submit(GenerationRequest(number, [number, 1], 10))
+    simulation.launch()
+    simulation.land()
+    simulation.submit(GenerationRequest(9, list(range(100, 120)), 10))
+    plan = next_step(simulation)
+    assert plan[:6] == [1] * 6
+    assert sum(plan) == 12
+
+
+def test_the_budget_settles_where_a_step_takes_as_long_as_it_should() -> None:
+    budget = StepBudget(StepSizes(8192, 2048, 0.050))
+    for _ in range(40):
+        tokens = budget.prompt_tokens(256)
+        budget.learn(tokens, 0.030 + tokens * 20e-6)
+    assert 0.049 < 0.030 + budget.prompt_tokens(256) * 20e-6 < 0.051
+
+
+def test_one_slow_step_is_forgiven_soon() -> None:
+    budget = StepBudget(StepSizes(8192, 2048, 0.050))
+    budget.learn(2048, 5.0)
+    assert budget.prompt_tokens(1) == 1024
+    for _ in range(8):
+        tokens = budget.prompt_tokens(1)
+        budget.learn(tokens, tokens * 20e-6)
+    assert budget.prompt_tokens(1) == 2048
+
+
+def test_small_steps_that_were_fast_do_not_shrink_the_budget() -> None:
+    budget = StepBudget(StepSizes(8192, 2048, 0.050))
+    budget.learn(16, 0.049)
+    assert budget.prompt_tokens(1) == 2048
+
+
+def test_prompts_get_on_however_slow_the_device_is() -> None:
+    budget = StepBudget(StepSizes(8192, 2048, 0.050))
+    for _ in range(20):
+        budget.learn(budget.prompt_tokens(1), 3.0)
+    assert budget.prompt_tokens(1) == FEWEST_MIXED_TOKENS
+
+
+def test_without_a_time_to_aim_at_the_budget_stays() -> None:
+    budget = StepBudget(StepSizes(512, 256))
+    budget.learn(256, 3.0)
+    assert budget.prompt_tokens(1) == 256
+
+
+@pytest.mark.parametrize(("given", "alone", "mixed"), [(None, 8192, 2048), (4096, 4096, 2048), (1000, 1000, 1000)])
+def test_an_explicit_number_caps_both(given: int | None, alone: int, mixed: int) -> None:
+    sizes = step_sizes("cuda", given)
+    assert (sizes.max_tokens, sizes.mixed_tokens) == (alone, mixed)
+
+
+def test_unknown_devices_count_as_slow() -> None:
+    assert step_sizes("xpu", None) == step_sizes("cpu", None)
+
+
+def limits(**changes: int) -> SchedulerLimits:
+    return SchedulerLimits(**{"num_blocks": 65, "block_size": 4, "max_rows": 8, **changes})  # type: ignore[arg-type]
+
+
+def next_step(simulation: Simulation) -> list[int]:
+    """Tokens of its rows."""
+    simulation.launch()
+    counts = simulation.in_flight[0].num_tokens
+    simulation.land()
+    return counts
