@@ -6,12 +6,16 @@
     {"timestamp": "2026-01-31T12:00:00.000000Z", "level": "INFO", "message": "Success", "program": "router", ...}
 
 Shards and router write JSON, which the launcher reads back with `parse` and writes in the form it was asked for.
+
+Words of clients may be part of a line. They cannot begin one, or speak to a terminal: whatever is not visible is
+written as an escape. Only tracebacks have lines of their own, which are indented.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -32,6 +36,9 @@ NAMES = {logging.ERROR: "ERROR", logging.WARNING: "WARN", logging.INFO: "INFO", 
 # What other libraries may say at each of our levels: one level less, because their news is rarely ours.
 FOREIGN = {logging.INFO: logging.WARNING, logging.DEBUG: logging.INFO, TRACE: logging.DEBUG}
 COLOURS = {"ERROR": "\033[31m", "WARN": "\033[33m", "INFO": "\033[32m", "DEBUG": "\033[34m", "TRACE": "\033[35m"}
+
+# Characters that end a line for somebody, move a cursor, turn the direction of writing, or cannot be encoded.
+_INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 def setup(level: str, json_output: bool, program: str, stream: TextIO | None = None) -> None:
@@ -96,7 +103,7 @@ class JsonFormatter(logging.Formatter):
             entry["fields"] = fields
         if exception := self._exception(record):
             entry["exception"] = exception
-        return json.dumps(entry, default=str, ensure_ascii=False)
+        return _visible(json.dumps(entry, default=str, ensure_ascii=False))
 
     def _exception(self, record: logging.LogRecord) -> str | None:
         return self.formatException(record.exc_info) if record.exc_info else record.exc_text
@@ -115,11 +122,11 @@ class TextFormatter(JsonFormatter):
         if self.colour:
             moment, label = f"\033[2m{moment}\033[0m", f"{COLOURS[level]}{label}\033[0m"
         fields: dict[str, Any] = getattr(record, "fields", None) or {}
-        words = [f"{moment} {label} {program}: {record.getMessage()}"]
-        words += [f"{name}={_quoted(value)}" for name, value in fields.items()]
+        words = [f"{moment} {label} {program}: {_visible(record.getMessage())}"]
+        words += [f"{_visible(name)}={_quoted(value)}" for name, value in fields.items()]
         line = " ".join(words)
         exception = self._exception(record)
-        return f"{line}\n{exception}" if exception else line
+        return f"{line}\n{_indented(exception)}" if exception else line
 
 
 def level_name(record: logging.LogRecord) -> str:
@@ -144,7 +151,18 @@ def _parse_levels(text: str) -> tuple[int, dict[str, int]]:
 
 def _quoted(value: object) -> str:
     text = str(value)
-    return json.dumps(text, ensure_ascii=False) if not text or any(c.isspace() or c == '"' for c in text) else text
+    quoted = not text or any(character.isspace() or character == '"' for character in text)
+    return _visible(json.dumps(text, ensure_ascii=False) if quoted else text)
+
+
+def _visible(text: str) -> str:
+    """Escapes as in JSON, so that a JSON text stays one."""
+    return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _indented(exception: str) -> str:
+    """No line of it can be taken for a record."""
+    return "\n".join(f"  {_visible(line)}" for line in exception.split("\n"))
 
 
 def _format_time(seconds: float) -> str:

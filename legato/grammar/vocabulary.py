@@ -49,4 +49,5 @@ class TokenTrie:
     def number_parts(self) -> Bitmask:
         """The tokens with which a JSON number that has a digit can go on: asked of llguidance itself."""
         matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_regex(r"[0-9.eE](?s:.*)"), log_level=0)
-        return np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
+        # Asked this way, llguidance answers with room for one more token than there are: perhaps with one more word.
+        return np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)[: self.num_words]

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer
 
+from legato.common.vision import ImageRules
 from legato.router import metrics as prometheus
 from legato.router.auth import OPEN_PATHS, RequireKey
 from legato.router.docs_page import PAGE
@@ -30,7 +31,7 @@ from legato.router.errors import (
 )
 from legato.router.exchange import DIRECT_SEND, Exchange
 from legato.router.generate import GenerateRoutes
-from legato.router.inference import Inference, Template
+from legato.router.inference import Inference, Shared, Template
 from legato.router.metrics import Metrics
 from legato.router.openai import errors as openai_errors
 from legato.router.openai.chat import ChatRoutes
@@ -44,6 +45,7 @@ from legato.router.platforms.vertex import VertexRoutes
 from legato.router.schemas import Info, TokenizeRequest
 from legato.router.seam import Backend, Limits
 from legato.router.settings import RouterSettings
+from legato.router.turnstile import Turnstile
 
 JSON = "application/json"
 # Below this, errors are OpenAI's.
@@ -57,11 +59,12 @@ def create_app(
     settings: RouterSettings,
     metrics: Metrics | None = None,
     chat_template: Template | None = None,
+    shared: Shared | None = None,
+    image_rules: ImageRules | None = None,
 ) -> ASGIApp:
-    """The router as an ASGI application. Whoever records steps makes the `Metrics` and gives the same ones here."""
+    """The router's HTTP side as an ASGI application."""
     metrics = Metrics(backend.limits) if metrics is None else metrics
-    metrics.watch(backend)
-    inference = Inference.create(backend, tokenizer, settings, metrics, chat_template)
+    inference = Inference.create(backend, tokenizer, settings, metrics, chat_template, shared, image_rules)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -98,13 +101,17 @@ def _middleware(settings: RouterSettings) -> list[Middleware]:
 
 
 class Shortcut:
-    """Outermost: remembers the server's own `send`, so that tokens do not pass through every layer that follows."""
+    """Outermost: remembers the server's own `send`, so that tokens do not pass through every layer that follows, and
+    lets work in a little at a time."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
+        if scope.get("method") == "POST":
+            await self._turnstile.enter()
         await self._app(scope, receive, send)
 
 
@@ -139,7 +146,7 @@ def _routes(inference: Inference) -> list[Route]:
         await exchange.respond(msgspec.json.encode(tokens), {"content-type": JSON})
 
     async def show_metrics(request: Request) -> Response:
-        return Response(inference.metrics.render(), media_type=prometheus.CONTENT_TYPE)
+        return Response(await inference.shared.scrape(), media_type=prometheus.CONTENT_TYPE)
 
     def page(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
         async def show(request: Request) -> Response:

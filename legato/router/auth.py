@@ -5,6 +5,7 @@ Nothing is reachable without a key unless it is listed as open here, so a route 
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.common.errors import OptionError
 from legato.router.errors import RequestError
+from legato.router.exchange import TENANT
 
 # Load balancers and orchestrators ask for these, and have no keys. They tell nothing but whether the model computes.
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})
@@ -53,7 +55,7 @@ class RequireKey:
         open_paths: Iterable[str] = OPEN_PATHS,
     ) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._tenants = {key.encode(): tenant_of(key) for key in keys}
         self._refuse = refuse
         self._open_paths = frozenset(open_paths)
 
@@ -63,7 +65,9 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         given = _given_keys(scope["headers"])
-        if self._know(given):
+        tenant = self._tenant(given)
+        if tenant is not None:
+            scope[TENANT] = tenant
             await self._app(scope, receive, send)
             return
         problem = "The API key is not valid" if given else "An API key is needed: send `Authorization: Bearer KEY`"
@@ -73,10 +77,17 @@ class RequireKey:
     def _is_open(self, scope: Scope) -> bool:
         return scope["method"] in OPEN_METHODS and scope["path"] in self._open_paths
 
-    def _know(self, given: list[bytes]) -> bool:
-        """Every key is compared to its end, and none is left out, so that time says nothing about any of them."""
-        matches = [hmac.compare_digest(key, candidate) for candidate in given for key in self._keys]
-        return any(matches)
+    def _tenant(self, given: list[bytes]) -> str | None:
+        """Whose key it is. Every key is compared to its end, and none is left out, so that time says nothing about any
+        of them."""
+        known = self._tenants.items()
+        matches = [tenant for candidate in given for key, tenant in known if hmac.compare_digest(key, candidate)]
+        return matches[0] if matches else None
+
+
+def tenant_of(key: str) -> str:
+    """What the scheduler calls the holder of a key, so that the key itself goes no further."""
+    return hashlib.sha256(key.encode()).hexdigest()[:12]
 
 
 def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:

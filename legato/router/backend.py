@@ -7,6 +7,7 @@ requests hear of their tokens.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -56,6 +57,9 @@ class Backend:
         self._sinks: dict[int, Sink] = {}
         self._sent: deque[SentStep] = deque()
         self._pump_is_due = False
+        # One for everybody, at the next deadline there is or earlier.
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = math.inf
         self._lost: str | None = None
 
     @property
@@ -71,7 +75,8 @@ class Backend:
             sink([Output(error=self._lost)])
             return
         self._sinks[request.id] = sink
-        self.scheduler.submit(request)
+        self.scheduler.submit(request, time.monotonic())
+        self._set_alarm()
         if not self._pump_is_due:
             # Requests that arrive together enter the same step.
             self._pump_is_due = True
@@ -101,6 +106,7 @@ class Backend:
     def _pump(self) -> None:
         """Plan and send while there is room in flight and something to compute."""
         self._pump_is_due = False
+        self._expire()
         while self.scheduler.num_in_flight < STEPS_IN_FLIGHT:
             started, before = time.perf_counter(), replace(self.scheduler.stats)
             plan = self.scheduler.plan()
@@ -120,6 +126,26 @@ class Backend:
             )
             for admission in plan.admitted:
                 self._sinks[admission.request.id].admitted()
+
+    def _expire(self) -> None:
+        for request_id, output in self.scheduler.expire(time.monotonic()):
+            if (sink := self._sinks.pop(request_id, None)) is not None:  # None: the shards were lost meanwhile
+                sink([output])
+
+    def _set_alarm(self) -> None:
+        """Unless it comes in time anyway. Deadlines that nobody cares about any more may let it come for nothing."""
+        deadline = self.scheduler.next_deadline()
+        if deadline is None or deadline >= self._alarm_at:
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = deadline
+        self._alarm = asyncio.get_running_loop().call_later(max(deadline - time.monotonic(), 0), self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._alarm, self._alarm_at = None, math.inf
+        self._pump()  # whoever is ended leaves room for others
+        self._set_alarm()
 
     def _on_result(self, result: StepResult) -> None:
         arrived = time.perf_counter()
@@ -155,6 +181,8 @@ class Backend:
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
+        if self._alarm is not None:
+            self._alarm.cancel()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink([Output(error=reason)])

@@ -96,7 +96,7 @@ class Template:
         message[field] = text + END_MARK
         return text
 
-    def _run(self, messages: list[Message], **variables: Any) -> str:
+    def _run(self, messages: list[Message], /, **variables: Any) -> str:
         if isinstance(self._compiled, Exception):
             raise self._compiled
         chunks, length = [], 0

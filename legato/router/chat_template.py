@@ -23,7 +23,15 @@ from legato.router.chat_sources import ChatTemplates, find_templates
 from legato.router.errors import RequestError
 
 
-class TemplateError(RequestError):
+class TemplateFailed(RequestError):
+    """Whatever goes wrong with a template is counted together, as TGI does."""
+
+    @property
+    def counted_as(self) -> str:
+        return "template"
+
+
+class TemplateError(TemplateFailed):
     """The template refuses the messages, is broken, or takes too much time or memory."""
 
     status, error_type = 422, "template_error"
@@ -32,7 +40,7 @@ class TemplateError(RequestError):
         super().__init__(f"Template error: {problem}")
 
 
-class MissingTemplateVariable(RequestError):
+class MissingTemplateVariable(TemplateFailed):
     """The template uses something that the request does not give."""
 
     status, error_type = 422, "missing_template_variable"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -17,27 +15,27 @@ from legato.common.errors import OptionError
 from legato.common.hub import DEFAULT_MODEL
 from legato.common.locate import locate
 from legato.common.logging import setup
-from legato.common.model_files import ModelFiles
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
 from legato.pb import generate_pb2 as pb
-from legato.router.app import create_app
 from legato.router.auth import read_keys
 from legato.router.backend import Backend
 from legato.router.blocks import RESERVED_BLOCKS
-from legato.router.chat_template import ChatTemplate
-from legato.router.listening import bind, listen, serve_http
+from legato.router.budget import StepSizes, step_sizes
+from legato.router.listening import Listeners
+from legato.router.messages import Setup
 from legato.router.metrics import Metrics
+from legato.router.running import Router
 from legato.router.scheduler import Scheduler, SchedulerLimits
 from legato.router.seam import Limits
 from legato.router.settings import RouterSettings
 from legato.router.shards import GrpcShards, WarmupLimits
+from legato.router.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-# Tokens of one step where nobody says. A step that large takes about half a second on two cores and a tenth of one
-# on a large GPU: longer ones would make everybody else wait for a newcomer's prompt.
-STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+# HTTP workers where nobody says: more would wait for the scheduler.
+MAX_WORKERS = 8
 
 
 def run(options: RouterOptions) -> None:
@@ -47,34 +45,39 @@ def run(options: RouterOptions) -> None:
     if options.max_input_tokens and options.max_total_tokens and options.max_input_tokens >= options.max_total_tokens:
         raise OptionError("--max-input-tokens must be smaller than --max-total-tokens")
     options = replace(options, port=vertex_port(os.environ) or options.port)
-    listener = bind(options.hostname, options.port)  # before anything slow: a port in use ends at once
+    # Before anything slow: a port in use ends at once.
+    listeners = Listeners(options.hostname, options.port, num_workers(options))
     api_keys = read_keys(options.api_key, options.api_key_file)
     import uvloop
 
-    uvloop.run(serve(options, listener, api_keys))
+    uvloop.run(serve(options, listeners, api_keys))
 
 
-async def serve(options: RouterOptions, listener: socket.socket, api_keys: tuple[str, ...]) -> None:
-    files = ModelFiles.open(locate(options))
-    tokenizer = await asyncio.to_thread(files.tokenizer)
-    override = Path(options.tokenizer_config_path) if options.tokenizer_config_path else None
-    chat_template = await asyncio.to_thread(ChatTemplate.load, files, override, options.payload_limit)
-    shards = await GrpcShards.connect(options.master_shard_uds_path)
-    info = await shards.info()
-    scheduler, limits = await warm_up(shards, info, options)
-    metrics = Metrics(limits)
-    backend = Backend(scheduler, shards, limits, metrics.step)
-    app = create_app(backend, tokenizer, settings_for(options, info, api_keys), metrics, chat_template)
-    listen(listener)
-    logger.info("Listening", extra={"fields": {"address": f"http://{options.hostname}:{options.port}"}})
-    await serve_http(app, backend, listener, options.graceful_termination_timeout)
-    await shards.close()
+async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[str, ...]) -> None:
+    workers = Workers(setup_for(options, locate(options)), listeners.sockets)
+    try:
+        await workers.load()
+        shards = await GrpcShards.connect(options.master_shard_uds_path)
+        info = await shards.info()
+        scheduler, limits = await warm_up(shards, info, options)
+        metrics = Metrics(limits)
+        backend = Backend(scheduler, shards, limits, metrics.step)
+        router = Router(backend, metrics, workers, settings_for(options, info, api_keys))
+        await router.run(listeners, options.graceful_termination_timeout)
+        await shards.close()
+    finally:
+        workers.kill()
 
 
 async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOptions) -> tuple[Scheduler, Limits]:
     started = time.perf_counter()
-    step_tokens = options.max_batch_prefill_tokens or STEP_TOKENS.get(info.device_type, STEP_TOKENS["cpu"])
-    rows = options.max_concurrent_requests
+    sizes = step_sizes(info.device_type, options.max_batch_prefill_tokens)
+    rows = min(options.max_batch_size or sizes.max_rows, options.max_concurrent_requests)
+    step_tokens, longest_input = sizes.max_tokens, None
+    if not info.support_chunking:
+        prompt_tokens = whole_prompt_tokens(sizes, options)
+        # Beside everybody's decodes: a prompt that cannot be cut would wait for ever for a step with room for it.
+        step_tokens, longest_input = prompt_tokens + rows, prompt_tokens - 1
     found = await shards.warmup(
         WarmupLimits(
             options.max_input_tokens, options.max_total_tokens, step_tokens, options.max_batch_total_tokens, rows
@@ -89,10 +92,15 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_step_tokens=max(step_tokens, found.max_rows),
             eos_token_ids=eos,
             prefix_caching=info.use_prefix_caching,
+            max_mixed_tokens=sizes.mixed_tokens,
+            mixed_step_time=sizes.mixed_time,
+            queue_timeout=options.queue_timeout,
+            request_timeout=options.request_timeout,
+            decoder_start_token_id=info.decoder_start_token_id if info.HasField("decoder_start_token_id") else None,
         )
     )
     limits = Limits(
-        max_input_tokens=found.max_input_tokens,
+        max_input_tokens=min(found.max_input_tokens, longest_input or found.max_input_tokens),
         max_total_tokens=found.max_total_tokens,
         max_batch_total_tokens=(found.num_blocks - RESERVED_BLOCKS) * info.block_size,
         vocab_size=info.vocab_size,
@@ -113,6 +121,17 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
     return scheduler, limits
 
 
+def whole_prompt_tokens(sizes: StepSizes, options: RouterOptions) -> int:
+    """Of prompts in one step of a model that cannot compute them in pieces: the longest, and the decoder's first."""
+    longest, given = (options.max_input_tokens or 1) + 1, options.max_batch_prefill_tokens
+    if given is not None and given < longest:
+        raise OptionError(
+            f"--max-batch-prefill-tokens is {given}: this model computes prompts whole, which takes up to {longest},"
+            " one more than --max-input-tokens"
+        )
+    return max(sizes.max_tokens, longest)
+
+
 def vertex_port(environ: Mapping[str, str]) -> int | None:
     """Where Vertex AI will call. It sets the variable in every container, and nobody else does, so it beats --port."""
     port = environ.get("AIP_HTTP_PORT") or None
@@ -129,9 +148,30 @@ def vertex_route(environ: Mapping[str, str], name: str) -> str | None:
     return path
 
 
+def num_workers(options: RouterOptions) -> int:
+    """Half of the cores: the scheduler and the shards have work to do, too, and workers wait for theirs."""
+    return options.http_workers or min(MAX_WORKERS, max(1, num_cores() // 2))
+
+
+def num_cores() -> int:
+    """Those that we may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def setup_for(options: RouterOptions, model: Path) -> Setup:
+    return Setup(
+        logger_level=options.logger_level,
+        json_output=options.json_output,
+        model=str(model.absolute()),
+        tokenizer_config_path=options.tokenizer_config_path,
+        payload_limit=options.payload_limit,
+    )
+
+
 def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: tuple[str, ...]) -> RouterSettings:
     return RouterSettings(
         model_id=options.model_id or DEFAULT_MODEL,
+        model_pipeline_tag="text2text-generation" if info.HasField("decoder_start_token_id") else None,
         max_concurrent_requests=options.max_concurrent_requests,
         max_best_of=options.max_best_of,
         max_stop_sequences=options.max_stop_sequences,
@@ -140,6 +180,10 @@ def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: tuple[
         validation_workers=options.validation_workers,
         grammar_support=not options.disable_grammar_support,
         schema_lenient=options.schema_lenient,
+        max_image_bytes=options.max_image_bytes,
+        max_image_fetch_size=options.max_image_fetch_size,
+        max_image_pixels=options.max_image_pixels,
+        image_url_allow=options.image_url_allow,
         payload_limit=options.payload_limit,
         tool_call_parser=options.tool_call_parser,
         cors_allow_origin=options.cors_allow_origin,

@@ -5,12 +5,14 @@ RequestError
 ├── NotFound           404
 ├── MethodNotAllowed   405
 ├── PayloadTooLarge    413
+├── CompressedBody     415
 ├── InvalidRequest     422   JSON, but not a request we can serve
 │   └── TooLong              more tokens than the model takes
 ├── GenerationFailed   424   a shard failed under it
 ├── Overloaded         429
 ├── InternalError      500   a bug of ours
-└── Unhealthy          503
+├── Unhealthy          503
+└── TimedOut           504   waited or ran longer than the operator allows
 
 The routes of OpenAI's API put the same errors into OpenAI's words and status codes (`openai/errors.py`).
 """
@@ -30,6 +32,11 @@ class RequestError(Exception):
     status: ClassVar[int]
     error_type: ClassVar[str]
     headers: ClassVar[dict[str, str]] = {}
+
+    @property
+    def counted_as(self) -> str:
+        """The reason under which the metrics count it."""
+        return self.error_type
 
     @property
     def body(self) -> bytes:
@@ -58,6 +65,16 @@ class PayloadTooLarge(RequestError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The request body is larger than the limit of {limit} bytes")
+
+
+class CompressedBody(RequestError):
+    """A few bytes may stand for any number, so nothing is ever unpacked."""
+
+    status, error_type = 415, "validation"
+    headers: ClassVar = {"connection": "close", "accept-encoding": "identity"}
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__(f"The request body is encoded as {encoding!r}; send it as it is, without Content-Encoding")
 
 
 class InvalidRequest(RequestError):
@@ -109,6 +126,10 @@ class Unhealthy(RequestError):
 
     def __init__(self) -> None:
         super().__init__("unhealthy")
+
+
+class TimedOut(RequestError):
+    status, error_type = 504, "timeout"
 
 
 class ClientGone(Exception):

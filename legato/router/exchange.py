@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
@@ -11,12 +12,22 @@ from typing import NoReturn, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from legato.router.errors import ClientGone, InvalidRequest, MalformedBody, PayloadTooLarge
+from legato.router.errors import ClientGone, CompressedBody, InvalidRequest, MalformedBody, PayloadTooLarge
 
 T = TypeVar("T")
 
 # Where an ASGI scope holds the server's own `send`.
 DIRECT_SEND = "legato.send"
+# ... and, if the server has one, a function that breaks the connection off with all that is still to be sent.
+ABORT = "legato.abort"
+# ... and whose request it is, among those who share the server.
+TENANT = "legato.tenant"
+# Characters of what a client sent that an error repeats.
+_SHOWN = 64
+# What msgspec says where JSON ends, and what often stands there: a number of other languages, after its name.
+_PLACE = re.compile(r"invalid character \(byte (\d+)\)")
+_NAME = re.compile(rb'"([^"\\]{1,64})"\s{0,9}:\s{0,9}-?$')
+_NO_NUMBER = re.compile(rb"NaN|Infinity")
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -28,7 +39,17 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if _is_json(body):
             raise InvalidRequest("strings must not contain unpaired surrogates") from None
-        raise MalformedBody(str(error)) from None
+        raise MalformedBody(_cause(str(error), body)) from None
+
+
+def _cause(problem: str, body: bytes) -> str:
+    """Languages write down numbers that JSON does not have, and their users wonder which field it was."""
+    place = _PLACE.search(problem)
+    start = int(place[1]) if place else len(body)
+    word, name = _NO_NUMBER.match(body, start), _NAME.search(body, max(0, start - 2 * _SHOWN), start)
+    if word is None or name is None:
+        return problem
+    return f"`{name[1].decode(errors='replace')}` is {word[0].decode()}, which is no number in JSON (byte {start})"
 
 
 def _is_json(body: bytes) -> bool:
@@ -47,7 +68,10 @@ def _refuse(constant: str) -> NoReturn:
 class Client:
     """Whoever waits for the answer, and what to do when they hang up."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: str = "", abort: Callable[[], None] | None = None) -> None:
+        self.tenant = tenant
+        # Breaks the connection off. Hanging up is how we hear of it.
+        self.abort = abort
         self._gone = False
         self._on_gone: Callable[[], None] | None = None
 
@@ -71,15 +95,14 @@ class Exchange:
         self._send = send
         # Headers go through the framework, which adds to them. What follows need not.
         self._send_directly: Send = scope.get(DIRECT_SEND, send)
+        self.tenant: str = scope.get(TENANT, "")
 
     async def json(self, decoder: msgspec.json.Decoder[T], limit: int) -> T:
         """The request's body. No content type is asked for: curl's default says form data."""
         return decode(await self._body(limit), decoder)
 
     async def _body(self, limit: int) -> bytes:
-        for name, value in self._scope["headers"]:
-            if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > limit):
-                raise PayloadTooLarge(limit)
+        self._check_headers(limit)
         chunks = []
         size = 0
         while True:
@@ -94,10 +117,18 @@ class Exchange:
             if not message.get("more_body", False):
                 return b"".join(chunks)
 
+    def _check_headers(self, limit: int) -> None:
+        """What can be refused before any of the body is read."""
+        for name, value in self._scope["headers"]:
+            if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > limit):
+                raise PayloadTooLarge(limit)
+            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                raise CompressedBody(value.decode("latin-1")[:_SHOWN])
+
     @contextmanager
     def client(self) -> Iterator[Client]:
         """Watches for the client to hang up. Only after the body was read: both come through `receive`."""
-        client = Client()
+        client = Client(self.tenant, self._scope.get(ABORT))
         watch = asyncio.create_task(self._watch(client))
         try:
             yield client

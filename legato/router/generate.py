@@ -76,10 +76,11 @@ class GenerateRoutes:
         inference = self._inference
         with inference.counted():
             best_of = inference.validator.num_sequences(request.parameters, streaming=False)
-            with inference.permits.take(best_of), exchange.client() as client:
-                valid = await inference.validate(request, best_of)
-                with inference.streams(valid, client) as streams:
-                    texts = await asyncio.gather(*(stream.read_all() for stream in streams))
+            async with inference.permitted(best_of):
+                with exchange.client() as client:
+                    valid = await inference.validate(request, best_of)
+                    with inference.streams(valid, client) as streams:
+                        texts = await asyncio.gather(*(stream.read_all() for stream in streams))
         sequences = [Sequence(stream, pieces) for stream, pieces in zip(streams, texts, strict=True)]
         best = max(sequences, key=lambda sequence: sequence.mean_logprob)
         timings = inference.succeeded(best.stream, arrived_at)
@@ -136,10 +137,11 @@ class GenerateRoutes:
             "x-compute-characters": str(len(request.inputs)),
         }
         try:
-            with self._inference.counted(), self._inference.permits.take(1):
-                await exchange.start(headers)
-                with exchange.client() as client:
-                    await self._events(exchange, client, request, arrived_at)
+            with self._inference.counted():
+                async with self._inference.permitted(1):
+                    await exchange.start(headers)
+                    with exchange.client() as client:
+                        await self._events(exchange, client, request, arrived_at)
         except (Overloaded, ClientGone):
             raise
         except RequestError as error:

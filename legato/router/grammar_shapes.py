@@ -3,9 +3,11 @@
     OpenAI   {"type": "text"}   {"type": "json_object"}   {"type": "json_schema", "json_schema": {"schema": {...}}}
     TGI      {"type": "json", "value": {...}}   {"type": "json_schema", "value": {"schema": {...}}}
              {"type": "regex", "value": "..."}
+    others   {"type": "json_object", "schema": {...}}   {"type": "json_schema", "schema": {...}}
     ours     {"type": "choice", "value": ["...", ...]}   {"type": "lark", "value": "..."}
 
-TGI calls `json` also `json_object`, and takes its schema as an object or as the text of one.
+TGI calls `json` also `json_object`, and takes its schema as an object or as the text of one. The others are LangChain
+and the companies whose APIs it speaks: a schema that is not looked for where they put it is not enforced.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from legato.router.errors import InvalidRequest
 from legato.router.state import Grammar, GrammarKind
 
 _TYPES = "text, json, json_object, json_schema, regex, choice or lark"
+_JSON_TYPES = ("json", "json_object", "json_schema")
 _ANY_OBJECT = Grammar(GrammarKind.JSON_OBJECT)
 
 
@@ -31,6 +34,8 @@ def read_grammar(shape: object, field: str) -> Grammar | None:
     kind, value, place = shape.get("type"), shape.get("value"), f"{field}.value"
     if kind == "text":
         return None
+    if kind in _JSON_TYPES and value is None and shape.get("json_schema") is None and shape.get("schema") is not None:
+        return _json(shape["schema"], f"{field}.schema")
     if kind in ("json", "json_object"):
         return _json(value, place)
     if kind == "json_schema":

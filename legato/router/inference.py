@@ -8,17 +8,20 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tokenizers import Tokenizer
 
 from legato.common.detokenize import Vocabulary
-from legato.router.errors import ClientGone, Overloaded, RequestError
+from legato.common.vision import ImageRules
+from legato.router.errors import ClientGone, RequestError
 from legato.router.exchange import Client
+from legato.router.images import Images
 from legato.router.metrics import Metrics, Timings
+from legato.router.permits import PermitPool, Permits
 from legato.router.schemas import GenerateRequest
 from legato.router.seam import Backend
 from legato.router.settings import RouterSettings
@@ -28,21 +31,22 @@ from legato.router.validation import Validator, ValidRequest, random_seed
 logger = logging.getLogger("legato.router")
 
 
-class Permits:
-    """How many sequences may run or wait. Taken before anything is computed, never waited for."""
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all workers of a router have in common, and a router in one process has to itself."""
 
-    def __init__(self, total: int) -> None:
-        self.free = total
+    permits: Permits
+    # Numbers for requests.
+    ids: Iterator[int]
+    # The metrics, as text.
+    scrape: Callable[[], Awaitable[bytes]]
 
-    @contextmanager
-    def take(self, num: int) -> Iterator[None]:
-        if num > self.free:
-            raise Overloaded
-        self.free -= num
-        try:
-            yield
-        finally:
-            self.free += num
+    @staticmethod
+    def by_nobody(settings: RouterSettings, metrics: Metrics) -> Shared:
+        async def scrape() -> bytes:
+            return metrics.render()
+
+        return Shared(PermitPool(settings.max_concurrent_requests), itertools.count(1), scrape)
 
 
 class Template(Protocol):
@@ -81,10 +85,9 @@ class Inference:
     chat_template: Template | None
     vocabulary: Vocabulary
     validator: Validator
-    permits: Permits
     settings: RouterSettings
     metrics: Metrics
-    ids: Iterator[int]
+    shared: Shared
 
     @staticmethod
     def create(
@@ -93,17 +96,20 @@ class Inference:
         settings: RouterSettings,
         metrics: Metrics,
         chat_template: Template | None = None,
+        shared: Shared | None = None,
+        image_rules: ImageRules | None = None,
     ) -> Inference:
+        """`image_rules` are those of a model that sees."""
+        images = None if image_rules is None else Images(image_rules, settings)
         return Inference(
             backend=backend,
             tokenizer=tokenizer,
             chat_template=chat_template,
             vocabulary=Vocabulary(tokenizer),
-            validator=Validator(tokenizer, backend.limits, settings, backend.prepare),
-            permits=Permits(settings.max_concurrent_requests),
+            validator=Validator(tokenizer, backend.limits, settings, backend.prepare, images),
             settings=settings,
             metrics=metrics,
-            ids=itertools.count(1),
+            shared=Shared.by_nobody(settings, metrics) if shared is None else shared,
         )
 
     @contextmanager
@@ -113,7 +119,7 @@ class Inference:
         try:
             yield
         except RequestError as error:
-            self.metrics.request_failed(error.error_type)
+            self.metrics.request_failed(error.counted_as)
             raise
         except ClientGone:
             self.metrics.request_failed("dropped")
@@ -121,6 +127,15 @@ class Inference:
         except Exception:
             self.metrics.request_failed("internal")
             raise
+
+    @asynccontextmanager
+    async def permitted(self, num: int) -> AsyncIterator[None]:
+        """For as long as `num` sequences are in the house. Overloaded."""
+        await self.shared.permits.take(num)
+        try:
+            yield
+        finally:
+            self.shared.permits.give_back(num)
 
     async def validate(self, request: GenerateRequest, best_of: int = 1) -> ValidRequest:
         valid = await self.validator.validate(request, best_of)
@@ -134,7 +149,7 @@ class Inference:
     def streams(self, request: ValidRequest, client: Client) -> Iterator[list[Stream]]:
         """One running stream per sequence."""
         seeds = [request.sampling.seed, *(random_seed() for _ in range(request.best_of - 1))]
-        streams = [self.stream(request, seed) for seed in seeds]
+        streams = [self.stream(request, seed, client.tenant) for seed in seeds]
         with self.running(streams, client):
             yield streams
 
@@ -150,12 +165,13 @@ class Inference:
         client.when_gone(cancel)
         try:
             for stream in streams:
+                stream.on_overrun = client.abort
                 stream.start()
             yield
         finally:
             cancel()
 
-    def stream(self, request: ValidRequest, seed: int) -> Stream:
+    def stream(self, request: ValidRequest, seed: int, tenant: str) -> Stream:
         transcript = Transcript(
             self.vocabulary,
             request.input_ids,
@@ -164,7 +180,7 @@ class Inference:
             min_tokens=request.sampling.min_new_tokens,
             spoken=request.spoken_token_ids,
         )
-        return Stream(self.backend, request.generation(next(self.ids), seed), transcript)
+        return Stream(self.backend, request.generation(next(self.shared.ids), seed, tenant), transcript)
 
     def succeeded(self, stream: Stream, arrived_at: float, *others: Stream) -> Timings:
         """Records a request whose streams are complete: the times of the first, the tokens of all. People parse the

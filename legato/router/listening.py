@@ -1,79 +1,76 @@
-"""The port: bound before anything slow, listened on once the model is ready, left when everybody has been served."""
+"""The port: bound before anything slow, listened on once the model is ready.
+
+Every worker has a socket of its own on it, and the kernel spreads new connections over them (SO_REUSEPORT). We keep
+them all: connections that wait for a worker that died are there for its successor.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
-
-import uvicorn
-from starlette.types import ASGIApp
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from legato.common.errors import EndpointInUse
-from legato.router.backend import Backend
 
 # Connections that wait to be accepted; uvicorn's own figure.
 BACKLOG = 2048
+# Elsewhere the option exists, too, but one socket gets all connections.
+KERNEL_SPREADS = sys.platform == "linux"
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bound but not listening: clients are refused until the model is ready."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with _naming_the_flags(host, port):
-        listener.bind((host, port))
-    return listener
+class Listeners:
+    """One socket per worker; all the same one where the kernel does not spread connections."""
 
+    def __init__(self, host: str, port: int, num: int) -> None:
+        """Bound but not listening: clients are refused until the model is ready."""
+        self._address = (host, port)
+        self._are_several = num > 1 and KERNEL_SPREADS
+        with _naming_the_flags(*self._address):
+            self._check()
+            first = self._bind()
+            # Whoever asks for any port gets one, and the others must have the same.
+            self._address = (host, first.getsockname()[1])
+            others = [self._bind() if self._are_several else first for _ in range(num - 1)]
+        self.sockets = [first, *others]
 
-def listen(listener: socket.socket) -> None:
-    """Two programs may bind a port that neither listens on. The second one to listen learns of it here."""
-    with _naming_the_flags(*listener.getsockname()[:2]):
-        listener.listen(BACKLOG)
+    def listen(self) -> None:
+        """Two programs may bind a port that neither listens on. The second one to listen learns of it here."""
+        with _naming_the_flags(*self._address):
+            self._check()
+            for listener in self.sockets:
+                listener.listen(BACKLOG)
 
+    def close(self) -> None:
+        for listener in self.sockets:
+            listener.close()
 
-async def serve_http(app: ASGIApp, backend: Backend, listener: socket.socket, grace: float) -> None:
-    """Until a signal, and then for up to `grace` seconds until every request is answered. Raises if a shard is lost."""
-    steps = asyncio.create_task(backend.run())
-    server = HttpServer(app, grace, on_deadline=steps.cancel)
-    # uvicorn takes these signals while it serves and raises them once more when it is done: they must not kill us then.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, server.handle_exit)
-    http = asyncio.create_task(server.serve(sockets=[listener]))
-    await asyncio.wait([steps, http], return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True  # if the steps ended first, all requests have been told: let them say so and leave
-    await http
-    steps.cancel()
-    with suppress(asyncio.CancelledError):
-        await steps
+    @property
+    def host(self) -> str:
+        return self._address[0]
 
+    @property
+    def port(self) -> int:
+        return self._address[1]
 
-class HttpServer(uvicorn.Server):
-    """uvicorn cuts off what has not finished in time. A second before that we end it in words: with an error."""
+    def _bind(self) -> socket.socket:
+        listener = self._socket()
+        if self._are_several:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(self._address)
+        return listener
 
-    def __init__(self, app: ASGIApp, grace: float, on_deadline: Callable[[], object]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                # Typed as whole seconds, used as a number.
-                timeout_graceful_shutdown=max(0.5, grace - 0.5),  # type: ignore[arg-type]
-                timeout_keep_alive=75,
-                server_header=False,
-                h11_max_incomplete_event_size=64 * 1024,
-            )
-        )
-        self._loop = asyncio.get_running_loop()
-        self._patience = max(0.0, grace - 1.5)
-        self._on_deadline = on_deadline
+    def _check(self) -> None:
+        """Sockets that share a port would share it with another router, too. One that does not share shows whether
+        somebody listens there."""
+        if self._are_several:
+            with self._socket() as probe:
+                probe.bind(self._address)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
-        self._loop.call_soon_threadsafe(self._loop.call_later, self._patience, self._on_deadline)
+    def _socket(self) -> socket.socket:
+        made = socket.socket(socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return made
 
 
 @contextmanager

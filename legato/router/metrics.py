@@ -5,14 +5,17 @@ Recorded per request and per step, never per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from prometheus_client.samples import Sample
 
-from legato.router.seam import Backend, Limits
+from legato.router.seam import Limits
 
+# What a process has counted: metric -> sample as it is written -> number. Zeros are left out.
+Figures: TypeAlias = dict[str, dict[str, float]]
 Method = Literal["prefill", "decode"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,16 +59,30 @@ class Step:
     failed: bool = False
 
 
+class Load(Protocol):
+    """What a scheduler can tell at any time."""
+
+    @property
+    def queue_size(self) -> int:
+        """Requests that wait for a row."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        ...
+
+
 class Metrics:
     def __init__(self, limits: Limits) -> None:
         self.registry = CollectorRegistry()
         self._define_requests(limits)
         self._define_steps(limits)
 
-    def watch(self, backend: Backend) -> None:
-        """What is read from the backend whenever somebody asks, instead of being told at every change."""
-        self._queue_size.set_function(lambda: backend.queue_size)
-        self._current_size.set_function(lambda: backend.running)
+    def watch(self, load: Load) -> None:
+        """What is read whenever somebody asks, instead of being told at every change."""
+        self._queue_size.set_function(lambda: load.queue_size)
+        self._current_size.set_function(lambda: load.running)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -180,20 +197,44 @@ class Metrics:
 
     # ---- text -----------------------------------------------------------------------------------------------------
 
-    def render(self) -> bytes:
-        """The text format. The library's own writer would call every counter `..._total`, which TGI's are not."""
-        return "".join(self._lines()).encode()
+    def figures(self) -> Figures:
+        """What adds up over processes: everything but gauges, which are the scheduler's own."""
+        metrics = [metric for metric in self.registry.collect() if metric.type != "gauge"]
+        return {metric.name: {name: value for name, value in _samples(metric.samples) if value} for metric in metrics}
 
-    def _lines(self) -> Iterator[str]:
+    def render(self, others: Figures | None = None) -> bytes:
+        """The text format, with what `others` have counted added to our own numbers. The library's own writer would
+        call every counter `..._total`, which TGI's are not."""
+        return "".join(self._lines(others or {})).encode()
+
+    def _lines(self, others: Figures) -> Iterator[str]:
         for metric in self.registry.collect():
             yield f"# HELP {metric.name} {metric.documentation}\n# TYPE {metric.name} {metric.type}\n"
-            for sample in metric.samples:
-                if sample.name.endswith("_created"):
-                    continue
-                labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
-                name = sample.name.removesuffix("_total")
-                yield f"{name}{{{labels}}} " if labels else f"{name} "
-                yield f"{float(sample.value)!r}\n"
+            added = dict(others.get(metric.name, {}))
+            for name, value in _samples(metric.samples):
+                yield f"{name} {value + added.pop(name, 0.0)!r}\n"
+            for name, value in added.items():  # with labels that never came up here
+                yield f"{name} {value!r}\n"
+
+
+def add_up(all_figures: Iterable[Figures]) -> Figures:
+    total: Figures = {}
+    for figures in all_figures:
+        for metric, samples in figures.items():
+            sums = total.setdefault(metric, {})
+            for name, value in samples.items():
+                sums[name] = sums.get(name, 0.0) + value
+    return total
+
+
+def _samples(samples: Iterable[Sample]) -> Iterator[tuple[str, float]]:
+    """Each as it is written, and its number."""
+    for sample in samples:
+        if sample.name.endswith("_created"):
+            continue
+        name = sample.name.removesuffix("_total")
+        labels = ",".join(f'{label}="{value}"' for label, value in sample.labels.items())
+        yield (f"{name}{{{labels}}}" if labels else name), float(sample.value)
 
 
 def _steps(maximum: int) -> list[float]:

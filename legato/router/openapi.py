@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from legato.router.auth import OPEN_PATHS, Unauthorized
 from legato.router.chat_template import TemplateError
-from legato.router.errors import GenerationFailed, InvalidRequest, Overloaded, PayloadTooLarge
+from legato.router.errors import (
+    CompressedBody,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    TimedOut,
+)
 from legato.router.openai import errors as openai_errors
 from legato.router.openai.errors import UnknownModel
 from legato.router.openai.requests import ChatRequest, CompletionRequest
@@ -41,27 +48,34 @@ from legato.router.settings import RouterSettings
 _REFERENCE = "#/components/schemas/{name}"
 _SECURITY = "api_key"
 _JSON, _EVENTS = "application/json", "text/event-stream"
+# How a stream of OpenAI's API ends. All other events are JSON.
+_Done = Literal["[DONE]"]
+_TOO_LONG = "The request took longer than 60 seconds (--request-timeout)"
 # status -> (description, error_type, message)
 _ERRORS = {
     400: ("The body is not JSON", "validation", "Failed to parse the request body as JSON: ..."),
     401: ("No API key, or a wrong one", "unauthorized", "The API key is not valid"),
     413: ("The body is too large", "validation", "The request body is larger than the limit of 2000000 bytes"),
+    415: ("The body is compressed", "validation", str(CompressedBody("gzip"))),
     422: ("The request cannot be served", "validation", "Input validation error: `inputs` cannot be empty"),
     424: ("Generation failed", "generation", "Request failed during generation: ..."),
     429: ("Too many requests; try again", "overloaded", "Model is overloaded"),
     503: ("The model cannot be reached", "healthcheck", "unhealthy"),
+    504: ("Took longer than the server allows", "timeout", _TOO_LONG),
 }
-_BODY_ERRORS = (400, 413, 422)
-_GENERATION_ERRORS = (*_BODY_ERRORS, 424, 429)
+_BODY_ERRORS = (400, 413, 415, 422)
+_GENERATION_ERRORS = (*_BODY_ERRORS, 424, 429, 504)
 # status -> (description, an error that has it)
 _OPENAI_ERRORS = {
     400: ("The request cannot be served", InvalidRequest("`n` must be >= 1 and <= 8. Given: 9", "n")),
     401: ("No API key, or a wrong one", Unauthorized("The API key is not valid")),
     404: ("No such model", UnknownModel("other")),
     413: ("The body is too large", PayloadTooLarge(2_000_000)),
+    415: ("The body is compressed", CompressedBody("gzip")),
     422: ("The chat template refuses", TemplateError("...")),
     429: ("Too many requests; try again", Overloaded()),
     500: ("Generation failed", GenerationFailed("...")),
+    504: ("Took longer than the server allows", TimedOut(_TOO_LONG)),
 }
 
 
@@ -76,7 +90,8 @@ class Operation:
     # A struct, or a tuple of those that are taken.
     request: Any = None
     example: dict[str, Any] | None = None
-    # Media type -> type of the answer with status 200, or a tuple of them; None for plain text or nothing.
+    # Media type -> type of the answer with status 200, or a tuple of those that it may have; of events, what each of
+    # them holds. None: no body.
     response: dict[str, Any] | None = None
     errors: tuple[int, ...] = ()
 
@@ -111,7 +126,7 @@ OPERATIONS = [
         "need the whole answer and are refused here.",
         GenerateRequest,
         _GENERATE_EXAMPLE,
-        {_EVENTS: StreamResponse},
+        {_EVENTS: (StreamResponse, ErrorResponse)},
         _GENERATION_ERRORS,
     ),
     Operation(
@@ -122,7 +137,7 @@ OPERATIONS = [
         "true unless the model's pipeline tag says that it does something else than text generation.",
         CompatGenerateRequest,
         {**_GENERATE_EXAMPLE, "stream": False},
-        {_JSON: list[GenerateResponse], _EVENTS: StreamResponse},
+        {_JSON: list[GenerateResponse], _EVENTS: (StreamResponse, ErrorResponse)},
         _GENERATION_ERRORS,
     ),
     Operation(
@@ -153,8 +168,8 @@ OPERATIONS = [
         "begins; an error after that is its last event.",
         ChatRequest,
         _CHAT_EXAMPLE,
-        {_JSON: ChatCompletion, _EVENTS: ChatCompletionChunk},
-        (400, 413, 422, 429, 500),
+        {_JSON: ChatCompletion, _EVENTS: (ChatCompletionChunk, OpenAIError, _Done)},
+        (400, 413, 415, 422, 429, 500, 504),
     ),
     Operation(
         "post",
@@ -163,8 +178,8 @@ OPERATIONS = [
         "Several prompts are answered together; with `n` answers each, choice i*n+j is the jth to the ith prompt.",
         CompletionRequest,
         {"prompt": "The capital of France is", "max_tokens": 20},
-        {_JSON: Completion, _EVENTS: CompletionChunk},
-        (400, 413, 429, 500),
+        {_JSON: Completion, _EVENTS: (CompletionChunk, OpenAIError, _Done)},
+        (400, 413, 415, 429, 500, 504),
     ),
     Operation("get", "/v1/models", "The model, as in OpenAI's API", response={_JSON: ModelList}),
     Operation("get", "/v1/models/{model}", "One model by its name", response={_JSON: Model}, errors=(404,)),
@@ -178,7 +193,7 @@ OPERATIONS = [
         _GENERATE_EXAMPLE,
         {
             _JSON: (list[GenerateResponse], ChatCompletion, Completion),
-            _EVENTS: (StreamResponse, ChatCompletionChunk, CompletionChunk),
+            _EVENTS: (StreamResponse, ErrorResponse, ChatCompletionChunk, CompletionChunk, OpenAIError, _Done),
         },
         _GENERATION_ERRORS,
     ),
@@ -220,9 +235,9 @@ OPERATIONS = [
     Operation("get", "/health", "Health", "Can the model compute?", errors=(503,)),
     Operation("get", "/ping", "Health", "Can the model compute?", errors=(503,)),
     Operation("get", "/info", "The model and the limits of this server", response={_JSON: Info}),
-    Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": None}),
-    Operation("get", "/docs", "This documentation as a page", response={"text/html": None}),
-    Operation("get", "/api-doc/openapi.json", "This documentation", response={_JSON: None}),
+    Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": str}),
+    Operation("get", "/docs", "This documentation as a page", response={"text/html": str}),
+    Operation("get", "/api-doc/openapi.json", "This documentation", response={_JSON: dict}),
 ]
 
 
@@ -262,8 +277,6 @@ class _Schemas:
         self._schemas, self.components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
 
     def of(self, kind: Any) -> dict[str, Any]:
-        if kind is None:
-            return {"type": "string"}
         if isinstance(kind, tuple):
             return {"anyOf": [self.of(one) for one in kind]}
         schema: dict[str, Any] = self._schemas[self._types.index(kind)]

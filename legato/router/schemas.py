@@ -14,6 +14,13 @@ from legato.router.state import FinishReason
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+# What `grammar_shapes.py` takes, for the reader of the documentation.
+_GRAMMAR_TYPES = ["text", "json", "json_object", "json_schema", "regex", "choice", "lark"]
+GRAMMAR_SHAPE: dict[str, Any] = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"enum": _GRAMMAR_TYPES}, "value": {}},
+}
 
 
 def _range(**bounds: float) -> Meta:
@@ -97,6 +104,7 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
     grammar: Annotated[
         Any,
         Meta(
+            extra_json_schema={"anyOf": [GRAMMAR_SHAPE, {"type": "null"}]},
             description="What the text must look like: `type` is `json`, `json_object`, `json_schema`, `regex`,"
             " `choice` or `lark`, `value` the schema, the expression, the list of strings or the grammar.",
             examples=[{"type": "regex", "value": "[0-9]+"}],
@@ -108,6 +116,11 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
         Meta(description="Token id to a number between -100 and 100 that is added to its logit."),
     ] = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on after an end-of-sequence token.")] = False
+    priority: Annotated[
+        int | None,
+        _range(minimum=0, maximum=9),
+        Meta(description="Who is served first when not everybody can be: 0 before 9; 5 if not given."),
+    ] = None
 
 
 class GenerateRequest(Struct, kw_only=True, frozen=True):

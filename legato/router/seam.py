@@ -34,23 +34,14 @@ class Sink(Protocol):
 
 
 class Backend(Protocol):
-    """The scheduler and its shards. Methods are called on the event loop; all but `healthy` return at once."""
+    """The scheduler and its shards: in this process, or at the other end of a link (`remote_backend.py`). Methods are
+    called on the event loop; those that are not coroutines return at once."""
 
     @property
     def limits(self) -> Limits: ...
 
-    @property
-    def queue_size(self) -> int:
-        """Requests that wait for a row."""
-        ...
-
-    @property
-    def running(self) -> int:
-        """Requests that have a row."""
-        ...
-
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
-        """Take a valid request. Never refuses: the HTTP side counts how many there may be."""
+        """Take a valid request. Never refuses: whoever calls has taken a permit for it."""
         ...
 
     def cancel(self, request_id: int) -> None:

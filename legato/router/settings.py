@@ -25,6 +25,11 @@ class RouterSettings:
     schema_lenient: bool = False
     # How the model writes calls of tools: a name in `tools/dialects.py`, or "auto" to go by its chat template.
     tool_call_parser: str = "auto"
+    # Images of prompts: the most bytes, the most bytes that are fetched, the most pixels, and the hosts to fetch from.
+    max_image_bytes: int = 1 << 24
+    max_image_fetch_size: int = 1 << 30
+    max_image_pixels: int = 1 << 24
+    image_url_allow: tuple[str, ...] = ()
     # Bytes of a request body.
     payload_limit: int = 2_000_000
     # Origins that browsers may call from; empty allows any.

@@ -179,10 +179,13 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
 
 def _admission(admission: Admission) -> pb.Admission:
     request = admission.request
+    input_ids = list(admission.input_ids) if request.images else admission.input_ids
+    for image in request.images:
+        input_ids[image.start : image.start + image.num_tokens] = [image.token_id] * image.num_tokens
     return pb.Admission(
         row=admission.row,
         request_id=request.id,
-        input_ids=admission.input_ids,
+        input_ids=input_ids,
         num_generated=admission.num_generated,
         num_cached=admission.num_cached,
         blocks=admission.blocks,
@@ -190,6 +193,12 @@ def _admission(admission: Admission) -> pb.Admission:
         top_n_tokens=request.top_n_tokens,
         prompt_logprobs=request.prompt_logprobs and admission.num_generated == 0,
         adapter_id=request.adapter_id,
+        images=[
+            pb.AdmittedImage(
+                image=pb.Image(data=image.data, mimetype=image.mimetype), start=image.start, num_tokens=image.num_tokens
+            )
+            for image in request.images
+        ],
     )
 
 

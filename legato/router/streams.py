@@ -6,17 +6,23 @@ A StreamGroup is for an answer that several generations make together: one reade
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from msgspec import Struct
 
 from legato.common.detokenize import Vocabulary
 from legato.common.stopping import StopMatcher
-from legato.router.errors import ClientGone, GenerationFailed
+from legato.router.errors import ClientGone, GenerationFailed, TimedOut
 from legato.router.schemas import PrefillToken, Token
 from legato.router.seam import Backend
 from legato.router.state import FinishReason, GenerationRequest, Output
+
+logger = logging.getLogger(__name__)
+
+# Tokens that wait for a client who does not read, besides what the connection holds: about a megabyte of events.
+MAX_UNREAD = 4096
 
 
 class Piece(Struct, gc=False):
@@ -169,6 +175,8 @@ class Stream:
         # How many times the backend delivered: less than the number of tokens when steps bring several.
         self.num_deliveries = 0
         self.bell = Doorbell()
+        # What to do about a client who reads more slowly than tokens come.
+        self.on_overrun: Callable[[], None] | None = None
         self._arrived: list[Output] = []
         self._patient = False
         self._ended = False
@@ -204,6 +212,15 @@ class Stream:
         self._arrived += outputs
         if not self._patient or outputs[-1].finish_reason is not None or outputs[-1].error is not None:
             self.wake()
+        if len(self._arrived) > MAX_UNREAD and not self._patient:
+            self._overrun()
+
+    def _overrun(self) -> None:
+        if not self._cancelled:
+            logger.warning("A client reads too slowly: %d tokens wait for it, its request ends", len(self._arrived))
+            self.cancel()
+            if self.on_overrun is not None:
+                self.on_overrun()
 
     # ---- the reader's end -----------------------------------------------------------------------------------------
 
@@ -252,7 +269,7 @@ class Stream:
                     self._arrived = outputs[i:]
                     break
                 self._ended = True
-                raise GenerationFailed(output.error)
+                raise TimedOut(output.error) if output.timed_out else GenerationFailed(output.error)
             pieces.append(self.transcript.add(output))
             if self.transcript.finish_reason is not None:
                 if output.finish_reason is None:  # a stop string, which the scheduler knows nothing of

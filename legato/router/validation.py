@@ -19,11 +19,20 @@ from tokenizers import Encoding, Tokenizer
 from legato.router.errors import InvalidRequest, TooLong
 from legato.router.grammar import GrammarCompiler
 from legato.router.grammar_shapes import read_grammar
+from legato.router.images import Images
 from legato.router.offsets import token_offsets
 from legato.router.schemas import GenerateParameters, GenerateRequest, SimpleToken
 from legato.router.seam import Limits
 from legato.router.settings import RouterSettings
-from legato.router.state import GenerationRequest, Grammar, Sampling
+from legato.router.state import (
+    DEFAULT_PRIORITY,
+    LAST_PRIORITY,
+    GenerationRequest,
+    Grammar,
+    PromptImage,
+    Sampling,
+    with_names,
+)
 
 T = TypeVar("T")
 
@@ -58,12 +67,14 @@ class ValidRequest:
     # Special tokens whose names are part of the text.
     spoken_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
+    images: tuple[PromptImage, ...] = ()
+    priority: int = DEFAULT_PRIORITY
 
-    def generation(self, request_id: int, seed: int) -> GenerationRequest:
+    def generation(self, request_id: int, seed: int, tenant: str = "") -> GenerationRequest:
         """The part that the scheduler needs. Every one of the `best_of` sequences has its own seed."""
         return GenerationRequest(
             id=request_id,
-            input_ids=self.input_ids,
+            input_ids=with_names(self.input_ids, self.images),
             max_new_tokens=self.max_new_tokens,
             sampling=replace(self.sampling, seed=seed),
             ignore_eos=self.ignore_eos,
@@ -71,6 +82,9 @@ class ValidRequest:
             top_n_tokens=self.top_n_tokens,
             prompt_logprobs=self.decoder_input_details,
             grammar=self.grammar,
+            images=self.images,
+            priority=self.priority,
+            tenant=tenant,
         )
 
 
@@ -87,8 +101,9 @@ class Validator:
         limits: Limits,
         settings: RouterSettings,
         prepare: Callable[[Grammar], Awaitable[None]] | None = None,
+        images: Images | None = None,
     ) -> None:
-        """`prepare` has the shards compile a grammar, if there are any."""
+        """`prepare` has the shards compile a grammar, if there are any; `images` are for models that see."""
         # A tokenizer file may say how to cut and pad training data. Requests are cut on demand and never padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -96,12 +111,15 @@ class Validator:
         self.limits = limits
         self.settings = settings
         self._has_foreign_tokens = max(tokenizer.get_vocab().values(), default=0) >= limits.vocab_size
+        self.images = images
         self._grammars = GrammarCompiler(tokenizer, limits, settings, prepare)
         self._threads = ThreadPoolExecutor(settings.validation_workers, thread_name_prefix="tokenize")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
+        if self.images is not None:
+            self.images.close()
 
     def num_sequences(self, parameters: GenerateParameters | None, *, streaming: bool) -> int:
         """How many permits the request takes. Checked before anything else, because permits are."""
@@ -124,13 +142,10 @@ class Validator:
         self._check_counts(parameters)
         seed = _seed(parameters, best_of)
         self._check_inputs(request.inputs, parameters)
-        input_ids = await self.input_ids(request.inputs)
-        if not input_ids:
-            raise InvalidRequest("`inputs` cannot be empty")
-        if parameters.truncate is not None:
-            input_ids = input_ids[-parameters.truncate :]
+        input_ids, images = await self._prompt(request.inputs, parameters)
         max_new_tokens = self.max_new_tokens(len(input_ids), parameters.max_new_tokens)
         self._check_extensions(parameters)
+        priority = check_priority(parameters.priority)
         grammar = read_grammar(parameters.grammar, "grammar")
         return ValidRequest(
             inputs=request.inputs,
@@ -145,7 +160,28 @@ class Validator:
             decoder_input_details=bool(parameters.decoder_input_details),
             return_full_text=bool(parameters.return_full_text),
             grammar=None if grammar is None else await self.check_grammar(grammar, "grammar"),
+            images=images,
+            priority=priority,
         )
+
+    async def _prompt(self, inputs: str, parameters: GenerateParameters) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """The tokens, and the pictures that a model with eyes sees among them."""
+        images: tuple[PromptImage, ...] = ()
+        if self.images is None:
+            input_ids = await self.input_ids(inputs)
+        else:
+            inputs, sources = self.images.in_text(inputs)
+            read = await self.images.read(sources, self.limits.max_input_tokens)
+            input_ids, images = self.images.place(await self.input_ids(inputs), read)
+        if not input_ids:
+            raise InvalidRequest("`inputs` cannot be empty")
+        if images and parameters.decoder_input_details:
+            raise InvalidRequest("`decoder_input_details` cannot be had for `inputs` with images")
+        if parameters.truncate is not None and len(input_ids) > parameters.truncate:
+            if images:
+                raise InvalidRequest("`truncate` cannot cut `inputs` with images")
+            input_ids = input_ids[-parameters.truncate :]
+        return input_ids, images
 
     async def check_grammar(self, grammar: Grammar, field: str) -> Grammar:
         """The grammar to follow; `field` is what the client calls it."""
@@ -289,6 +325,14 @@ def positive(name: str, value: float | None) -> float:
         return 1.0
     if as_float32(name, value) <= 0:
         raise InvalidRequest(f"`{name}` must be strictly positive", name)
+    return value
+
+
+def check_priority(value: int | None) -> int:
+    if value is None:
+        return DEFAULT_PRIORITY
+    if not 0 <= value <= LAST_PRIORITY:
+        raise InvalidRequest(f"`priority` must be >= 0 and <= {LAST_PRIORITY}. Given: {value}", "priority")
     return value
 
 

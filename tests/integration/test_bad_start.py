@@ -125,7 +125,7 @@ def test_a_damaged_model_is_named(
     [
         configure(hidden_size="wide"),
         configure(hidden_size=[96]),
-        configure(hidden_act="gelu"),
+        configure(hidden_act="wave"),
         configure(num_hidden_layers=2),
         configure(num_hidden_layers=4),
         configure(num_key_value_heads=3),
@@ -193,7 +193,7 @@ def test_a_model_that_does_not_exist_is_named(tmp_path: Path, model_id: str) -> 
 
 
 def test_a_flag_of_a_feature_that_is_not_there_yet_is_named(tmp_path: Path, model: Path) -> None:
-    check_both(tmp_path, str(model), "--kv-cache-dtype", "not available", arguments=("--kv-cache-dtype=fp8_e5m2",))
+    check_both(tmp_path, str(model), "--speculate", "not available", arguments=("--speculate=2",))
 
 
 def test_a_device_that_is_not_there_is_named(tmp_path: Path, model: Path) -> None:

@@ -102,7 +102,9 @@ def test_a_step_is_recorded_under_its_method() -> None:
 def test_requests_are_counted_by_how_they_went() -> None:
     async def main() -> None:
         backend = FakeBackend()
-        app = create_app(backend, tokenizer(), SETTINGS)
+        metrics = Metrics(LIMITS)
+        metrics.watch(backend)
+        app = create_app(backend, tokenizer(), SETTINGS, metrics)
         await post(app, "/generate", {"inputs": "hi", "parameters": {"max_new_tokens": 20}})
         await post(app, "/generate_stream", {"inputs": "hi", "parameters": {"max_new_tokens": 20}})
         await post(app, "/generate_stream", {"inputs": ""})

@@ -8,7 +8,7 @@ import pytest
 from legato.common.detokenize import Vocabulary
 from legato.router.errors import ClientGone, GenerationFailed
 from legato.router.state import FinishReason, GenerationRequest, Output
-from legato.router.streams import Piece, Stream, Transcript
+from legato.router.streams import MAX_UNREAD, Piece, Stream, Transcript
 from tests.router.asgi import EOS, FakeBackend, outputs_of, token_ids, tokenizer
 
 VOCABULARY = Vocabulary(tokenizer())
@@ -185,6 +185,38 @@ def test_several_tokens_of_one_step_and_what_follows_a_stop_string() -> None:
         assert [piece.token.text for piece in await stream.read()] == ["0", "b"]
         assert stream.transcript.finish_reason is STOP
         assert backend.cancelled == [7]
+
+    asyncio.run(main())
+
+
+def test_a_client_who_does_not_read_is_given_up() -> None:
+    async def main() -> None:
+        backend, aborted = FakeBackend(script=lambda request: []), list[bool]()
+        stream = stream_of(backend)
+        stream.on_overrun = lambda: aborted.append(True)
+        for _ in range(MAX_UNREAD):
+            stream([Output(5)])
+        assert (backend.cancelled, aborted) == ([], [])
+        stream([Output(5)])
+        stream([Output(5)])
+        assert (backend.cancelled, aborted) == ([7], [True])
+        with pytest.raises(ClientGone):
+            await stream.read()
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_may_be_longer_than_what_a_client_may_leave_unread() -> None:
+    async def main() -> None:
+        outputs = [Output(5) for _ in range(MAX_UNREAD + 1)] + outputs_of("x")
+        backend = FakeBackend(script=lambda request: [])
+        stream = stream_of(backend)
+        reading = asyncio.create_task(stream.read_all())
+        await asyncio.sleep(0)
+        for output in outputs:
+            stream([output])
+        assert len(await reading) == len(outputs)
+        assert backend.cancelled == []
 
     asyncio.run(main())
 

@@ -96,9 +96,10 @@ class ChatJob:
         return replace(terms_of(request, validator, calls=calls), spoken_token_ids=self._tooling.spoken)
 
     async def requests(self) -> list[ValidRequest]:
-        text, ids = await read_conversation(self._request, self._inference, self._tooling, self._use)
-        room = self._inference.validator.max_new_tokens(len(ids), self._max_tokens)
-        return [self.terms.request(text, ids, room, self._num_top)]
+        prompt = await read_conversation(self._request, self._inference, self._tooling, self._use)
+        room = self._inference.validator.max_new_tokens(len(prompt.ids), self._max_tokens)
+        valid = self.terms.request(prompt.text, prompt.ids, room, self._num_top)
+        return [replace(valid, images=prompt.images)]
 
     def answer(self, choices: list[Choice], usage: Usage) -> bytes:
         identity = self._identity

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from legato.router.chat_template import TemplateError
 from legato.router.errors import InvalidRequest
+from legato.router.images import in_messages
 from legato.router.inference import Inference, Template
 from legato.router.offsets import token_offsets
 from legato.router.openai.requests import ChatRequest
 from legato.router.schemas import SimpleToken
+from legato.router.state import PromptImage
 from legato.router.tools.requests import ToolUse, tool_use_of
 from legato.router.tools.tooling import Tooling
 
@@ -28,6 +33,20 @@ def check_conversation(request: ChatRequest) -> None:
         raise InvalidRequest(
             "`continue_final_message` and `add_generation_prompt` exclude each other", "continue_final_message"
         )
+    _check_results(request.messages)
+
+
+def _check_results(messages: list[dict[str, Any]]) -> None:
+    """The result of a call that nobody made would be told to the model all the same."""
+    made: set[str] = set()
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            made |= {str(call.get("id")) for call in calls if isinstance(call, dict)}
+        call_id = message.get("tool_call_id")
+        if message["role"] == "tool" and isinstance(call_id, str) and call_id not in made:
+            place = f"messages[{number}].tool_call_id"
+            raise InvalidRequest(f"`{place}` is {call_id!r}, and no message before it has a call of that id", place)
 
 
 def continues(request: ChatRequest) -> bool:
@@ -47,23 +66,41 @@ def last_answer(request: ChatRequest) -> str:
 
 
 def tool_use(request: ChatRequest) -> ToolUse | None:
-    return tool_use_of(request.tools, request.tool_choice, request.parallel_tool_calls, request.tool_prompt)
+    use = tool_use_of(request.tools, request.tool_choice, request.parallel_tool_calls, request.tool_prompt)
+    if use is not None and len(use.names) < len(use.tools):
+        names = [tool.name for tool in use.tools]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"`tools` has more than one function of the name {twice!r}", "tools")
+    return use
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    ids: list[int]
+    images: tuple[PromptImage, ...] = ()
 
 
 async def read_conversation(
     request: ChatRequest, inference: Inference, tooling: Tooling, use: ToolUse | None
-) -> tuple[str, list[int]]:
-    """The prompt's text and tokens. Templates write the special tokens themselves."""
+) -> Prompt:
+    """Templates write the special tokens themselves, one for each image."""
     template = _template(inference)
+    validator = inference.validator
+    messages, sources = in_messages(request.messages, sees=validator.images is not None)
+    request = msgspec.structs.replace(request, messages=messages)
 
     def read() -> tuple[str, list[int]]:
         text = _render(request, template, tooling, use)
-        return text, inference.validator.encode(text, add_special_tokens=False).ids
+        return text, validator.encode(text, add_special_tokens=False).ids
 
-    text, ids = await inference.validator.in_thread(read)
+    text, ids = await validator.in_thread(read)
     if not ids:
         raise InvalidRequest("the chat template makes nothing of `messages`", "messages")
-    return text, ids
+    if validator.images is None:
+        return Prompt(text, ids)
+    images = await validator.images.read(sources, validator.limits.max_input_tokens)
+    return Prompt(text, *validator.images.place(ids, images))
 
 
 async def tokenize_conversation(
@@ -71,6 +108,9 @@ async def tokenize_conversation(
 ) -> tuple[str, list[SimpleToken]]:
     use = tool_use(request)
     template = _template(inference)
+    _, sources = in_messages(request.messages, sees=inference.validator.images is not None)
+    if sources:
+        raise InvalidRequest("`messages` with images cannot be tokenized without an answer", sources[0].field)
 
     def read() -> tuple[str, list[SimpleToken]]:
         text = _render(request, template, tooling, use)

@@ -11,6 +11,7 @@ import re
 
 import msgspec
 
+from legato.router.auth import Unauthorized
 from legato.router.errors import (
     GenerationFailed,
     InvalidRequest,
@@ -85,4 +86,6 @@ def _code(error: RequestError) -> str | None:
         return "rate_limit_exceeded"
     if isinstance(error, UnknownModel):
         return "model_not_found"
+    if isinstance(error, Unauthorized):
+        return "invalid_api_key"
     return "invalid_json" if isinstance(error, MalformedBody) else None

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from legato.router.schemas import U32
+from legato.router.schemas import GRAMMAR_SHAPE, U32
 
 Flag = bool | None
 Count = Annotated[U32 | None, Meta(extra_json_schema={"minimum": 1})]
@@ -108,10 +108,17 @@ class SharedFields(Struct, kw_only=True, frozen=True):
         list[int] | None, Meta(description="Tokens that end the text, and are no part of it.")
     ] = None
     response_format: Annotated[
-        dict[str, Any] | None,
+        Annotated[dict[str, Any], Meta(extra_json_schema=GRAMMAR_SHAPE)] | None,
         Meta(
             description="What the text must look like: `text`, `json_object`, `json_schema`, `regex`, `choice` or "
-            "`lark`, in OpenAI's shape or in TGI's. Only `text` is supported yet."
+            "`lark`, in OpenAI's shape or in TGI's."
+        ),
+    ] = None
+    priority: Annotated[
+        int | None,
+        Meta(
+            description="Who is served first when not everybody can be: 0 before 9; 5 if not given.",
+            extra_json_schema={"minimum": 0, "maximum": 9},
         ),
     ] = None
     echo: Annotated[Flag, Meta(description="Put the prompt, or the message that is continued, before the text.")] = (

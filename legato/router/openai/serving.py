@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 from uuid import uuid4
@@ -107,10 +107,11 @@ async def _answer(exchange: Exchange, inference: Inference, make_job: Callable[[
     arrived_at = time.monotonic()
     with inference.counted():
         job = make_job()
-        with _permits(inference, job), exchange.client() as client:
-            requests = await _validate(inference, job)
-            with _running(inference, job, requests, client) as choices:
-                texts = await asyncio.gather(*(choice.stream.read_all() for choice in choices))
+        async with _permitted(inference, job):
+            with exchange.client() as client:
+                requests = await _validate(inference, job)
+                with _running(inference, job, requests, client) as choices:
+                    texts = await asyncio.gather(*(choice.stream.read_all() for choice in choices))
     for choice, pieces in zip(choices, texts, strict=True):
         choice.pieces = pieces
     timings = _succeeded(inference, choices, arrived_at)
@@ -125,12 +126,13 @@ async def _stream(exchange: Exchange, inference: Inference, make_job: Callable[[
     try:
         with inference.counted():
             job = make_job()
-            with _permits(inference, job), exchange.client() as client:
-                requests = await _validate(inference, job)
-                with _running(inference, job, requests, client) as choices:
-                    await exchange.start({**sse.HEADERS, **_compute_headers(inference, requests)})
-                    started = True
-                    await _events(exchange, inference, job, choices)
+            async with _permitted(inference, job):
+                with exchange.client() as client:
+                    requests = await _validate(inference, job)
+                    with _running(inference, job, requests, client) as choices:
+                        await exchange.start({**sse.HEADERS, **_compute_headers(inference, requests)})
+                        started = True
+                        await _events(exchange, inference, job, choices)
             _succeeded(inference, choices, arrived_at)
     except ClientGone:
         raise
@@ -167,13 +169,11 @@ async def _events(exchange: Exchange, inference: Inference, job: Job, choices: l
         keep_alive.close()
 
 
-@contextmanager
-def _permits(inference: Inference, job: Job) -> Iterator[None]:
+def _permitted(inference: Inference, job: Job) -> AbstractAsyncContextManager[None]:
     wanted, total = job.num_prompts * job.terms.best_of, inference.settings.max_concurrent_requests
     if wanted > total:  # coming back later would not help
         raise InvalidRequest(f"{wanted} sequences at once are more than this server runs: {total}", "n")
-    with inference.permits.take(wanted):
-        yield
+    return inference.permitted(wanted)
 
 
 async def _validate(inference: Inference, job: Job) -> list[ValidRequest]:
@@ -192,7 +192,7 @@ def _running(inference: Inference, job: Job, requests: list[ValidRequest], clien
     choices: list[Choice] = []
     for prompt, request in enumerate(requests):
         for number in range(job.terms.best_of):
-            stream = inference.stream(request, job.terms.seed_of(number))
+            stream = inference.stream(request, job.terms.seed_of(number), client.tenant)
             choices.append(Choice(len(choices), prompt, stream, job.prompt_only))
     with inference.running([choice.stream for choice in choices], client):
         yield choices

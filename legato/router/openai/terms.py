@@ -17,6 +17,7 @@ from legato.router.validation import (
     ValidRequest,
     as_float32,
     check_bias,
+    check_priority,
     penalty,
     positive,
     probability,
@@ -47,6 +48,7 @@ class Terms:
     best_of: int
     include_usage: bool
     continuous_usage: bool
+    priority: int
 
     def seed_of(self, number: int) -> int:
         """Of the nth sequence of a prompt: the same whatever other prompts there are."""
@@ -71,6 +73,7 @@ class Terms:
             include_stop=False,
             spoken_token_ids=self.spoken_token_ids,
             grammar=self.grammar,
+            priority=self.priority,
         )
 
 
@@ -97,6 +100,7 @@ def terms_of(
         best_of=best_of,
         include_usage=include_usage,
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
+        priority=check_priority(request.priority),
     )
 
 

@@ -50,7 +50,7 @@ class Part(Reread):
 
     def __init__(self, outer: Exchange, body: bytes) -> None:
         super().__init__(outer, body)
-        self.asker = Client()
+        self.asker = Client(outer.tenant)
         self.answer = b""
 
     @contextmanager

@@ -55,9 +55,22 @@ def call_schema(dialect: Dialect, tools: Sequence[Tool]) -> Schema:
 def arguments_schema(tool: Tool, number: int) -> Schema:
     """The tool's own schema at its new place. A function takes the parameters that it declares, and no others."""
     schema = {key: value for key, value in tool.parameters.items() if key not in _IDENTITY}
-    closed = {} if _ELSEWHERE & schema.keys() or "properties" not in schema else {"additionalProperties": False}
-    moved: Schema = _moved({"type": "object", **schema, **closed}, f"#/$defs/tool{number}")
+    moved: Schema = _moved(_closed({"type": "object", **schema}), f"#/$defs/tool{number}")
     return moved
+
+
+def _closed(schema: Any) -> Any:
+    """Objects have the properties that they declare, all the way down: small models would go on to invent others until
+    nothing is left. Where a part of a schema is combined with others, what is missing here may be declared there."""
+    if not isinstance(schema, dict) or _ELSEWHERE & schema.keys():
+        return schema
+    closed = dict(schema)
+    if isinstance(properties := schema.get("properties"), dict):
+        closed["properties"] = {name: _closed(each) for name, each in properties.items()}
+        closed["additionalProperties"] = False
+    if "items" in schema:
+        closed["items"] = _closed(schema["items"])
+    return closed
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -160,3 +160,11 @@ def test_native_routes_keep_their_own_errors() -> None:
     assert answer.status == 422
     assert answer.json()["error"].startswith("Input validation error")
     assert chat(n=0).status == 400
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
+def test_a_missing_and_a_wrong_key_have_openais_code(headers: dict[str, str]) -> None:
+    answer = asyncio.run(get(Server(settings={"api_keys": ("right",)}).app, "/v1/models", headers))
+    assert answer.status == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert answer.json()["error_type"] == "unauthorized"

@@ -24,6 +24,8 @@ def test_any_text_will_do(nothing: Any) -> None:
         {"type": "json_schema", "value": {"name": "n", "schema": SCHEMA}},
         {"type": "json", "value": SCHEMA},
         {"type": "json_object", "value": SCHEMA},
+        {"type": "json_object", "schema": SCHEMA},
+        {"type": "json_schema", "schema": SCHEMA},
         {"type": "json", "value": '{"type": "object", "properties": {"a": {"type": "integer"}}}'},
     ],
 )
@@ -53,6 +55,7 @@ def test_the_other_kinds() -> None:
         ({"type": "json", "value": 3}, "response_format.value"),
         ({"type": "json_schema"}, "response_format.json_schema"),
         ({"type": "json_schema", "value": {"schema": 3}}, "response_format.value.schema"),
+        ({"type": "json_object", "schema": 3}, "response_format.schema"),
     ],
 )
 def test_shapes_that_mean_nothing(shape: dict[str, Any], param: str) -> None:

@@ -122,6 +122,26 @@ def test_a_function_takes_no_parameters_that_it_does_not_declare() -> None:
     assert allowed(JSON, '{"name": "g", "parameters": {"more": 1}}', among=free)
 
 
+def test_nor_do_the_objects_among_them() -> None:
+    place = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+    several = {"type": "object", "properties": {"places": {"type": "array", "items": place}}}
+    among = tools(f=place, g=several)
+    assert allowed(JSON, '{"name": "f", "parameters": {"city": {"city": "Oslo"}}}', among=among)
+    assert not allowed(JSON, '{"name": "f", "parameters": {"city": {"city": "Oslo", "more": 1}}}', among=among)
+    assert allowed(JSON, '{"name": "g", "parameters": {"places": [{"city": {"city": "Oslo"}}]}}', among=among)
+    assert not allowed(
+        JSON, '{"name": "g", "parameters": {"places": [{"city": {"city": "Oslo"}, "b": 1}]}}', among=among
+    )
+
+
+@pytest.mark.parametrize("word", ["allOf", "anyOf"])
+def test_what_is_declared_elsewhere_is_declared(word: str) -> None:
+    named = {"properties": {"name": {"type": "string"}}, "required": ["name"]}
+    both = {"type": "object", word: [named], "properties": {"city": {"type": "object"}}}
+    text = '{"name": "f", "parameters": {"where": {"name": "Oslo", "city": {"anything": 1}}}}'
+    assert allowed(JSON, text, among=tools(f={"type": "object", "properties": {"where": both}}))
+
+
 def test_what_is_unsupported_is_named() -> None:
     _, trie, tokens = vocabulary()
     odd = tools(f={"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "null"}}}})

@@ -1,0 +1,254 @@
+"""What the router can do by itself: a fake shard that is never waited for, and load on the same cores.
+
+    python -m benchmarks.router --out benchmarks/results/router.json
+
+throughput   64 streams that ask again and again, with text, ids and logprobs; and the same load on a bare ASGI
+             application on uvicorn, one event per turn of its loop, as a yardstick for the machine
+many         2,000 streams at once: memory of all processes of the router, and how long /health takes meanwhile
+slow         64 streams beside 100 clients that read a byte per second: what those do to the others' gaps
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.load import Load, generate_stream, health, percentile
+from legato.benchmark.machine import circumstances
+
+SCRIPTS = Path(sys.executable).parent
+START_PATIENCE = 60.0
+STREAMS, NEW_TOKENS = 64, 256
+MANY, MANY_TOKENS = 2000, 1000
+SLOW, BYTES_PER_SECOND = 100, 1
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def until_answering(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise SystemExit("the server did not start: its words are above")
+
+
+@contextmanager
+def started(port: int, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    try:
+        until_answering(port, process)
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def router(max_requests: int, workers: int | None, model: str | None) -> Iterator[tuple[int, psutil.Process]]:
+    """A launcher with a fake shard; the port, and the router's first process."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"--port={port}", "--hostname=127.0.0.1", f"--shard-uds-path={folder}/shard", "--fake"]
+        words += [f"--max-concurrent-requests={max_requests}", "--logger-level=warn"]
+        words += [f"--http-workers={workers}"] if workers else []
+        words += [f"--model-id={model}"] if model else []
+        with started(port, str(SCRIPTS / "text-generation-launcher"), *words) as launcher:
+            next(health(port))
+            children = psutil.Process(launcher.pid).children()
+            yield port, next(child for child in children if "text-generation-router" in " ".join(child.cmdline()))
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+def memory(process: psutil.Process) -> float:
+    """Megabytes of a process and its children; what they share counts once."""
+    return float(sum(each.memory_full_info().pss for each in family(process))) / 1e6
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    return sum(times.user + times.system for times in (each.cpu_times() for each in family(process)))
+
+
+# ---- the scenarios ---------------------------------------------------------------------------------------------------
+
+
+def yardstick(seconds: float) -> float:
+    """Events per second of the bare application."""
+    port = free_port()
+    words = ["--port", str(port), "--http", "httptools", "--loop", "uvloop", "--no-access-log", "--log-level", "error"]
+    with started(port, sys.executable, "-m", "uvicorn", "benchmarks.paced:app", *words):
+        load = Load(port, STREAMS, lambda number: generate_stream("hello", NEW_TOKENS))
+        load.run(1)
+        counted = load.run(seconds)
+        load.close()
+    return counted.events_per_second
+
+
+def throughput(options: argparse.Namespace) -> dict[str, Any]:
+    bare = yardstick(options.seconds)
+    with router(STREAMS, options.http_workers, options.model_id) as (port, process):
+        load = Load(port, STREAMS, lambda number: generate_stream(f"stream {number}", NEW_TOKENS))
+        load.run(2)
+        before, own_before = cpu_seconds(process), time.process_time()
+        counted = load.run(options.seconds, gaps=True)
+        cores = (cpu_seconds(process) - before) / counted.seconds
+        load_cores = (time.process_time() - own_before) / counted.seconds
+        load.close()
+    return {
+        "streams": STREAMS,
+        "new_tokens": NEW_TOKENS,
+        "tokens_per_second": round(counted.events_per_second),
+        "bare_asgi_events_per_second": round(bare),
+        "ratio": round(counted.events_per_second / bare, 3),
+        "gap_ms": gaps_of(counted.gaps),
+        "router_cores": round(cores, 2),
+        "load_cores": round(load_cores, 2),
+    }
+
+
+def many(options: argparse.Namespace) -> dict[str, Any]:
+    with (
+        router(MANY + 10, options.http_workers, options.model_id) as (port, process),
+        watching(lambda: probe_health(port)) as probes,
+    ):
+        load = Load(port, MANY, lambda number: generate_stream(f"stream {number}", MANY_TOKENS), once=True)
+        num_answers, megabytes, started_at = 0, 0.0, time.perf_counter()
+        while load.num_open and time.perf_counter() < started_at + 120:
+            num_answers += load.run(0.5).num_answers
+            megabytes = max(megabytes, memory(process))
+        seconds = time.perf_counter() - started_at
+        load.close()
+    return {
+        "streams": MANY,
+        "new_tokens": MANY_TOKENS,
+        "answered": num_answers,
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round(num_answers * MANY_TOKENS / seconds),
+        "router_megabytes": round(megabytes),
+        "health_ms": {**gaps_of(probes), "max": round(max(probes) * 1000, 1), "num": len(probes)},
+    }
+
+
+def slow(options: argparse.Namespace) -> dict[str, Any]:
+    """In turns, because a machine's mood changes; the median of the rounds counts."""
+    rounds = []
+    with router(STREAMS + SLOW, options.http_workers, options.model_id) as (port, _):
+        for _ in range(3):
+            alone = measure_gaps(port, options.seconds)
+            with watching(lambda: read_slowly(port)):
+                time.sleep(2)
+                beside = measure_gaps(port, options.seconds)
+            rounds.append({"alone_ms": gaps_of(alone), "beside_ms": gaps_of(beside)})
+    ratios = sorted(each["beside_ms"]["p99"] / each["alone_ms"]["p99"] for each in rounds)
+    return {"streams": STREAMS, "slow_readers": SLOW, "p99_ratio": round(ratios[len(ratios) // 2], 3), "rounds": rounds}
+
+
+def measure_gaps(port: int, seconds: float) -> list[float]:
+    load = Load(port, STREAMS, lambda number: generate_stream(f"stream {number}", NEW_TOKENS))
+    load.run(1)
+    counted = load.run(seconds, gaps=True)
+    load.close()
+    return counted.gaps
+
+
+def gaps_of(values: list[float]) -> dict[str, float]:
+    return {name: round(percentile(values, share) * 1000, 2) for name, share in (("p50", 0.5), ("p99", 0.99))}
+
+
+# ---- what happens meanwhile, in a process of its own -----------------------------------------------------------------
+
+
+@contextmanager
+def watching(work: Callable[[], Iterator[float]]) -> Iterator[list[float]]:
+    """Runs `work` until the end of the block; what it has yielded is in the list then."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_collect, args=(work, theirs))
+    process.start()
+    collected: list[float] = []
+    try:
+        yield collected
+    finally:
+        ours.send(None)
+        collected += ours.recv()
+        process.join()
+
+
+def _collect(work: Callable[[], Iterator[float]], stop: Connection) -> None:
+    values: list[float] = []
+    for value in work():
+        values.append(value)
+        if stop.poll():
+            break
+    stop.send(values)
+
+
+def probe_health(port: int) -> Iterator[float]:
+    for seconds in health(port):
+        yield seconds
+        time.sleep(0.02)
+
+
+def read_slowly(port: int) -> Iterator[float]:
+    """Clients with small buffers, who ask for much and hardly read."""
+    connections = []
+    for number in range(SLOW):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(generate_stream(f"slow {number}", 4000))
+        connections.append(connection)
+    while True:
+        for connection in connections:
+            try:
+                connection.recv(BYTES_PER_SECOND)
+            except ConnectionError:
+                continue  # the server has had enough
+            yield 0.0
+            time.sleep(1 / SLOW)
+
+
+SCENARIOS = {"throughput": throughput, "many": many, "slow": slow}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The router alone, with a fake shard.")
+    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], help="which to run; all by default")
+    parser.add_argument("--model-id", help="whose tokenizer to use; the default model's by default")
+    parser.add_argument("--http-workers", type=int, help="workers of the router; its default by default")
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of one measurement")
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    options = parser.parse_args()
+    figures = {}
+    for name in options.scenarios or SCENARIOS:
+        figures[name] = SCENARIOS[name](options)
+        print(name, json.dumps(figures[name]), flush=True)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({**circumstances(), **figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

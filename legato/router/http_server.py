@@ -1,0 +1,80 @@
+"""uvicorn, as a worker needs it: stopped by its scheduler alone, with connections that can be broken off, and quick to
+let clients in."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from legato.router.exchange import ABORT
+
+# Connections to take in one turn of the event loop. uvloop takes one: when thousands come at once and each turn has a
+# step's tokens to write, the last of them, perhaps somebody's health check, would wait for seconds.
+ACCEPTED_PER_TURN = 128
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """A connection that the application can break off, for clients who do not read what they asked for."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # scopes may have more keys
+
+
+class HttpServer(uvicorn.Server):
+    """Signals mean nothing to it: the scheduler's process says when to stop."""
+
+    def __init__(self, app: ASGIApp, grace: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=HttpProtocol,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                # Typed as whole seconds, used as a number. The scheduler ends in words, a second before, what is left.
+                timeout_graceful_shutdown=max(0.5, grace - 0.5),  # type: ignore[arg-type]
+                timeout_keep_alive=75,
+                server_header=False,
+            )
+        )
+        self._listeners: list[socket.socket] = []
+        self._arriving: set[asyncio.Task[object]] = set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes the connections itself. The sockets listen already."""
+        await super().startup(sockets=[])
+        self._listeners = sockets or []
+        for listener in self._listeners:
+            listener.setblocking(False)
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+        await super().shutdown(sockets)
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTED_PER_TURN):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+                return
+            connection.setblocking(False)
+            arriving = loop.create_task(loop.connect_accepted_socket(self._protocol, connection))
+            self._arriving.add(arriving)
+            arriving.add_done_callback(self._arriving.discard)
+
+    def _protocol(self) -> HttpProtocol:
+        return HttpProtocol(self.config, self.server_state, self.lifespan.state)

@@ -1,0 +1,86 @@
+"""A socket pair between two of our processes: messages go out together at the end of each turn of the event loop.
+
+A frame is the length of what follows (four bytes, big-endian) and a MessagePack list of messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+M = TypeVar("M")
+
+_HEAD = 4
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Link(asyncio.Protocol, Generic[M]):
+    """One end. `on_message` is called for what arrives, in order, and must not raise; `on_lost` once, at the end."""
+
+    def __init__(
+        self,
+        decoder: msgspec.msgpack.Decoder[list[M]],
+        on_message: Callable[[M], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._decoder = decoder
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._outbox: list[msgspec.Struct] = []
+        self._received = bytearray()
+
+    async def open(self, connection: socket.socket) -> None:
+        """The connection is ours from here on."""
+        connection.setblocking(False)
+        await self._loop.create_unix_connection(lambda: self, sock=connection)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Never waits, and never fails: what is sent to somebody who is gone is lost."""
+        if not self._outbox:
+            self._loop.call_soon(self.flush)
+        self._outbox.append(message)
+
+    def flush(self) -> None:
+        """Send now what was sent in this turn."""
+        messages, self._outbox = self._outbox, []
+        if messages and self._transport is not None:
+            body = _encode(messages)
+            self._transport.write(len(body).to_bytes(_HEAD) + body)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self.flush()
+            self._transport.close()
+
+    # ---- asyncio's side --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        start = 0
+        while len(received) >= (begin := start + _HEAD):
+            end = begin + int.from_bytes(received[start:begin])
+            if end > len(received):
+                break
+            for message in self._decoder.decode(bytes(received[begin:end])):
+                self._on_message(message)
+            start = end
+        del received[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._on_lost()
+
+
+def decoder_for(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """For frames of these messages."""
+    return msgspec.msgpack.Decoder(list[kind])

@@ -1,0 +1,142 @@
+"""What the scheduler and its HTTP workers say to each other. Sent over a `Link`, many at a time.
+
+Tokens are the only thing there is much of: all that a step has for one worker is one message of parallel lists. What
+few outputs have (a finish reason, an error, top tokens, the prompt's logprobs) stands aside, with its place in them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from legato.grammar.kinds import Grammar
+from legato.router.metrics import Figures
+from legato.router.seam import Limits
+from legato.router.settings import RouterSettings
+from legato.router.state import GenerationRequest, Output
+
+# ---- to a worker -----------------------------------------------------------------------------------------------------
+
+
+class Setup(Struct, tag=0, array_like=True, frozen=True):
+    """The first message: what can be loaded before anything is known of the shards."""
+
+    logger_level: str
+    json_output: bool
+    model: str
+    tokenizer_config_path: str | None
+    payload_limit: int
+
+
+class Serve(Struct, tag=1, array_like=True, frozen=True):
+    """The model is ready: let clients in."""
+
+    limits: Limits
+    settings: RouterSettings
+    # Requests are numbered from here on, which makes the numbers of all workers different.
+    first_id: int
+    # Seconds that requests get to finish at the end.
+    grace: float
+
+
+class Tokens(Struct, tag=2, array_like=True, frozen=True):
+    """In the order in which they were generated. `rest` has (place, whole output) where there is more to an output."""
+
+    request_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    rest: list[tuple[int, Output]]
+
+
+class Admitted(Struct, tag=3, array_like=True, frozen=True):
+    """Requests that left the queue."""
+
+    request_ids: list[int]
+
+
+class Answer(Struct, tag=4, array_like=True, frozen=True):
+    """To the question with this number: yes or no, or text; `error` if there is none."""
+
+    number: int
+    value: bool | bytes = True
+    error: str | None = None
+    # The error is the fault of the grammar that was asked about, not ours.
+    grammar_is_wrong: bool = False
+
+
+class AskFigures(Struct, tag=5, array_like=True, frozen=True):
+    """Somebody wants the metrics. Answered with `Report`."""
+
+
+class Drain(Struct, tag=6, array_like=True, frozen=True):
+    """Let nobody in, finish what runs, and end."""
+
+
+ToWorker: TypeAlias = Setup | Serve | Tokens | Admitted | Answer | AskFigures | Drain
+
+# ---- to the scheduler ------------------------------------------------------------------------------------------------
+
+
+class Loaded(Struct, tag=0, array_like=True, frozen=True):
+    """The answer to `Setup`."""
+
+
+class Serving(Struct, tag=1, array_like=True, frozen=True):
+    """The answer to `Serve`."""
+
+
+class Failed(Struct, tag=2, array_like=True, frozen=True):
+    """The worker cannot begin, because of something that a person can mend."""
+
+    message: str
+
+
+class Submit(Struct, tag=3, array_like=True, frozen=True):
+    request: GenerationRequest
+
+
+class Cancel(Struct, tag=4, array_like=True, frozen=True):
+    request_id: int
+
+
+class TakePermits(Struct, tag=5, array_like=True, frozen=True):
+    """Answered with yes or no."""
+
+    number: int
+    count: int
+
+
+class GivePermits(Struct, tag=6, array_like=True, frozen=True):
+    count: int
+
+
+class Prepare(Struct, tag=7, array_like=True, frozen=True):
+    """Answered when all shards have compiled the grammar."""
+
+    number: int
+    grammar: Grammar
+
+
+class CheckHealth(Struct, tag=8, array_like=True, frozen=True):
+    """Answered with yes or no."""
+
+    number: int
+
+
+class Scrape(Struct, tag=9, array_like=True, frozen=True):
+    """Answered with the metrics of all processes, as text."""
+
+    number: int
+
+
+class Report(Struct, tag=10, array_like=True, frozen=True):
+    """What this worker has counted so far."""
+
+    figures: Figures
+
+
+# About the worker itself, and on behalf of its clients.
+News: TypeAlias = Loaded | Serving | Failed | Report
+Wish: TypeAlias = Submit | Cancel | TakePermits | GivePermits | Prepare | CheckHealth | Scrape
+ToScheduler: TypeAlias = News | Wish

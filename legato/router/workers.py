@@ -1,0 +1,193 @@
+"""The HTTP workers: started together, watched, replaced when they die, told to finish at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from legato.common.errors import LegatoError
+from legato.router import messages as say
+from legato.router.link import Link, decoder_for
+from legato.router.metrics import Figures, add_up
+from legato.router.port import Port
+
+logger = logging.getLogger(__name__)
+
+# A worker that ends this often in so many seconds will do so again.
+MAX_DEATHS = 5
+DEATHS_WITHIN = 60.0
+# Seconds for workers to say what they have counted. Of one that is busy for longer, the last report counts.
+REPORT_PATIENCE = 1.0
+# Seconds for a process to end once it has closed its link.
+EXIT_PATIENCE = 5.0
+
+_decoder = decoder_for(say.ToScheduler)
+
+
+class WorkerFailed(LegatoError):
+    """A worker cannot begin, or ends again and again."""
+
+
+class Worker:
+    """One process, as we see it. `loaded` and `serving` come one after the other, or fail when the process ends."""
+
+    def __init__(self, number: int, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self.number = number
+        self.figures: Figures = {}
+        self.loaded: asyncio.Future[None] = loop.create_future()
+        self.serving: asyncio.Future[None] = loop.create_future()
+        self.lost = asyncio.Event()
+        self._reported = asyncio.Event()
+        self._port: Port | None = None
+        self._failure: str | None = None
+        self._link = Link(_decoder, self._on_message, self._on_lost)
+        self._connection, theirs = socket.socketpair()
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+        with theirs:
+            fds = (theirs.fileno(), listener.fileno())
+            # -P: the folder that the router was started in has no say in what is imported.
+            words = [sys.executable, "-P", "-m", "legato.router.worker", *map(str, fds)]
+            self._process = subprocess.Popen(words, pass_fds=fds, env=environment)
+
+    async def load(self, setup: say.Setup) -> None:
+        await self._link.open(self._connection)
+        self._link.send(setup)
+
+    def serve(self, make_port: Callable[[Callable[[msgspec.Struct], None]], Port], serve: say.Serve) -> None:
+        self._port = make_port(self._link.send)
+        self._link.send(serve)
+
+    async def report(self) -> None:
+        """Until `figures` are new."""
+        self._reported.clear()
+        self._link.send(say.AskFigures())
+        await self._reported.wait()
+
+    def drain(self) -> None:
+        self._link.send(say.Drain())
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def exit(self) -> str:
+        """How the process ended, once it has. Whatever it had of the scheduler is given back at once."""
+        await self.lost.wait()
+        try:
+            code = await asyncio.to_thread(self._process.wait, EXIT_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = await asyncio.to_thread(self._process.wait)
+        if self._failure is not None:
+            return self._failure
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return f"HTTP worker {self.number} {how}"
+
+    def _on_message(self, message: say.ToScheduler) -> None:
+        match message:
+            case say.Loaded():
+                self.loaded.set_result(None)
+            case say.Serving():
+                self.serving.set_result(None)
+            case say.Failed(failure):
+                self._failure = failure
+            case say.Report(figures):
+                self.figures = figures
+                self._reported.set()
+            case _:
+                assert self._port is not None, "wishes come after Serve"
+                self._port.receive(message)
+
+    def _on_lost(self) -> None:
+        if self._port is not None:
+            self._port.close()
+        self._reported.set()
+        self.lost.set()
+
+
+class Workers:
+    """All of them, one for each listener."""
+
+    def __init__(self, setup: say.Setup, listeners: list[socket.socket]) -> None:
+        self._setup = setup
+        self._listeners = listeners
+        self._workers: list[Worker] = []
+        self._numbers = itertools.count()
+        # What the dead had counted when they were last asked, so that no counter goes back.
+        self._departed: Figures = {}
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._employ: Callable[[Worker, int], None] | None = None
+
+    async def load(self) -> None:
+        """Start all, and wait until they have what they need. WorkerFailed."""
+        self._workers = [Worker(number, listener) for number, listener in enumerate(self._listeners)]
+        for worker in self._workers:
+            await worker.load(self._setup)
+        await self._all([worker.loaded for worker in self._workers])
+
+    async def serve(self, employ: Callable[[Worker, int], None]) -> None:
+        """`employ` gives a worker its port; the number is different for each that there ever is. WorkerFailed."""
+        self._employ = employ
+        for worker in self._workers:
+            employ(worker, next(self._numbers))
+        await self._all([worker.serving for worker in self._workers])
+
+    async def _all(self, steps: list[asyncio.Future[None]]) -> None:
+        exits = [asyncio.ensure_future(worker.exit()) for worker in self._workers]
+        done: asyncio.Future[Any] = asyncio.gather(*steps)
+        await asyncio.wait([done, *exits], return_when=asyncio.FIRST_COMPLETED)
+        ended = [each.result() for each in exits if each.done()]
+        for each in [done, *exits]:
+            each.cancel()
+        if ended:
+            raise WorkerFailed(ended[0])
+
+    async def watch(self) -> None:
+        """Replace whoever dies, until that has happened too often: WorkerFailed."""
+        await asyncio.gather(*(self._keep(place) for place in range(len(self._workers))))
+
+    async def _keep(self, place: int) -> None:
+        assert self._employ is not None, "they serve"
+        while True:
+            dead = self._workers[place]
+            how = await dead.exit()
+            self._departed = add_up([self._departed, dead.figures])
+            now = time.monotonic()
+            self._deaths.append(now)
+            if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WITHIN:
+                raise WorkerFailed(f"{how}, the {MAX_DEATHS}th time within {DEATHS_WITHIN:.0f} s that one has ended")
+            logger.error("%s: starting another", how)
+            worker = self._workers[place] = Worker(dead.number, self._listeners[place])
+            await worker.load(self._setup)
+            self._employ(worker, next(self._numbers))
+
+    async def drain(self, grace: float) -> None:
+        """Let requests finish, for so many seconds."""
+        for worker in self._workers:
+            worker.drain()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(worker.exit() for worker in self._workers)), grace)
+        self.kill()
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+    async def figures(self) -> Figures:
+        """What all workers have counted together."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(worker.report() for worker in self._workers)), REPORT_PATIENCE)
+        return add_up([self._departed, *(worker.figures for worker in self._workers)])

@@ -1,0 +1,97 @@
+"""Strings that have broken out of template engines: what each tries is known, and none may come anywhere."""
+
+from __future__ import annotations
+
+# Each would show `CANARY` if it came so far as to compute it.
+CANARY = str(7919 * 104_729)
+_SUM = "7919*104729"
+
+# What people type where they hope that somebody renders it: engines of many languages, since nobody knows which it is.
+TYPED = [
+    f"{{{{{_SUM}}}}}", f"{{{{ {_SUM} }}}}", f"${{{_SUM}}}", f"#{{{_SUM}}}", f"<%= {_SUM} %>", f"{{%= {_SUM} %}}",
+    f"{{{{= {_SUM} }}}}", f"@({_SUM})", f"#set($x={_SUM})$x", f"*{{{_SUM}}}", f"{{php}}echo {_SUM};{{/php}}",
+    f"{{% set x = {_SUM} %}}{{{{ x }}}}", f"{{% print({_SUM}) %}}", f"{{{{ '%d' % ({_SUM}) }}}}",
+    f"{{# comment #}}{{{{{_SUM}}}}}", f"{{%- if true -%}}{{{{{_SUM}}}}}{{%- endif -%}}", 
+    f"\n# set x = {_SUM}\n{{{{ x }}}}",
+    f"{{{{ ({_SUM}) | string }}}}", f"}}}}{{{{{_SUM}}}}}", f"{{{{messages[0].content ~ ({_SUM})}}}}",
+    f"{{% raw %}}{{% endraw %}}{{{{{_SUM}}}}}", f"{{{{ range({_SUM}) | length }}}}",
+]  # fmt: skip
+
+# Ways out of Jinja's sandbox that were tried, some of which have worked somewhere: from any object to its class, from
+# there to all classes, from there to the interpreter; or around the words that are looked for.
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''.__class__.__base__.__subclasses__()[40]('/etc/passwd').read() }}",
+    "{{ [].__class__.__base__.__subclasses__() | length }}",
+    "{{ ().__class__.__bases__[0].__subclasses__() | join }}",
+    "{{ {}.__class__.__mro__ | last }}",
+    "{{ messages.__class__ }}",
+    "{{ messages[0].__class__.__init__.__globals__ }}",
+    "{{ self.__init__.__globals__.__builtins__ }}",
+    "{{ self._TemplateReference__context.environment }}",
+    "{{ self._TemplateReference__context.cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ namespace.__init__.__globals__.os.environ }}",
+    "{{ lipsum.__globals__.os.popen('id').read() }}",
+    "{{ lipsum.__globals__['os'].environ }}",
+    "{{ dict.__base__.__subclasses__() }}",
+    "{{ raise_exception.__globals__.json.codecs.sys.modules.os.environ }}",
+    "{{ strftime_now.__globals__ }}",
+    "{{ strftime_now.__code__.co_consts }}",
+    "{{ raise_exception.__closure__ }}",
+    "{{ ''['__class__'] }}",
+    "{{ ''['_' * 2 ~ 'class' ~ '_' * 2] }}",
+    "{{ ''['\\x5f\\x5fclass\\x5f\\x5f'] }}",
+    "{{ '' | attr('__class__') }}",
+    "{{ '' | attr('\\x5f\\x5fclass\\x5f\\x5f') | attr('mro') }}",
+    "{{ '' | attr(['_' * 2, 'class', '_' * 2] | join) }}",
+    "{{ messages | map(attribute='__class__') | list }}",
+    "{{ messages | selectattr('__class__') | list }}",
+    "{{ messages | sort(attribute='__class__.__mro__') }}",
+    "{{ messages | groupby('__class__') }}",
+    "{{ [messages] | map('attr', '__class__') | list }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
+    "{{ '{0.__class__}'.format_map({'0': messages}) }}",
+    "{{ ('{0.__class__}' | string).format(messages) }}",
+    "{% set f = '{0.__class__}'.format %}{{ f(messages) }}",
+    "{{ '%s'.__mod__(messages.__class__) }}",
+    "{{ messages.append({}) }}",
+    "{{ messages.clear() }}",
+    "{{ messages[0].update({'role': 'system'}) }}",
+    "{{ messages[0].pop('content') }}",
+    "{% set ns = namespace(__class__=1) %}{{ ns }}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns }}",
+    "{% set ns = namespace() %}{% set ns.__init__ = 1 %}{{ ns.__init__.__globals__ }}",
+    "{{ (messages | map('upper'))['gi_frame'] }}",
+    "{{ (messages | map('upper')).gi_frame.f_builtins }}",
+    "{{ (x for x in messages).gi_frame }}",
+    "{% for m in messages %}{{ loop.__init__.__globals__ }}{% endfor %}",
+    "{% for m in messages %}{{ loop._iterable }}{% endfor %}",
+    "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}",
+    "{% macro m() %}{{ caller._func.__globals__ }}{% endmacro %}{% call m() %}{% endcall %}",
+    "{% generation %}{{ caller.__globals__ }}{% endgeneration %}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os }}",
+    "{% from 'os' import environ %}{{ environ }}",
+    "{% extends '/etc/passwd' %}",
+    "{{ url_for.__globals__ }}",
+    "{{ get_flashed_messages.__globals__.__builtins__.open('/etc/passwd').read() }}",
+    "{{ config.__class__.__init__.__globals__['os'].popen('id').read() }}",
+    "{{ request.application.__globals__.__builtins__.__import__('os').popen('id').read() }}",
+    "{{ __import__('os').environ }}",
+    "{{ open('/etc/passwd').read() }}",
+    "{{ eval('1') }}{{ exec('1') }}",
+    "{{ [].__reduce_ex__(2) }}",
+    "{{ 1.0.__getattribute__('real') }}",
+    "{{ (1).real.__class__ }}",
+    "{{ messages.__getitem__.__self__.__class__ }}",
+    "{{ messages.copy.__self__.__class__ }}",
+    "{{ messages[0].get.__self__.__class__.__base__ }}",
+    "{{ ''.join.__call__.__class__ }}",
+    "{{ messages | tojson(default=cycler) }}",
+    "{{ debug() }}{% debug %}",
+]
+# What nobody has shown if none of them worked.
+SIGNS = ("<class", "<module", "<function", "<built-in", "<frame", "root:x:", "uid=", "environ(", "subclasses", "PATH")

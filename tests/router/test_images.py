@@ -1,0 +1,200 @@
+"""Pictures in requests: which are read, what becomes of them in a prompt, and how bad ones are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from legato.common.vision import Colours, QwenRules
+from legato.pb import generate_pb2 as pb
+from legato.router.app import create_app
+from legato.router.messages import Submit
+from legato.router.prefix_tree import PrefixTree
+from legato.router.shards import _admission
+from legato.router.state import Admission, GenerationRequest
+from tests.models.tiny_vision import QWEN_TEMPLATE, picture
+from tests.router.asgi import LIMITS, SETTINGS, Answer, FakeBackend, post
+from tests.router.asgi import tokenizer as plain_tokenizer
+from tests.router.chat_cases import make
+
+pytest.importorskip("PIL", reason="pictures need Pillow, the extra `vision`")
+
+CHAT = "/v1/chat/completions"
+
+
+def tokenizer() -> Tokenizer:
+    own = Tokenizer.from_str(plain_tokenizer().to_str())
+    own.add_special_tokens([AddedToken(f"<|{name}|>") for name in ("image_pad", "vision_start", "vision_end")])
+    return own
+
+
+TOKENIZER = tokenizer()
+IMAGE, BEGIN, END = (TOKENIZER.token_to_id(f"<|{name}|>") for name in ("image_pad", "vision_start", "vision_end"))
+RULES = QwenRules(IMAGE, Colours(), max_pixels=28 * 28 * 16)
+WIDE, TALL = picture(112, 56, 1), picture(56, 84, 2)  # 8 tokens and 6
+
+
+class Server:
+    def __init__(self, *, sees: bool = True, **settings: Any) -> None:
+        self.backend = FakeBackend(limits=replace(LIMITS, max_input_tokens=80, max_total_tokens=120))
+        self.template = make(QWEN_TEMPLATE)
+        self.app = create_app(
+            self.backend, TOKENIZER, replace(SETTINGS, payload_limit=1 << 26, **settings),
+            chat_template=self.template, image_rules=RULES if sees else None,
+        )  # fmt: skip
+
+    def ask(self, path: str, body: Any) -> Answer:
+        return asyncio.run(post(self.app, path, body))
+
+    def chat(self, *content: Any) -> Answer:
+        return self.ask(CHAT, {"messages": [{"role": "user", "content": list(content)}], "max_tokens": 4})
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.backend.requests[-1]
+
+    def sent(self) -> pb.Admission:
+        """What a shard would get."""
+        return _admission(Admission(0, self.request, list(self.request.input_ids), 0, 0, []))
+
+
+def uri(data: bytes, mime: str = "image/png") -> str:
+    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def problem(answer: Answer) -> str:
+    assert answer.status == 422, answer.body
+    error = answer.json()["error"]
+    return str(error["message"] if isinstance(error, dict) else error)
+
+
+def test_a_chat_with_two_pictures_has_their_tokens_where_they_were_sent() -> None:
+    server = Server()
+    assert server.chat(text("see"), image(uri(WIDE)), text("and"), image(uri(TALL))).status == 200
+    sent = server.sent()
+    ids = list(sent.input_ids)
+    assert [ids.count(token_id) for token_id in (IMAGE, BEGIN, END)] == [14, 2, 2]
+    assert [(span.start, span.num_tokens) for span in sent.images] == [
+        (ids.index(IMAGE), 8),
+        (len(ids) - ids[::-1].index(IMAGE) - 6, 6),
+    ]
+    assert [span.image.data for span in sent.images] == [WIDE, TALL]
+    assert sent.images[0].image.mimetype == "image/png"
+
+
+def test_markdown_in_a_native_prompt_is_a_picture() -> None:
+    server = Server()
+    answer = server.ask("/generate", {"inputs": f"a ![]({uri(WIDE)}) b", "parameters": {"max_new_tokens": 2}})
+    assert answer.status == 200
+    ids = list(server.sent().input_ids)
+    first = ids.index(IMAGE)
+    assert ids[first - 1 : first + 9] == [BEGIN, *[IMAGE] * 8, END]
+
+
+def test_a_model_without_eyes_takes_markdown_for_text_and_no_parts() -> None:
+    server = Server(sees=False)
+    assert server.ask("/generate", {"inputs": "a ![](data:image/png;base64,AAAA)"}).status == 200
+    assert not server.sent().images
+    assert "text only" in problem(server.chat(image(uri(WIDE))))
+
+
+def test_tokens_of_pictures_have_names_that_tell_them_apart() -> None:
+    server = Server()
+    for data in (WIDE, WIDE, picture(112, 56, 9)):
+        server.chat(image(uri(data)), text("what?"))
+    one, same, other = (request.input_ids for request in server.backend.requests)
+    assert one == same and len(one) == len(other)
+    assert sum(left != right for left, right in zip(one, other, strict=True)) == 8
+    tree = PrefixTree(4)
+    assert tree.match(one, 3)[1] == []  # names are tokens like any other
+    assert all(0 <= token_id < 1 << 63 for token_id in other)
+
+
+def test_a_request_with_pictures_survives_the_link_between_processes() -> None:
+    import msgspec
+
+    server = Server()
+    server.chat(image(uri(WIDE)))
+    packed = msgspec.msgpack.encode([Submit(server.request)])
+    assert msgspec.msgpack.decode(packed, type=list[Submit])[0].request == server.request
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:1/a.png", "--image-url-allow"),
+        ("https://169.254.169.254/latest", "--image-url-allow"),
+        ("file:///etc/passwd", "neither a data: URI nor an http(s) URL"),
+        ("ftp://a/b", "neither a data: URI"),
+        ("", "neither a data: URI"),
+        ("data:image/png,abc", "must be a data: URI of the form"),
+        ("data:image/png;base64,####", "base64 encoding that is invalid"),
+        ("data:image/png;base64,", "is no PNG"),
+        (uri(WIDE, "image/jpeg"), "is said to be something else"),
+        (uri(WIDE[: len(WIDE) // 2]), "is damaged or cut off"),
+        (uri(picture(500, 2, 1)), "cannot be shown: one side is more than 200 times"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_the_name_of_its_field(url: str, said: str) -> None:
+    server = Server()
+    answer = problem(server.chat(text("x"), image(url)))
+    assert "`messages[0].content[1].image_url.url`" in answer and said in answer
+    assert said in problem(server.ask("/generate", {"inputs": f"![]({url})"}))
+    assert not server.backend.requests
+
+
+def test_limits_of_bytes_and_pixels_are_those_of_the_flags() -> None:
+    assert "bytes, more than the limit of 100" in problem(Server(max_image_bytes=100).chat(image(uri(WIDE))))
+    assert "112 x 56 pixels, more than the limit of 1000" in problem(
+        Server(max_image_pixels=1000).chat(image(uri(WIDE)))
+    )
+
+
+def test_pictures_that_come_to_more_tokens_than_fit_are_too_long() -> None:
+    server = Server()
+    answer = server.chat(*[image(uri(WIDE))] * 30)
+    assert answer.status == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("inputs", ["a <|image_pad|> b", f"<|image_pad|> ![]({uri(WIDE)})"])
+def test_the_token_of_pictures_cannot_be_written_as_text(inputs: str) -> None:
+    assert "places for them" in problem(Server().ask("/generate", {"inputs": inputs}))
+    assert "places for them" in problem(Server().chat(text("<|image_pad|>"), image(uri(WIDE))))
+
+
+@pytest.mark.parametrize("parameters", [{"truncate": 5}, {"decoder_input_details": True}])
+def test_what_would_cut_or_list_a_prompt_with_pictures_is_refused(parameters: dict[str, Any]) -> None:
+    server = Server()
+    body = {"inputs": f"![]({uri(WIDE)})", "parameters": parameters}
+    assert next(iter(parameters)) in problem(server.ask("/generate", body))
+    assert server.ask("/generate", {**body, "inputs": "text"}).status == 200
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "image": "x"}, {"type": "input_image"}, {"type": "image_url"}])
+def test_parts_of_other_kinds_are_refused(part: dict[str, Any]) -> None:
+    assert "image_url" in problem(Server().chat(part))
+
+
+def test_without_pillow_the_answer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legato.router.images.has_decoder", lambda: False)
+    assert "legato[vision]" in problem(Server().chat(image(uri(WIDE))))
+
+
+def test_a_chat_without_pictures_is_as_ever() -> None:
+    server = Server()
+    assert json.loads(server.chat(text("hi")).body)["choices"]
+    assert not server.request.images and IMAGE not in server.request.input_ids

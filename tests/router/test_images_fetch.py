@@ -1,0 +1,175 @@
+"""Row 24 of the fault table: URLs that would have the server call somebody it should not."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from legato.router import images_fetch
+from legato.router.images_fetch import Fetcher, FetchRefused, is_public
+
+ANYBODY: Callable[[Any], bool] = lambda address: True  # noqa: E731
+
+
+@contextmanager
+def host(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[tuple[str, list[str]]]:
+    """A server on this machine, and the paths it was asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            answer(self)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://localhost:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def say(data: bytes, status: int = 200, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return answer
+
+
+@pytest.fixture(autouse=True)
+def only_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`localhost` may also be ::1, where our servers do not listen."""
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, port, *_, **__: look_up(host, port, socket.AF_INET, socket.SOCK_STREAM)
+    )
+
+
+def test_a_picture_of_an_allowed_host_is_fetched() -> None:
+    with host(say(b"picture")) as (url, asked):
+        assert Fetcher(("LocalHost.",), 100, ANYBODY).fetch(f"{url}/a/b.png?c=d") == b"picture"
+        assert asked == ["/a/b.png?c=d"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+        "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1",
+        "::ffff:169.254.169.254", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:db8::1",
+    ],
+)  # fmt: skip
+def test_addresses_of_nobody_else_are_not_public(address: str) -> None:
+    assert not is_public(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "::ffff:8.8.8.8"])
+def test_addresses_of_the_internet_are(address: str) -> None:
+    assert is_public(ipaddress.ip_address(address))
+
+
+def test_an_allowed_name_that_leads_inside_is_not_called() -> None:
+    with host(say(b"secret")) as (url, asked):
+        with pytest.raises(FetchRefused, match="no public address"):
+            Fetcher(("localhost", "127.0.0.1"), 100).fetch(url)
+        assert not asked
+
+
+def test_one_private_address_among_public_ones_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(2, 1, 6, "", (address, 80)) for address in ("8.8.8.8", "10.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("a packet left"))
+    with pytest.raises(FetchRefused, match="no public address"):
+        Fetcher(("pictures.example",), 100).fetch("http://pictures.example/a.png")
+
+
+def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that says something else the second time changes nothing: there is no second time."""
+    looked_up: list[str] = []
+    called: list[Any] = []
+
+    def look_up(name: str, port: int, **_: Any) -> list[Any]:
+        looked_up.append(name)
+        return [(2, 1, 6, "", ("8.8.8.8", port))]
+
+    def connect(address: Any, timeout: float) -> socket.socket:
+        called.append(address)
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(FetchRefused, match=r"cannot be fetched from pictures\.example"):
+        Fetcher(("pictures.example",), 100).fetch("http://pictures.example:8080/a.png")
+    assert looked_up == ["pictures.example"] and called == [("8.8.8.8", 8080)]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:{port}/", "http://[::1]:{port}/", "http://2130706433:{port}/", "http://0x7f.1:{port}/",
+        "http://0177.0.0.1:{port}/", "http://[::ffff:127.0.0.1]:{port}/", "http://good.example\\@127.0.0.1:{port}/",
+        "http://good.example@127.0.0.1:{port}/", "http://127.0.0.1:{port}\\good.example/", "http://:{port}/",
+        "http://good.example.127.0.0.1.nip.io:{port}/", "http://good.example:{port}@localhost/", "http:///x",
+        "http://good.example%00.localhost:{port}/", "http://localhost:{port}/", "http://good.example:99999/",
+        "http://good.example\t.localhost:{port}/", "http://gооd.example:{port}/", "http://[good.example]:{port}/",
+    ],
+)  # fmt: skip
+def test_a_url_of_somebody_who_is_not_on_the_list_costs_no_packet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("a question to a name server left"))
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("a packet left"))
+    with pytest.raises(FetchRefused, match="--image-url-allow|makes no sense"):
+        Fetcher(("good.example",), 100, ANYBODY).fetch(url.replace("{port}", "80"))
+
+
+@pytest.mark.parametrize("target", ["file:///etc/passwd", "http://localhost:1/", "/again"])
+def test_a_redirect_is_not_followed(target: str) -> None:
+    with host(say(b"", 302, Location=target)) as (url, asked):
+        with pytest.raises(FetchRefused, match="status 302"):
+            Fetcher(("localhost",), 100, ANYBODY).fetch(f"{url}/again")
+        assert asked == ["/again"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Length": "101"}, {"Content-Length": "99999999999"}])
+def test_more_bytes_than_allowed_are_not_taken(headers: dict[str, str]) -> None:
+    with host(say(bytes(101), **headers)) as (url, _), pytest.raises(FetchRefused, match="more than 100 bytes"):
+        Fetcher(("localhost",), 100, ANYBODY).fetch(url)
+
+
+def test_who_sends_drop_by_drop_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images_fetch, "DEADLINE", 0.2)
+
+    def drip(handler: BaseHTTPRequestHandler) -> None:
+        say(b"")(handler)
+        for _ in range(50):
+            handler.wfile.write(b".")
+            handler.wfile.flush()
+            if stop.wait(0.02):
+                return
+
+    stop = threading.Event()
+    with host(drip) as (url, _):
+        with pytest.raises(FetchRefused, match="within 0 seconds"):
+            Fetcher(("localhost",), 10_000, ANYBODY).fetch(url)
+        stop.set()
+
+
+def test_an_answer_that_is_no_http_is_a_refusal() -> None:
+    with host(lambda handler: handler.wfile.write(b"SSH-2.0\r\n\r\n") and None) as (url, _):  # type: ignore[func-returns-value]
+        with pytest.raises(FetchRefused, match="cannot be fetched from localhost"):
+            Fetcher(("localhost",), 100, ANYBODY).fetch(url)
