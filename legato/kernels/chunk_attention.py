@@ -231,8 +231,8 @@ def _attend(
         # Beyond the end the last key is read again, which spares the loads a mask; its score is hidden.
         known = tl.minimum(position, last_position)
         offsets = cache_offsets(block_table, known, BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM, WIDE)[:, None] + column
-        keys = load_heads(k_cache + offsets, d, HEAD_DIM)
-        values = load_heads(v_cache + offsets, d, HEAD_DIM)
+        keys = load_heads(k_cache + offsets, d, HEAD_DIM).to(query.dtype)
+        values = load_heads(v_cache + offsets, d, HEAD_DIM).to(query.dtype)
         dots = tl.dot(query, tl.trans(keys), input_precision="ieee")
         distance = position[None, :] - query_position
         scores = base2_scores(dots, distance, slopes, SCALE, SOFT_CAP)

@@ -51,7 +51,10 @@ def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
         return DecodeConfig(num_splits=16, min_split_len=64, block_n=64, num_warps=4, num_stages=2)
     if programs <= 512:
         return DecodeConfig(num_splits=4, min_split_len=128, block_n=64, num_warps=4, num_stages=2)
-    return DecodeConfig(num_splits=2, min_split_len=1024, block_n=128, num_warps=4, num_stages=3)
+    if programs < 1024:
+        return DecodeConfig(num_splits=2, min_split_len=1024, block_n=128, num_warps=4, num_stages=3)
+    # Small programs, many to a multiprocessor: while one begins or ends, the others keep reading.
+    return DecodeConfig(num_splits=2, min_split_len=1024, block_n=64, num_warps=2, num_stages=2)
 
 
 def decode_attention(
@@ -232,8 +235,8 @@ def _attend(
         # Beyond the end the last key is read again, which spares the loads a mask; its score is hidden.
         known = tl.minimum(position, end - 1)
         offsets = cache_offsets(block_table, known, BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM, WIDE)[:, None] + column
-        keys = load_heads(k_cache + offsets, d, HEAD_DIM)
-        values = load_heads(v_cache + offsets, d, HEAD_DIM)
+        keys = load_heads(k_cache + offsets, d, HEAD_DIM).to(query.dtype)
+        values = load_heads(v_cache + offsets, d, HEAD_DIM).to(query.dtype)
         dots = tl.dot(query, tl.trans(keys), input_precision="ieee")
         distance = (position - (context_len - 1))[None, :]
         scores = base2_scores(dots, distance, slopes, SCALE, SOFT_CAP)

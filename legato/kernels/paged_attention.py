@@ -3,17 +3,23 @@
 Sequence i brings `query_lens[i]` new tokens, the last of its `context_lens[i]` tokens, whose keys and values are in the
 blocks of row i of `block_tables`. Decodes (one query) come first, prompt chunks behind them.
 
-`paged_attention_reference` defines the result. `_on_cpu` gives the same through torch's fused attention: decodes are
-gathered and padded in groups of like length, chunks go one by one.
+`paged_attention_reference` defines the result. `paged_attention` gives the same on a CPU, through torch's fused
+attention wherever scores are not capped: decodes are gathered and padded in groups of like length, chunks go one by
+one. What a score gets besides its dot product (windows, ALiBi) is a bias, computed once a step for all layers that
+share it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+
+from legato.kernels.kv_format import gather
+from legato.kernels.paged_kv import Scoring
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,15 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Biases:
+    """What is added to the scores: for each group [count, kv_heads or 1, heads of one or 1, longest], for each chunk
+    [kv_heads or 1, heads of one or 1, query_len, context_len]. None: nothing, or what causality alone asks for."""
+
+    groups: list[torch.Tensor | None]
+    chunks: list[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
 class PagedContext:
     query_lens: list[int]
     context_lens: list[int]
@@ -44,6 +59,7 @@ class PagedContext:
     block_tables: torch.Tensor  # [n, max_blocks] int32
     block_size: int
     dtype: torch.dtype = torch.float32
+    _biases: dict[Hashable, Biases] = field(default_factory=dict)
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:
@@ -94,6 +110,46 @@ class PagedContext:
             first = last
         return chunks
 
+    def biases(self, scoring: Scoring, kv_heads: int) -> Biases:
+        """Computed once a step for all layers of like scoring. Slopes are told apart by where they are."""
+        slopes, longest = scoring.alibi_slopes, max(self.context_lens)
+        if slopes is None and (not scoring.window or longest <= scoring.window):
+            return self._plain_biases
+        key = (scoring.window, None if slopes is None else slopes.data_ptr())
+        if key not in self._biases:
+            by_head = None if slopes is None else slopes.to(self.dtype).view(kv_heads, -1)
+            self._biases[key] = Biases(
+                [self._group_bias(group, by_head, scoring.window) for group in self.decode_groups],
+                [self._chunk_bias(chunk, by_head, scoring.window) for chunk in self.chunks],
+            )
+        return self._biases[key]
+
+    @cached_property
+    def _plain_biases(self) -> Biases:
+        return Biases([group.mask for group in self.decode_groups], [chunk.mask for chunk in self.chunks])
+
+    def _group_bias(self, group: DecodeGroup, slopes: torch.Tensor | None, window: int) -> torch.Tensor:
+        """The heads of one key head stand where queries would."""
+        lengths = torch.tensor(self.context_lens[group.first : group.last])
+        distance = torch.arange(len(group.slots) // len(lengths)) - (lengths[:, None] - 1)
+        hidden = distance > 0
+        if window:
+            hidden |= distance <= -window
+        bias = distance.to(self.dtype)[:, None, None]
+        bias = torch.zeros_like(bias) if slopes is None else bias * slopes[:, :, None]
+        return bias.masked_fill(hidden[:, None, None], float("-inf"))
+
+    def _chunk_bias(self, chunk: Chunk, slopes: torch.Tensor | None, window: int) -> torch.Tensor:
+        query_len = chunk.last - chunk.first
+        context_len = query_len if chunk.slots is None else len(chunk.slots)
+        distance = torch.arange(context_len) - torch.arange(context_len - query_len, context_len)[:, None]
+        hidden = distance > 0
+        if window:
+            hidden |= distance <= -window
+        bias = distance.to(self.dtype)
+        bias = torch.zeros_like(bias) if slopes is None else bias * slopes[:, :, None, None]
+        return bias.masked_fill(hidden, float("-inf"))
+
 
 def paged_attention(
     q: torch.Tensor,  # [T, num_heads, head_dim]
@@ -102,41 +158,32 @@ def paged_attention(
     k_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     v_cache: torch.Tensor,
     context: PagedContext,
-    scale: float,
+    scoring: Scoring,
 ) -> torch.Tensor:
     assert q.shape[0] == sum(context.query_lens) and q.shape[1] % k_cache.shape[2] == 0, (q.shape, k_cache.shape)
-    return _on_cpu(q, k, v, k_cache.flatten(0, 1), v_cache.flatten(0, 1), context, scale)
-
-
-def _on_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_slots: torch.Tensor,
-    v_slots: torch.Tensor,
-    context: PagedContext,
-    scale: float,
-) -> torch.Tensor:
-    _, num_heads, head_dim = q.shape
-    kv_heads = k_slots.shape[1]
+    (_, num_heads, head_dim), kv_heads = q.shape, k_cache.shape[2]
+    k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    biases = context.biases(scoring, kv_heads)
     out = torch.empty_like(q)
-    for group in context.decode_groups:
+    for group, bias in zip(context.decode_groups, biases.groups, strict=True):
         count = group.last - group.first
         # The heads that share a key head stand where queries would: no key is read twice, no mask between them.
         queries = q[group.first : group.last].view(count, kv_heads, num_heads // kv_heads, head_dim)
-        keys = k_slots.index_select(0, group.slots).view(count, -1, kv_heads, head_dim).transpose(1, 2)
-        values = v_slots.index_select(0, group.slots).view(count, -1, kv_heads, head_dim).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
+        keys = gather(k_slots, group.slots, q.dtype).view(count, -1, kv_heads, head_dim).transpose(1, 2)
+        values = gather(v_slots, group.slots, q.dtype).view(count, -1, kv_heads, head_dim).transpose(1, 2)
+        mixed = _attend(queries, keys, values, bias, False, scoring)
         out[group.first : group.last] = mixed.view(count, num_heads, head_dim)
-    for chunk in context.chunks:
+    for chunk, bias in zip(context.chunks, biases.chunks, strict=True):
         here = slice(chunk.first, chunk.last)
-        keys, values = (k[here], v[here]) if chunk.slots is None else (k_slots[chunk.slots], v_slots[chunk.slots])
-        out[here] = _attend_chunk(q[here], keys, values, chunk.mask, scale)
+        keys, values = k[here], v[here]
+        if chunk.slots is not None:
+            keys, values = (gather(slots, chunk.slots, q.dtype) for slots in (k_slots, v_slots))
+        out[here] = _attend_chunk(q[here], keys, values, bias, scoring)
     return out
 
 
 def _attend_chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
     """One sequence. Key heads take the place of the batch, so that sharing them is a stride of 0 and not a copy."""
     (length, num_heads, head_dim), kv_heads = q.shape, k.shape[1]
@@ -144,14 +191,30 @@ def _attend_chunk(
     queries = q.view(length, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     keys = k.transpose(0, 1)[:, None].expand(kv_heads, group, k.shape[0], head_dim)
     values = v.transpose(0, 1)[:, None].expand(kv_heads, group, v.shape[0], head_dim)
-    mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
+    mixed = _attend(queries, keys, values, bias, bias is None, scoring)
     return mixed.permute(2, 0, 1, 3).reshape(length, num_heads, head_dim)
 
 
-def paged_attention_reference(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: PagedContext, scale: float
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, is_causal: bool, scoring: Scoring
 ) -> torch.Tensor:
-    """The definition, in float64: softmax(q k / sqrt(d)) v over the cached context, token by token."""
+    """[a, b, queries, head_dim] against [a, b, keys, head_dim]. A bias says itself what is causal."""
+    cap = scoring.soft_cap
+    if not cap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=is_causal, scale=scoring.scale)
+    scores = (q @ k.transpose(-1, -2)).mul_(scoring.scale / cap).tanh_().mul_(cap)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
+        scores.masked_fill_(hidden, float("-inf"))
+    elif bias is not None:
+        scores += bias
+    return scores.softmax(-1) @ v
+
+
+def paged_attention_reference(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: PagedContext, scoring: Scoring
+) -> torch.Tensor:
+    """The definition, in float64, token by token: softmax over the visible scores, times the values."""
     out, first = torch.empty_like(q), 0
     group = q.shape[1] // k_cache.shape[2]
     for i, (query_len, context_len) in enumerate(zip(context.query_lens, context.context_lens, strict=True)):
@@ -159,8 +222,13 @@ def paged_attention_reference(
         keys = k_cache.flatten(0, 1)[slots].double().repeat_interleave(group, dim=1)
         values = v_cache.flatten(0, 1)[slots].double().repeat_interleave(group, dim=1)
         for j in range(query_len):
-            visible = context_len - query_len + j + 1
-            scores = torch.einsum("hd,lhd->hl", q[first + j].double(), keys[:visible]) * scale
-            out[first + j] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[:visible]).to(q.dtype)
+            last = context_len - query_len + j
+            seen = slice(max(0, last + 1 - scoring.window) if scoring.window else 0, last + 1)
+            scores = torch.einsum("hd,lhd->hl", q[first + j].double(), keys[seen]) * scoring.scale
+            if scoring.soft_cap:
+                scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
+            if scoring.alibi_slopes is not None:
+                scores += scoring.alibi_slopes[:, None].double() * (torch.arange(seen.start, seen.stop) - last)
+            out[first + j] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[seen]).to(q.dtype)
         first += query_len
     return out

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legato.kernels.kv_format import EIGHT_BITS, gather
 from legato.kernels.language import Pointer, Scalar, constexpr, jit, tl, widened
 
 
@@ -69,7 +70,8 @@ def check_queries(q: Tensor, kv: PagedKV) -> None:
     """[T, num_heads, head_dim]; a view into the packed projection will do."""
     num_kv_heads, head_dim = kv.k_cache.shape[2:]
     assert q.shape[2] == head_dim and q.shape[1] % num_kv_heads == 0, (q.shape, kv.k_cache.shape)
-    assert q.stride(2) == 1 and q.stride(1) == head_dim and q.dtype == kv.k_cache.dtype, (q.stride(), q.dtype)
+    assert q.stride(2) == 1 and q.stride(1) == head_dim, q.stride()
+    assert kv.k_cache.dtype in (q.dtype, *EIGHT_BITS), (q.dtype, kv.k_cache.dtype)
 
 
 def ragged_attention_torch(q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring: Scoring) -> Tensor:
@@ -88,7 +90,8 @@ def ragged_attention_torch(q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring
         positions = torch.arange(context_len, device=q.device)
         slots = table[positions // block_size] * block_size + positions % block_size
         keys, values = (
-            widened(cache.flatten(0, 1)[slots]).repeat_interleave(group, dim=1) for cache in (kv.k_cache, kv.v_cache)
+            widened(gather(cache.flatten(0, 1), slots, q.dtype)).repeat_interleave(group, dim=1)
+            for cache in (kv.k_cache, kv.v_cache)
         )
         distance = positions - positions[context_len - (here.stop - here.start) :, None]  # [queries, keys]
         scores = _scores_torch(torch.einsum("qhd,khd->hqk", widened(q[here]), keys), distance, scoring)

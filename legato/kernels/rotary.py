@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from legato.kernels.kv_format import as_stored, cut_off, largest
 from legato.kernels.language import (
     Pointer,
     Scalar,
@@ -32,7 +33,8 @@ def rotary_and_store(
 ) -> None:
     """Turn queries and keys in place, halves against halves (GPT-NeoX), and write keys and values to their slots.
 
-    A `rotary_dim` below `head_dim` leaves the last dimensions of a head as they are.
+    A `rotary_dim` below `head_dim` leaves the last dimensions of a head as they are. Products are rounded before they
+    are added, because transformers does so: in bfloat16 one token in fifty would differ otherwise.
     """
     num_tokens, width = qkv.shape
     num_kv_heads, head_dim = k_cache.shape[2:]
@@ -61,11 +63,13 @@ def _rotary_and_store_torch(
         cos, sin = widened(cos_sin_cache[positions])[:, None].split(half, dim=-1)
         turned = heads[:, : num_heads + num_kv_heads, : 2 * half]
         low, high = widened(turned).split(half, dim=-1)
-        turned.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
+        products = (product.to(qkv.dtype) for product in (low * cos, high * sin, high * cos, low * sin))
+        low_cos, high_sin, high_cos, low_sin = map(widened, products)
+        turned.copy_(torch.cat((low_cos - high_sin, high_cos + low_sin), dim=-1))
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
-    k_cache.flatten(0, 1)[slots] = heads[stored, num_heads : num_heads + num_kv_heads]
-    v_cache.flatten(0, 1)[slots] = heads[stored, num_heads + num_kv_heads :]
+    k_cache.flatten(0, 1)[slots] = as_stored(heads[stored, num_heads : num_heads + num_kv_heads], k_cache.dtype)
+    v_cache.flatten(0, 1)[slots] = as_stored(heads[stored, num_heads + num_kv_heads :], v_cache.dtype)
 
 
 def _rotary_and_store_triton(
@@ -94,6 +98,7 @@ def _rotary_and_store_triton(
         BLOCK_HALF=next_power_of_two(max(rotary_dim // 2, 1)),
         BLOCK_REST=next_power_of_two(max(head_dim - rotary_dim, 1)),
         BLOCK_HEADS=HEADS_PER_PROGRAM,
+        LIMIT=largest(k_cache.dtype),
         num_warps=2,
         **launch_options(qkv),
     )
@@ -115,6 +120,7 @@ def _rotary_and_store_kernel(
     BLOCK_HALF: constexpr,
     BLOCK_REST: constexpr,
     BLOCK_HEADS: constexpr,
+    LIMIT: constexpr,
     OVERLAP: constexpr,
 ) -> None:
     """The first programs of a token turn its queries; the others turn and store its keys and store its values."""
@@ -129,7 +135,7 @@ def _rotary_and_store_kernel(
     if group < num_query_groups:
         head = group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         if ROTARY_DIM > 0:
-            _turn(row, head, head < NUM_HEADS, angles, row, False, HEAD_DIM, ROTARY_DIM, BLOCK_HALF)
+            _turn(row, head, head < NUM_HEADS, angles, row, False, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, 0.0)
     else:
         head = (group - num_query_groups) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         inside = head < NUM_KV_HEADS
@@ -139,11 +145,11 @@ def _rotary_and_store_kernel(
         cached_keys = k_cache + slot * (NUM_KV_HEADS * HEAD_DIM)
         cached_values = v_cache + slot * (NUM_KV_HEADS * HEAD_DIM)
         if ROTARY_DIM > 0:
-            _turn(keys, head, inside, angles, cached_keys, slot >= 0, HEAD_DIM, ROTARY_DIM, BLOCK_HALF)
-            _copy(values, cached_values, head, stored, 0, ROTARY_DIM, HEAD_DIM, 2 * BLOCK_HALF)
+            _turn(keys, head, inside, angles, cached_keys, slot >= 0, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, LIMIT)
+            _copy(values, cached_values, head, stored, 0, ROTARY_DIM, HEAD_DIM, 2 * BLOCK_HALF, LIMIT)
         if ROTARY_DIM < HEAD_DIM:
-            _copy(keys, cached_keys, head, stored, ROTARY_DIM, HEAD_DIM, HEAD_DIM, BLOCK_REST)
-            _copy(values, cached_values, head, stored, ROTARY_DIM, HEAD_DIM, HEAD_DIM, BLOCK_REST)
+            _copy(keys, cached_keys, head, stored, ROTARY_DIM, HEAD_DIM, HEAD_DIM, BLOCK_REST, LIMIT)
+            _copy(values, cached_values, head, stored, ROTARY_DIM, HEAD_DIM, HEAD_DIM, BLOCK_REST, LIMIT)
 
 
 @jit
@@ -157,6 +163,7 @@ def _turn(
     HEAD_DIM: constexpr,
     ROTARY_DIM: constexpr,
     BLOCK_HALF: constexpr,
+    LIMIT: constexpr,
 ) -> None:
     """Rotate some heads in place and, where `stored`, write the result to `cached` as well."""
     half: tl.constexpr = ROTARY_DIM // 2
@@ -167,12 +174,17 @@ def _turn(
     mask = inside[:, None] & (column < half)[None, :]
     low = tl.load(heads + offset, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(heads + offset + half, mask=mask, other=0.0).to(tl.float32)
-    turned_low = (low * cos - high * sin).to(heads.dtype.element_ty)
-    turned_high = (high * cos + low * sin).to(heads.dtype.element_ty)
+    turned_low = _rounded_sum(low * cos, -high * sin, heads.dtype.element_ty)
+    turned_high = _rounded_sum(high * cos, low * sin, heads.dtype.element_ty)
     tl.store(heads + offset, turned_low, mask=mask)
     tl.store(heads + offset + half, turned_high, mask=mask)
-    tl.store(cached + offset, turned_low, mask=mask & stored)
-    tl.store(cached + offset + half, turned_high, mask=mask & stored)
+    tl.store(cached + offset, cut_off(turned_low, LIMIT), mask=mask & stored)
+    tl.store(cached + offset + half, cut_off(turned_high, LIMIT), mask=mask & stored)
+
+
+@jit
+def _rounded_sum(a: Scalar, b: Scalar, DTYPE: constexpr) -> Scalar:
+    return (a.to(DTYPE).to(tl.float32) + b.to(DTYPE).to(tl.float32)).to(DTYPE)
 
 
 @jit
@@ -185,9 +197,10 @@ def _copy(
     LAST: constexpr,
     HEAD_DIM: constexpr,
     BLOCK: constexpr,
+    LIMIT: constexpr,
 ) -> None:
     """Columns [FIRST, LAST) of some heads, as they are."""
     column = FIRST + tl.arange(0, BLOCK)
     offset = head[:, None] * HEAD_DIM + column[None, :]
     inside = mask[:, None] & (column < LAST)[None, :]
-    tl.store(cached + offset, tl.load(heads + offset, mask=inside), mask=inside)
+    tl.store(cached + offset, cut_off(tl.load(heads + offset, mask=inside), LIMIT), mask=inside)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 
 from legato.kernels.chunk_attention import chunk_attention
 from legato.kernels.decode_attention import decode_attention
@@ -11,39 +14,90 @@ from legato.kernels.paged_kv import PagedKV, Scoring
 from legato.kernels.prompt_attention import num_calls, prompt_attention
 from legato.kernels.rotary import rotary_and_store
 from legato.layers.kv_cache import LayerCache
-from legato.layers.rotary import Rotary, rotate
+from legato.layers.rotary import Rotary
+from legato.layers.shard import Heads
 from legato.layers.step import Step
 
 # Prompts of many different lengths would be many calls, and then one launch of our own kernel is sooner done.
 MOST_CALLS = 2
 
+HeadNorm = Callable[[torch.Tensor], torch.Tensor]  # [T, heads, head_dim] -> the same shape
+
 
 class SelfAttention:
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, rotary: Rotary, scale: float) -> None:
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+    """One layer's attention over this shard's heads.
+
+    `scale` multiplies the dot products (head_dim ** -0.5 unless said otherwise); `q_norm` and `k_norm` come before the
+    rotation; `window` is how many keys a query sees, its own included (0: all); `soft_cap` as Gemma 2's (0: none);
+    `slopes` are those of `alibi_slopes`. Values narrower than keys are stored padded.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        rotary: Rotary | None = None,
+        *,
+        scale: float | None = None,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        slopes: torch.Tensor | None = None,
+    ) -> None:
+        self.num_heads = heads.num_heads
+        self.num_kv_heads = heads.num_kv_heads
+        self.head_dim = heads.head_dim
+        self.v_head_dim = heads.v_head_dim
         self.rotary = rotary
-        self.scoring = Scoring(scale)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.scoring = Scoring(heads.head_dim**-0.5 if scale is None else scale, slopes, window, soft_cap)
+        # What torch's own attention can do, given prompts no longer than the window.
+        self.is_plain = slopes is None and not soft_cap
 
     def __call__(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        """qkv [T, (num_heads + 2 num_kv_heads) head_dim], the packed projection -> [T, num_heads head_dim]."""
+        """qkv [T, heads of q, k and v side by side], the packed projection -> [T, num_heads v_head_dim].
+
+        Takes `qkv` for its own.
+        """
+        if self.v_head_dim == self.head_dim:
+            return self._attend(qkv, cache, step)
+        num_values = self.num_kv_heads * self.v_head_dim
+        values = qkv[:, -num_values:].unflatten(1, (self.num_kv_heads, self.v_head_dim))
+        values = F.pad(values, (0, self.head_dim - self.v_head_dim))
+        wide = self._attend(torch.cat((qkv[:, :-num_values], values.flatten(1)), dim=1), cache, step)
+        return wide.unflatten(1, (self.num_heads, self.head_dim))[:, :, : self.v_head_dim].flatten(1)
+
+    def separate(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, step: Step
+    ) -> torch.Tensor:
+        """For projections that are not one product: q and k [T, heads, head_dim], v [T, heads, v_head_dim]."""
+        return self(torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1), cache, step)
+
+    def _attend(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        num_turned = self.num_heads + self.num_kv_heads
+        q, k, v = heads[:, : self.num_heads], heads[:, self.num_heads : num_turned], heads[:, num_turned:]
+        if self.q_norm is not None:
+            q.copy_(self.q_norm(q))
+        if self.k_norm is not None:
+            k.copy_(self.k_norm(k))
         if step.on_host is None:
             return self._with_kernels(qkv, cache, step)
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        # Queries and keys turn by the same angles: one call for both.
-        turned = rotate(heads[:, : self.num_heads + self.num_kv_heads], *self.rotary.table(step))
-        q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
-        v = heads[:, self.num_heads + self.num_kv_heads :]
+        if self.rotary is not None:
+            # Queries and keys turn by the same angles: one call for both.
+            turned = self.rotary.turn(heads[:, :num_turned], step)
+            q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
         cache.store(k, v, step.slots)
-        return paged_attention(q, k, v, cache.keys, cache.values, step.on_host, self.scoring.scale).flatten(1)
+        return paged_attention(q, k, v, cache.keys, cache.values, step.on_host, self.scoring).flatten(1)
 
     def _with_kernels(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        rotary_and_store(qkv, step.positions, self.rotary.cos_sin, cache.keys, cache.values, step.slots)
+        table = None if self.rotary is None else self.rotary.cos_sin
+        rotary_and_store(qkv, step.positions, table, cache.keys, cache.values, step.slots)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         d, chunks = step.num_decodes, step.chunks
         whole = chunks.whole_prompts if chunks is not None else None
-        if d == 0 and whole is not None and num_calls(whole) <= MOST_CALLS:
+        if d == 0 and whole is not None and self._suits_torch(whole):
             q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
             return prompt_attention(q, k, v, whole, self.scoring.scale).flatten(1)
         q = heads[:, : self.num_heads]
@@ -55,3 +109,7 @@ class SelfAttention:
             kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[d:], step.rows[d:])
             chunk_attention(q[d:], kv, chunks.cu_seqlens_q, self.scoring, out[d:])
         return out.flatten(1)
+
+    def _suits_torch(self, lengths: list[int]) -> bool:
+        window = self.scoring.window
+        return self.is_plain and num_calls(lengths) <= MOST_CALLS and (not window or max(lengths) <= window)

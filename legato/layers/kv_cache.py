@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from legato.kernels.kv_format import store
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -14,8 +16,8 @@ class LayerCache:
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Write [T, num_kv_heads, head_dim] to the slots [T]."""
-        self.keys.flatten(0, 1).index_copy_(0, slots, keys)
-        self.values.flatten(0, 1).index_copy_(0, slots, values)
+        store(self.keys.flatten(0, 1), slots, keys)
+        store(self.values.flatten(0, 1), slots, values)
 
 
 @dataclass(frozen=True, slots=True)

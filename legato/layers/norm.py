@@ -1,3 +1,5 @@
+"""Norms. `norm(x)` normalises; `norm.add(x, residual)` first adds a layer's output to the residual stream."""
+
 from __future__ import annotations
 
 import torch
@@ -8,14 +10,18 @@ from legato.kernels.norm import add_rms_norm, rms_norm
 
 class RMSNorm:
     """On a GPU one kernel, which also adds the residual. On a CPU torch's own norm: fewer calls would save a
-    millisecond a step, but their rounding shows in the logits."""
+    millisecond a step, but their rounding shows in the logits.
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight = weight
+    `offset` is added to the weight once, in fp32: Gemma's checkpoints have the weight minus one.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
+        self.weight = weight.float() + offset if offset else weight
         self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:
+        """[..., size of the weight]: the hidden state, or single heads."""
+        if x.is_cuda or x.dtype != self.weight.dtype:
             return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
@@ -26,4 +32,20 @@ class RMSNorm:
         if x.is_cuda:
             return add_rms_norm(x, residual, self.weight, self.eps, inplace=True)
         total = x.add_(residual)
+        return self(total), total
+
+
+class LayerNorm:
+    def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, size: int) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+        self.shape = (size,)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As RMSNorm's."""
+        total = x if residual is None else x.add_(residual)
         return self(total), total

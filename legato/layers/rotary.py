@@ -14,9 +14,11 @@ from legato.layers.step import Step
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    head_dim: int
+    """`ModelConfig.rope` reads it from config.json."""
+
+    dim: int  # of a head, those that turn: all of them, or the first ones
     theta: float
-    max_positions: int
+    trained_positions: int
     scaling: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -25,65 +27,78 @@ class RopeConfig:
 
 
 class Rotary:
-    """cos and sin for every position, computed in fp32 and rounded once to the dtype of the model."""
+    """cos and sin for every position, computed in fp32 and rounded once to the dtype of the model.
+
+    Dimension i of a head turns with dimension i + dim/2. Checkpoints that turn neighbours (GPT-J) have their rows put
+    into this order when they are read (`Weights.qkv`). Layers that turn alike share one Rotary.
+    """
 
     def __init__(self, config: RopeConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies, attention_factor = rope_frequencies(config)
-        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
-        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-        # For kernels: [positions, head_dim], cosines and then sines.
-        self.cos_sin = torch.cat((cos, sin), dim=-1).to(dtype=dtype, device=device)
+        angles, factor = rope_angles(config, num_positions)
+        self.dim = config.dim
+        # For kernels: [positions, dim], cosines and then sines.
+        self.cos_sin = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1).to(dtype=dtype, device=device)
 
-    def table(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """For `rotate`: two tensors [T, 1, head_dim], looked up once a step. The sign of a half is in the sine."""
-        return step.once(self, lambda: self._look_up(step.positions))
+    def turn(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x [T, heads, head_dim], turned; dimensions from `dim` on stay as they are."""
+        cos, sin = step.once(self, lambda: self._look_up(step.positions))
+        if x.shape[-1] == self.dim:
+            return rotate(x, cos, sin)
+        return torch.cat((rotate(x[..., : self.dim], cos, sin), x[..., self.dim :]), dim=-1)
 
     def _look_up(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For `rotate`: two tensors [T, 1, dim], once a step. The sign of a half is in the sine."""
         cos, sin = self.cos_sin[positions][:, None].chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn [T, heads, head_dim]. The sign of the swapped half is in `sin` already."""
+    """Turn [T, heads, dim]. The sign of the swapped half is in `sin` already."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos, swapped, sin)
 
 
-def rope_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Frequencies [head_dim / 2] and the factor on the attention scores' tables."""
+def rope_angles(config: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
+    """Angles [num_positions, dim / 2] and the factor on their cosines and sines."""
     scalings = {"default": _plain, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
-    if config.kind not in scalings:
-        raise UnsupportedModel(f"rope scaling '{config.kind}' is not supported; known: {', '.join(scalings)}")
+    known = [*scalings, "longrope"]
+    kind = {"su": "longrope"}.get(config.kind, config.kind)  # what Phi-3 called it first
+    if kind not in known:
+        raise UnsupportedModel(f"rope scaling '{config.kind}' is not supported; known: {', '.join(known)}")
+    positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
     try:
-        return scalings[config.kind](config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        if kind == "longrope":
+            return _longrope(config, positions)
+        frequencies, factor = scalings[kind](config)
+        return positions * frequencies, factor
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
         raise ModelFileError(f"config.json: rope scaling '{config.kind}' is incomplete or wrong: {error!r}") from None
 
 
-def _inverse(theta: float, head_dim: int) -> torch.Tensor:
-    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def _inverse(theta: float, dim: int) -> torch.Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
 def _plain(config: RopeConfig) -> tuple[torch.Tensor, float]:
-    return _inverse(config.theta, config.head_dim), 1.0
+    return _inverse(config.theta, config.dim), 1.0
 
 
 def _linear(config: RopeConfig) -> tuple[torch.Tensor, float]:
-    return _inverse(config.theta, config.head_dim) / config.scaling["factor"], 1.0
+    return _inverse(config.theta, config.dim) / config.scaling["factor"], 1.0
 
 
 def _dynamic(config: RopeConfig) -> tuple[torch.Tensor, float]:
     """NTK-aware, for the longest sequence it allows: cached keys must not change as a sequence grows."""
-    factor, dim = config.scaling["factor"], config.head_dim
-    longest = config.max_positions * factor
-    base = config.theta * ((factor * longest / config.max_positions) - (factor - 1)) ** (dim / (dim - 2))
+    factor, dim = config.scaling["factor"], config.dim
+    longest = config.trained_positions * factor
+    base = config.theta * ((factor * longest / config.trained_positions) - (factor - 1)) ** (dim / (dim - 2))
     return _inverse(base, dim), 1.0
 
 
 def _llama3(config: RopeConfig) -> tuple[torch.Tensor, float]:
     """Long waves are slowed by `factor`, short ones stay, those between are blended."""
     s = config.scaling
-    frequencies = _inverse(config.theta, config.head_dim)
+    frequencies = _inverse(config.theta, config.dim)
     context, low, high = s["original_max_position_embeddings"], s["low_freq_factor"], s["high_freq_factor"]
     wavelengths = 2 * math.pi / frequencies
     blend = (context / wavelengths - low) / (high - low)
@@ -94,9 +109,9 @@ def _llama3(config: RopeConfig) -> tuple[torch.Tensor, float]:
 
 def _yarn(config: RopeConfig) -> tuple[torch.Tensor, float]:
     """Like llama3's blend, by the number of turns that a dimension makes within the original context."""
-    s, dim = config.scaling, config.head_dim
+    s, dim = config.scaling, config.dim
     factor = s["factor"]
-    context = s.get("original_max_position_embeddings") or config.max_positions
+    context = s.get("original_max_position_embeddings") or config.trained_positions
 
     def dimension(turns: float) -> float:
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
@@ -109,4 +124,26 @@ def _yarn(config: RopeConfig) -> tuple[torch.Tensor, float]:
     frequencies = _inverse(config.theta, dim)
     stretched = frequencies / factor * ramp + frequencies * (1 - ramp)
     attention = s.get("attention_factor")
-    return stretched, float(attention if attention is not None else 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    if attention is None and s.get("mscale") and s.get("mscale_all_dim"):  # DeepSeek's: the scores have the rest
+        attention = yarn_factor(factor, s["mscale"]) / yarn_factor(factor, s["mscale_all_dim"])
+    return stretched, float(attention if attention is not None else yarn_factor(factor))
+
+
+def yarn_factor(stretch: float, weight: float = 1.0) -> float:
+    """What makes up for attention that spreads over a longer context."""
+    return 0.1 * weight * math.log(stretch) + 1.0 if stretch > 1 else 1.0
+
+
+def _longrope(config: RopeConfig, positions: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Two sets of divisors: one for the positions of the original context, one for those behind it.
+
+    By position and not, as elsewhere, by the length of the text so far: keys in the cache must not change.
+    """
+    s, original = config.scaling, int(config.scaling["original_max_position_embeddings"])
+    frequencies = _inverse(config.theta, config.dim)
+    short, long = (frequencies / torch.tensor(s[f"{length}_factor"]) for length in ("short", "long"))
+    stretch = s.get("factor") or config.trained_positions / original
+    attention = s.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return positions * torch.where(positions < original, short, long), float(attention)

@@ -23,6 +23,33 @@ class ChunkSpans:
 
 
 @dataclass(frozen=True, slots=True)
+class Sides:
+    """Which tokens of a step are whose in an encoder-decoder model, whose sequences are the prompt, which the encoder
+    reads, and then the decoder's tokens. The cache has what the encoder made of a prompt in the prompt's own slots."""
+
+    prompt_lens: list[int]  # of the prompts that the encoder reads in this step, one after the other
+    encoder: torch.Tensor | None  # [sum of them] int64, their tokens' places in the step; None: there are none
+    decoder: torch.Tensor | None  # [t] int64, the places of the decoder's tokens; None: all of the step
+    rows: torch.Tensor  # [t] int32, the row of each of the decoder's tokens
+    encoder_lens: torch.Tensor  # [t] int32, how long the prompt of that row is
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What pictures bring into a step: embeddings in the places of some tokens, and positions on three axes."""
+
+    places: torch.Tensor | None  # [k] int64, tokens of the step; None: all pictures of the step are computed
+    embeddings: torch.Tensor | None  # [k, hidden_size]
+    positions: torch.Tensor | None  # [3, T] int64; None for models whose pictures are laid out as text is
+
+    def put_into(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size], the embeddings of the tokens; changed where there are pictures."""
+        if self.places is None or self.embeddings is None:
+            return x
+        return x.index_copy_(0, self.places, self.embeddings.to(x.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     input_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64, place of each token in its sequence
@@ -34,6 +61,8 @@ class Step:
     context_lens: torch.Tensor  # [n] int32, tokens of each sequence, those of this step included
     chunks: ChunkSpans | None
     on_host: PagedContext | None  # the same context as the CPU path wants it; None on other devices
+    sides: Sides | None = None  # of encoder-decoder models only
+    seen: Seen | None = None  # of models with eyes only
     _memo: dict[Hashable, object] = field(default_factory=dict)
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:

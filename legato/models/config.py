@@ -1,74 +1,119 @@
-"""A checkpoint's config.json, normalised once, so that no layer asks for a default."""
+"""What the server must know of a model, read from config.json under whichever names the architecture has for it.
+
+Only what every causal model has is a field. What one architecture has, its own file reads from `keys`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from legato.common.errors import ModelFileError, UnsupportedModel
+from legato.common.errors import UnsupportedModel
 from legato.layers.rotary import RopeConfig
+from legato.models.keys import Keys
 
-# Beyond any model's vocabulary or context; a table of that many positions can still be made.
-LARGEST_SIZE = 1 << 24
+_GEMMA3 = dict(
+    vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131_072
+)
+# Sizes that a config.json leaves out where they are those that transformers knows by heart.
+LEFT_OUT: dict[str, dict[str, Any]] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """An architecture whose config.json means something else sets `model.config = replace(config, ...)`."""
+
     model_type: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    norm_eps: float
-    rope: RopeConfig
-    max_positions: int
-    tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
-    activation: str
+    max_positions: int  # the longest sequence that is served
+    keys: Keys
+    rope_option: tuple[str, float] | None = None  # what --rope-scaling and --rope-factor say
+    decoder_start_token_id: int | None = None  # of encoder-decoder models: what the decoder sees first
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
-        if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "unknown")
+        # Models that also see or hear keep what concerns their language part in an object of its own.
+        language = Keys(config).below("text_config").raw
+        model_type = str(config.get("model_type"))
+        keys = Keys({**LEFT_OUT.get(model_type, {}), **config, **language})
+        if quantization := keys.below("quantization_config").raw:
+            method = quantization.get("quant_method", "unknown")
             raise UnsupportedModel(
                 f"config.json says the weights are quantised ('{method}'), which is not supported yet"
             )
-        num_heads = _count(config, "num_attention_heads")
-        head_dim = _count(config, "head_dim", _count(config, "hidden_size") // num_heads)
-        max_positions = _count(config, "max_position_embeddings", 2048)
-        # transformers 5 writes everything about rope into one dictionary; before, it was two keys.
-        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        theta = float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0)
+        num_heads = keys.count("num_attention_heads", "n_head", "n_heads", "num_heads")
+        hidden_size = keys.count("hidden_size", "n_embd", "n_embed", "d_model")
         return cls(
-            model_type=str(config.get("model_type")),
-            vocab_size=_count(config, "vocab_size"),
-            hidden_size=_count(config, "hidden_size"),
-            intermediate_size=_count(config, "intermediate_size"),
-            num_layers=_count(config, "num_hidden_layers"),
+            model_type=model_type,
+            vocab_size=keys.count("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=keys.count("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
             num_heads=num_heads,
-            num_kv_heads=_count(config, "num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-            rope=RopeConfig(head_dim, theta, max_positions, rope),
-            max_positions=max_positions,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            activation=str(config.get("hidden_act") or "silu"),
+            num_kv_heads=keys.count("num_key_value_heads", "num_kv_heads", default=num_heads),
+            head_dim=keys.count("head_dim", "d_kv", default=hidden_size // num_heads),
+            max_positions=keys.count(
+                "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=2048
+            ),
+            keys=keys,
         )
 
+    @property
+    def is_tied(self) -> bool:
+        """The head is the embedding. Each architecture has its own default, which transformers no longer writes."""
+        return self.keys.flag("tie_word_embeddings")
 
-def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A size: there, or with a default, and a positive whole number of which tensors can be made."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise ModelFileError(f"config.json has no '{key}'")
-    if not isinstance(value, int) or not 0 < value <= LARGEST_SIZE:
-        raise ModelFileError(f"config.json: '{key}' is {value!r}, not a number from 1 to {LARGEST_SIZE}")
-    return value
+    def windows(self, window: int, slides: Callable[[int], bool]) -> tuple[int, ...]:
+        """For each layer how many keys its queries see, 0 for all. `layer_types` says which layers have the `window`,
+        or else `slides` does, the architecture's own rule."""
+        kinds = {"full_attention": 0, "sliding_attention": window}
+        types = self.keys.texts("layer_types", length=self.num_layers)
+        if types is None:
+            return tuple(window if slides(layer) else 0 for layer in range(self.num_layers))
+        if unknown := set(types) - set(kinds):
+            raise UnsupportedModel(
+                f"config.json: layer type '{min(unknown)}' is not supported; known: {', '.join(kinds)}"
+            )
+        return tuple(kinds[kind] for kind in types)
+
+    def with_rope_option(self, kind: str, factor: float) -> ModelConfig:
+        """Replace what the checkpoint says, and stretch the longest sequence."""
+        return replace(self, rope_option=(kind, factor), max_positions=int(self.max_positions * factor))
+
+    def rope(
+        self,
+        *,
+        dim: int | None = None,
+        layer_type: str | None = None,
+        default_theta: float = 10_000.0,
+        default_share: float = 1.0,
+    ) -> RopeConfig:
+        """Rotation of a head's first `dim` dimensions; without `dim` of the share that config.json says, or else
+        `default_share`.
+
+        transformers 5 writes everything about rope into `rope_parameters`, with an object for each `layer_type` where
+        layers differ. Before, there were separate keys; an architecture whose layers differ reads those itself.
+        """
+        keys = self.keys
+        parameters = keys.below("rope_parameters")
+        if layer_type is not None and layer_type in parameters.raw:
+            parameters = parameters.below(layer_type)
+        scaling = {**keys.below("rope_scaling").raw, **parameters.raw}
+        if self.rope_option is not None:
+            scaling = {**scaling, "rope_type": self.rope_option[0], "factor": self.rope_option[1]}
+        if "original_max_position_embeddings" in keys.raw:
+            scaling.setdefault("original_max_position_embeddings", keys.raw["original_max_position_embeddings"])
+        own = keys.number("rope_theta", "rotary_emb_base", default=default_theta)
+        share = keys.number("partial_rotary_factor", "rotary_pct", default=default_share)
+        share = parameters.number("partial_rotary_factor", default=share)
+        return RopeConfig(
+            dim=dim or int(self.head_dim * share),
+            theta=parameters.number("rope_theta", default=own),
+            trained_positions=keys.count("max_position_embeddings", "n_positions", default=self.max_positions),
+            scaling=scaling,
+        )

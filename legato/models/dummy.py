@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from legato.models.weights import Weights
+from legato.layers.shard import Shard
+from legato.models.weights import Ranges, Weights
 
 
 class NoTensors:
@@ -16,19 +19,29 @@ class NoTensors:
     def nbytes(self) -> int:
         return 0
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise KeyError(name)
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         raise KeyError(name)
 
 
 class DummyWeights(Weights):
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(NoTensors(), dtype, device)
+    def __init__(self, dtype: torch.dtype, device: torch.device, shard: Shard | None = None) -> None:
+        super().__init__(NoTensors(), dtype, device, shard)
 
     def __contains__(self, name: str) -> bool:
         return True
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: Mapping[int, Ranges] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """Small enough that activations stay finite through any depth; norms are 1 like trained ones."""
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, 0.02)
+        spans = cut or {}
+        sizes = [sum(last - first for first, last in spans.get(dim, [(0, size)])) for dim, size in enumerate(shape)]
+        made = torch.ones(sizes, dtype=dtype or self.dtype, device=self.device)
+        return made if len(sizes) == 1 else made.normal_(0.0, 0.02)

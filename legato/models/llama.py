@@ -1,91 +1,131 @@
-"""Llama: Llama 1 to 3, Code Llama, SmolLM2 and everything that shares their layout."""
+"""Llama: Llama 1 to 3, Code Llama, SmolLM2 and everything that shares their layout.
+
+Many later families are Llama with a few changes. They derive from `Llama`, say in `read` what config.json means to
+them, and replace the layer, the embedding or the head where theirs computes something else.
+"""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from dataclasses import dataclass
 
-from legato.common.errors import UnsupportedModel
-from legato.kernels.activation import silu_and_mul
 from legato.layers.attention import SelfAttention
-from legato.layers.kv_cache import KVCache, KVShape, LayerCache
+from legato.layers.mlp import GatedMLP, Product
 from legato.layers.norm import RMSNorm
-from legato.layers.rotary import Rotary
-from legato.layers.step import Step
+from legato.layers.rotary import RopeConfig, Rotary
+from legato.layers.shard import Heads
 from legato.models.config import ModelConfig
+from legato.models.decoder import Attention, Decoder, Layer, SequentialLayer
 from legato.models.weights import Weights
-from legato.quantization.dense import dense_weight
 
 
-class LlamaAttention:
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, rotary: Rotary) -> None:
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = weights.linear(
-            [(f"{prefix}.q_proj", q_size), (f"{prefix}.k_proj", kv_size), (f"{prefix}.v_proj", kv_size)],
-            config.hidden_size,
-            config.attention_bias,
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """What a family reads from config.json: all of it before any weight, so that what is wrong shows at once."""
+
+    hidden_size: int
+    intermediate_size: int
+    norm_eps: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    activation: str
+    # What Llama itself does not have.
+    windows: tuple[int, ...] = ()  # for each layer how many keys its queries see, 0: all; (): all in every layer
+    is_fused: bool = False  # the checkpoint has q, k and v in one matrix, gate and up in another
+    has_head_norms: bool = False  # queries and keys are normed, head by head
+    norm_offset: float = 0.0
+    scale: float | None = None  # of the attention scores; None: the usual one
+    soft_cap: float = 0.0  # of the attention scores
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> LlamaShape:
+        keys = config.keys
+        bias = keys.flag("attention_bias")
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=keys.count("intermediate_size"),
+            norm_eps=keys.number("rms_norm_eps", default=1e-6),
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=keys.flag("mlp_bias"),
+            activation=keys.text("hidden_act", default="silu"),
         )
-        self.attention = SelfAttention(
-            config.num_heads, config.num_kv_heads, config.head_dim, rotary, config.head_dim**-0.5
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaParts:
+    """What layers of the family are made of. `name` is that of the part in the checkpoint."""
+
+    shape: LlamaShape
+    heads: Heads
+    weights: Weights
+
+    def norm(self, name: str, size: int | None = None) -> RMSNorm:
+        """Of the hidden state, or of heads of this `size`."""
+        weight = self.weights.tensor(f"{name}.weight", (size or self.shape.hidden_size,))
+        return RMSNorm(weight, self.shape.norm_eps, self.shape.norm_offset)
+
+    def attention(self, name: str, rotary: Rotary, window: int = 0) -> Attention:
+        shape, heads, weights = self.shape, self.heads, self.weights
+        names = f"{name}.qkv_proj" if shape.is_fused else [f"{name}.{part}_proj" for part in "qkv"]
+        q_norm, k_norm = (
+            self.norm(f"{name}.{part}_norm", heads.head_dim) if shape.has_head_norms else None for part in "qk"
         )
-        self.output = weights.linear([(f"{prefix}.o_proj", config.hidden_size)], q_size, config.attention_bias)
-
-    def __call__(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        return self.output.apply(self.attention(self.qkv.apply(x), cache, step))
-
-
-class LlamaMLP:
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
-        if config.activation != "silu":
-            raise UnsupportedModel(f"hidden_act '{config.activation}' is not supported for Llama; known: silu")
-        inner = config.intermediate_size
-        self.gate_up = weights.linear(
-            [(f"{prefix}.gate_proj", inner), (f"{prefix}.up_proj", inner)], config.hidden_size, config.mlp_bias
+        return Attention(
+            weights.qkv(names, heads, shape.hidden_size, bias=shape.qkv_bias),
+            SelfAttention(
+                heads, rotary, scale=shape.scale, q_norm=q_norm, k_norm=k_norm, window=window, soft_cap=shape.soft_cap
+            ),
+            weights.output(f"{name}.o_proj", heads, shape.hidden_size, bias=shape.output_bias),
         )
-        self.down = weights.linear([(f"{prefix}.down_proj", config.hidden_size)], inner, config.mlp_bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down.apply(silu_and_mul(self.gate_up.apply(x)))
-
-
-class LlamaLayer:
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, rotary: Rotary) -> None:
-        norm = (config.hidden_size,)
-        self.input_norm = RMSNorm(weights.tensor(f"{prefix}.input_layernorm.weight", norm), config.norm_eps)
-        self.attention = LlamaAttention(config, weights, f"{prefix}.self_attn", rotary)
-        self.mlp_norm = RMSNorm(weights.tensor(f"{prefix}.post_attention_layernorm.weight", norm), config.norm_eps)
-        self.mlp = LlamaMLP(config, weights, f"{prefix}.mlp")
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x` is what the layer before added to the residual stream, not yet added."""
-        normed, residual = self.input_norm.add(x, residual)
-        normed, residual = self.mlp_norm.add(self.attention(normed, cache, step), residual)
-        return self.mlp(normed), residual
+    def mlp(self, name: str, inner: int | None = None, *, reduce: bool = True) -> GatedMLP:
+        """Of the usual width, or of this `inner` one; `reduce` as that of `Weights.row`."""
+        weights, bias = self.weights, self.shape.mlp_bias
+        hidden, inner = self.shape.hidden_size, inner or self.shape.intermediate_size
+        if self.shape.is_fused:
+            gate_up = weights.column(f"{name}.gate_up_proj", inner, hidden, bias=bias, fused=2)
+        else:
+            gate_up = weights.column([f"{name}.gate_proj", f"{name}.up_proj"], inner, hidden, bias=bias)
+        down = weights.row(f"{name}.down_proj", hidden, inner, bias=bias, reduce=reduce)
+        return GatedMLP(gate_up, down, self.shape.activation)
 
 
-class Llama:
+class Llama(Decoder):
+    prefix = "model"  # of all names but the head's
+    is_tied = False  # unless config.json says otherwise
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.config = config
+        shape = self.read(config)
+        is_tied = config.keys.flag("tie_word_embeddings", default=self.is_tied)
+        heads = weights.heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        rotary = Rotary(self.rope(config), config.max_positions, weights.dtype, weights.device)
+        parts = LlamaParts(shape, heads, weights)
+        super().__init__(config, weights, heads)
+
         size = (config.vocab_size, config.hidden_size)
-        self.embedding = weights.tensor("model.embed_tokens.weight", size)
-        rotary = Rotary(config.rope, config.max_positions, weights.dtype, weights.device)
-        self.layers = [LlamaLayer(config, weights, f"model.layers.{i}", rotary) for i in range(config.num_layers)]
-        self.norm = RMSNorm(weights.tensor("model.norm.weight", (config.hidden_size,)), config.norm_eps)
-        tied = config.tie_word_embeddings or "lm_head.weight" not in weights
-        self.head = dense_weight(self.embedding if tied else weights.tensor("lm_head.weight", size))
-        weights.skip("lm_head.weight")  # a checkpoint that says "tied" may still carry a copy
-        self.kv_shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, weights.dtype)
+        self.embedding = weights.embedding(f"{self.prefix}.embed_tokens", *size)
+        self.layers = [
+            self.layer(parts, f"{self.prefix}.layers.{i}", rotary, shape.windows[i] if shape.windows else 0)
+            for i in range(config.num_layers)
+        ]
+        self.norm = parts.norm(f"{self.prefix}.norm")
+        self.head = weights.head("lm_head", self.embedding, *size, tied=is_tied)
 
-    def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
-        """Hidden states [T, hidden_size] of all tokens of the step."""
-        x = F.embedding(step.input_ids, self.embedding)
-        residual: torch.Tensor | None = None
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x, residual = layer(x, residual, layer_cache, step)
-        return x if residual is None else x.add_(residual)
+    def read(self, config: ModelConfig) -> LlamaShape:
+        return LlamaShape.of(config)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[m, hidden_size] -> [m, vocab_size]."""
-        return self.head.apply(self.norm(hidden))
+    def rope(self, config: ModelConfig) -> RopeConfig:
+        return config.rope()
+
+    def layer(self, parts: LlamaParts, name: str, rotary: Rotary, window: int) -> Layer:
+        return SequentialLayer(
+            parts.norm(f"{name}.input_layernorm"),
+            parts.attention(f"{name}.self_attn", rotary, window),
+            parts.norm(f"{name}.post_attention_layernorm"),
+            self.mlp(parts, name),
+        )
+
+    def mlp(self, parts: LlamaParts, name: str) -> Product:
+        """Of the layer `name`."""
+        return parts.mlp(f"{name}.mlp")

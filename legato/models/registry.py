@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -10,26 +12,64 @@ import torch
 from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.common.model_files import ModelFiles
 from legato.layers.kv_cache import KVCache, KVShape
+from legato.layers.shard import Shard
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
 from legato.models.gguf_source import GgufSource
-from legato.models.weights import Progress, SafetensorsSource, TensorSource, Weights
+from legato.models.sources import SafetensorsSource, TensorSource
+from legato.models.weights import Progress, Weights
 
 ARCHITECTURES = {
+    "bloom": "legato.models.bloom:Bloom",
+    "deepseek_v2": "legato.models.deepseek:Deepseek",
+    "falcon": "legato.models.falcon:Falcon",
+    "gemma": "legato.models.gemma:Gemma",
+    "gemma2": "legato.models.gemma:Gemma2",
+    "gemma3": "legato.models.gemma:Gemma3",
+    "gemma3_text": "legato.models.gemma:Gemma3",
+    "gpt2": "legato.models.gpt2:GPT2",
+    "gpt_bigcode": "legato.models.gpt_bigcode:GPTBigCode",
+    "gpt_neox": "legato.models.gpt_neox:GPTNeoX",
+    "gptj": "legato.models.gptj:GPTJ",
+    "granite": "legato.models.granite:Granite",
     "llama": "legato.models.llama:Llama",
+    "mistral": "legato.models.mistral:Mistral",
+    "mixtral": "legato.models.mixtral:Mixtral",
+    "mpt": "legato.models.mpt:MPT",
+    "mt5": "legato.models.t5:MT5",
+    "olmo2": "legato.models.olmo2:Olmo2",
+    "opt": "legato.models.opt:OPT",
+    "phi3": "legato.models.phi3:Phi3",
+    "qwen2": "legato.models.qwen:Qwen2",
+    "qwen2_vl": "legato.models.qwen2_vl:Qwen2VL",
+    "qwen2_moe": "legato.models.qwen2_moe:Qwen2Moe",
+    "qwen3": "legato.models.qwen:Qwen3",
+    "qwen3_moe": "legato.models.qwen3_moe:Qwen3Moe",
+    "RefinedWeb": "legato.models.falcon:Falcon",
+    "RefinedWebModel": "legato.models.falcon:Falcon",
+    "starcoder2": "legato.models.starcoder2:Starcoder2",
+    "t5": "legato.models.t5:T5",
 }
+
+# For all others, if these packages are installed.
+FALLBACK = "legato.models.fallback"
+FALLBACK_NEEDS = ("transformers", "accelerate")
 
 
 class CausalModel(Protocol):
-    """What the engine needs of an architecture."""
+    """What the engine needs of an architecture. Its constructor takes `(config: ModelConfig, weights: Weights)`."""
 
     config: ModelConfig
-    kv_shape: KVShape
+    kv_shape: KVShape  # of this shard
 
-    def forward(self, step: Step, cache: KVCache) -> torch.Tensor: ...
+    def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of all tokens of the step, the same on every shard."""
+        ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[m, hidden_size] -> [m, vocab_size], on every shard. Takes the final norm with it: most tokens need none."""
+        ...
 
 
 def get_model(
@@ -38,15 +78,21 @@ def get_model(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    shard: Shard | None = None,
     dummy: bool = False,
     progress: Progress | None = None,
+    trust_remote_code: bool = False,
 ) -> CausalModel:
-    """Build the model that `config` describes and fill it from `files`."""
+    """Build this shard of the model that `config` describes and fill it from `files`."""
+    if config.model_type not in ARCHITECTURES:
+        fallback = _fallback(config.model_type)
+        other: CausalModel = fallback.load(files, config, dtype, device, shard, dummy, trust_remote_code)
+        return other
     architecture = architecture_for(config.model_type)
     if dummy:
-        built: CausalModel = architecture(config, DummyWeights(dtype, device))
+        built: CausalModel = architecture(config, DummyWeights(dtype, device, shard))
         return built
-    weights = Weights(_source(files), dtype, device, progress)
+    weights = Weights(_source(files), dtype, device, shard, progress)
     try:
         model: CausalModel = architecture(config, weights)
         weights.check_all_used()
@@ -55,14 +101,29 @@ def get_model(
     return model
 
 
+def model_config(files: ModelFiles, *, trust_remote_code: bool = False) -> ModelConfig:
+    """The normalised configuration, of a model type that somebody here can build."""
+    model_type = str(files.config().get("model_type"))
+    if model_type in ARCHITECTURES:
+        return ModelConfig.from_hf(files.config())
+    config: ModelConfig = _fallback(model_type).model_config(files, trust_remote_code)
+    return config
+
+
 def architecture_for(model_type: str) -> type:
-    if model_type not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"model_type '{model_type}' is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
-        )
     module, _, name = ARCHITECTURES[model_type].partition(":")
     architecture: type = getattr(importlib.import_module(module), name)
     return architecture
+
+
+def _fallback(model_type: str) -> ModuleType:
+    """Imported for a model that needs it and for no other: it brings in transformers."""
+    if any(importlib.util.find_spec(package) is None for package in FALLBACK_NEEDS):
+        raise UnsupportedModel(
+            f"model_type '{model_type}' is not supported; supported: {', '.join(sorted(ARCHITECTURES))}. "
+            "Many others run through transformers: pip install 'legato[transformers]'"
+        )
+    return importlib.import_module(FALLBACK)
 
 
 def _source(files: ModelFiles) -> TensorSource:

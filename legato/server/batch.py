@@ -16,8 +16,8 @@ import grpc
 from legato.common.detokenize import Detokenizer, Vocabulary
 from legato.common.stopping import StopMatcher
 from legato.pb import generate_pb2 as pb
+from legato.server.capacity import RESERVED_BLOCKS, Capacity
 from legato.server.interceptor import RequestRefused
-from legato.server.model import RESERVED_BLOCKS, Capacity
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 
 import click
 
-from legato.common.errors import OptionError
+from legato.common.errors import ModelNotFound, OptionError
 from legato.common.locate import locate
 from legato.common.logging import setup
 from legato.common.model_files import ModelFiles
@@ -24,9 +25,16 @@ def serve(options: ServerOptions) -> None:
         logger.warning(warning)
     if options.rank >= options.world_size:
         raise OptionError(f"--rank ({options.rank}) must be less than --world-size ({options.world_size})")
+    if not options.fake and (options.fake_step_ms or options.fake_token_ms):
+        raise OptionError("--fake-step-ms and --fake-token-ms are for a fake shard: add --fake")
     claim_socket(f"{options.uds_path}-{options.rank}", "--uds-path")
     files = ModelFiles.open(locate(options))
     files.config()
+    if options.fake:
+        from legato.server.fake_service import run as run_fake  # never brings in torch
+
+        run_fake(files, options)
+        return
     if options.load_format == "auto":
         files.check_weights()
     from legato.server.serving import run  # brings in torch, which takes seconds: wrong flags and files end before
@@ -36,9 +44,32 @@ def serve(options: ServerOptions) -> None:
 
 def download_weights(options: DownloadOptions) -> None:
     setup(options.logger_level, options.json_output, "text-generation-server")
-    files = ModelFiles.open(locate(options))
+    path = _located(options)
+    if options.auto_convert and (path / "config.json").exists() and not any(path.glob("*.safetensors")):
+        from legato.server.convert import convert, fetch_pickles  # brings in torch, for the few models that need it
+
+        is_snapshot = options.weights_cache_override is None and path.parent.name == "snapshots"
+        if is_snapshot and options.model_id and not any(path.glob("*.bin")):
+            fetch_pickles(options.model_id, path)
+        convert(path)
+    files = ModelFiles.open(path)
     files.check_weights()
     logger.info("Weights are here", extra={"fields": {"path": str(files.path)}})
+
+
+def _located(options: DownloadOptions) -> Path:
+    try:
+        return locate(options)
+    except ModelNotFound:
+        if not options.auto_convert or options.model_id is None:
+            raise
+        from legato.server.convert import cached_snapshot
+
+        cache = Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
+        snapshot = cached_snapshot(options.model_id, options.revision, cache)
+        if snapshot is None:
+            raise
+        return snapshot
 
 
 def main() -> None:

@@ -2,118 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
 
+from legato.common.vision import ImageRules
 from legato.grammar.wire import from_pb
 from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
+from legato.models.vision import SeeingModel
 from legato.pb import generate_pb2 as pb
-from legato.sampling.logprobs import PromptScores, TopTokens, prompt_scores
+from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.params import SamplingParams
 from legato.sampling.sampler import Sampler
+from legato.server.captures import CapturePolicy
 from legato.server.grammars import Grammars
-from legato.server.graphs import DecodeGraphs
-from legato.server.prepare import decodes_first, prepare
+from legato.server.graphs import CudaRecorder, DecodeGraphs
+from legato.server.images import Eyes
+from legato.server.memory import is_out_of_memory, refused_for_memory, release
+from legato.server.pending import Chosen, Outcome, Pending, StepClock
+from legato.server.prepare import decodes_first, halves, prepare
 from legato.server.rows import Rows, RowStep, to_device
+
+logger = logging.getLogger(__name__)
 
 # Logits of a long prompt at once would be gigabytes.
 PROMPT_LOGITS_TOKENS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The tokens of one step, on the device or on their way to the host."""
-
-    rows: list[int]
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    top: TopTokens | None = None
-    # Place -> why the token there means nothing.
-    errors: dict[int, str] = field(default_factory=dict)
-
-    def to_host(self) -> Chosen:
-        """Queue the copies behind the step. Whoever reads them waits for the step's event first."""
-        top = self.top
-        if top is not None:
-            top = replace(top, token_ids=_to_host(top.token_ids), logprobs=_to_host(top.logprobs))
-        return replace(self, token_ids=_to_host(self.token_ids), logprobs=_to_host(self.logprobs), top=top)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step came to."""
-
-    chosen: Chosen | None
-    # Place of each sampled row in the order of the request: the step computes decodes first.
-    places: list[int]
-    # What the model thought of the prompts of the rows that asked.
-    prompt_scores: dict[int, list[PromptScores]]
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A step that was launched. `read` waits for it."""
-
-    step_id: int
-    started: int
-    clock: StepClock
-    outcome: Outcome
-
-    def read(self) -> pb.StepResponse:
-        response = pb.StepResponse(id=self.step_id, forward_ns=self.clock.wait())
-        chosen, places = self.outcome.chosen, self.outcome.places
-        if chosen is not None:
-            ids, logprobs = chosen.token_ids.tolist(), chosen.logprobs.tolist()
-            response.token_ids.extend([ids[place] for place in places])
-            response.logprobs.extend([logprobs[place] for place in places])
-            if chosen.top is not None:
-                self._read_top(chosen.top, response)
-            for place, message in chosen.errors.items():
-                response.row_errors.add(index=places.index(place), message=message)
-        for row, pieces in self.outcome.prompt_scores.items():
-            response.prompt_logprobs.add(
-                row=row,
-                logprobs=torch.cat([piece.logprobs for piece in pieces]).tolist(),
-                top_ids=torch.cat([piece.top_ids for piece in pieces]).flatten().tolist(),
-                top_logprobs=torch.cat([piece.top_logprobs for piece in pieces]).flatten().tolist(),
-            )
-        response.total_ns = time.perf_counter_ns() - self.started
-        return response
-
-    def _read_top(self, top: TopTokens, response: pb.StepResponse) -> None:
-        ids, logprobs = top.token_ids.tolist(), top.logprobs.tolist()
-        index_of = {place: index for index, place in enumerate(self.outcome.places)}
-        for line, (place, length) in enumerate(zip(top.indices, top.lengths, strict=True)):
-            response.top_tokens.add(index=index_of[place], ids=ids[line][:length], logprobs=logprobs[line][:length])
-
-
-class StepClock:
-    """How long the device took for a step: events around it on a GPU, the host's clock where the host computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = [_timed_event() for _ in range(2)] if device.type == "cuda" else []
-        self._started = time.perf_counter_ns()
-        if self._events:
-            self._events[0].record()
-        self._duration = 0
-
-    def stop(self) -> None:
-        if self._events:
-            self._events[1].record()
-        self._duration = time.perf_counter_ns() - self._started
-
-    def wait(self) -> int:
-        """Nanoseconds, once everything queued before `stop` is done."""
-        if not self._events:
-            return self._duration
-        self._events[1].synchronize()
-        return int(self._events[0].elapsed_time(self._events[1]) * 1e6)
+# How often a step that does not fit is cut in two: sixteen forwards of a sixteenth, and then it is lost.
+MOST_CUTS = 4
 
 
 class Engine:
@@ -126,71 +46,140 @@ class Engine:
         make_sampler: Callable[[int], Sampler],
         grammars: Grammars,
         graph_sizes: tuple[int, ...] = (),  # of decode batches to capture; (0,) for none, () for whatever comes
+        cuts_steps: bool = True,  # one shard of several must not: the others would go on with the whole step
+        image_rules: ImageRules | None = None,  # how pictures are cut for the model; None: it gets none
     ) -> None:
         self.model = model
         self.cache = cache
         self.device = cache.layers[0].keys.device
-        self.dtype = cache.layers[0].keys.dtype
-        self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device)
+        self.dtype = model.kv_shape.dtype
+        has_encoder = model.config.decoder_start_token_id is not None
+        self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device, has_encoder)
         self.sampler = make_sampler(max_rows)
         self.grammars = grammars
+        self.eyes: Eyes | None = None
+        if image_rules is not None and isinstance(model, SeeingModel):
+            self.eyes = Eyes(model, image_rules, max_rows, self.device)
+        self._most_cuts = MOST_CUTS if cuts_steps else 0
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
-            self.graphs = DecodeGraphs(model, cache, self.rows, graph_sizes)
+            policy = CapturePolicy(max_rows, graph_sizes)
+            self.graphs = DecodeGraphs(model, cache, self.rows, policy, CudaRecorder())
 
-    @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Pending:
-        """Counts are booked first, for all rows: a step that fails later leaves no row behind the router's count."""
+        """Counts are booked first, for all rows: a step that fails later leaves no row behind the router's count.
+
+        A step that does not fit in memory raises `OutOfMemory`: its rows are lost, all others are as they were.
+        """
         started = time.perf_counter_ns()
         parts = self._book(request)
+        lost = f"a step of {sum(request.num_tokens)} tokens in {len(request.rows)} rows does not fit"
+        cure = "lower --cuda-memory-fraction, which leaves more room beside the KV cache, or --max-batch-prefill-tokens"
+        with refused_for_memory(f"{lost}; {cure}", self.device):
+            try:
+                return self._launch(request, parts, started)
+            except BaseException:
+                self.rows.adrift.update(request.rows)
+                raise
+
+    @torch.inference_mode()
+    def _launch(self, request: pb.StepRequest, parts: list[RowStep], started: int) -> Pending:
         clock = StepClock(self.device)
         for admission in request.admitted:
             self._configure_sampler(admission)
+            if self.eyes is not None:
+                self.eyes.admit(admission)
         self.rows.write_blocks()
-        if self._has_graph(parts):
-            outcome = Outcome(self._replay(parts), list(range(len(parts))), {})
-        else:
-            outcome = self._forward(parts)
-        if outcome.chosen is not None:
-            outcome = replace(outcome, chosen=outcome.chosen.to_host())
+        outcomes = self._replay(parts) or self._forward(parts)
+        outcomes = [outcome.to_host() for outcome in outcomes]
         clock.stop()
-        if outcome.chosen is not None:
-            self.grammars.accept(outcome.chosen.rows, partial(_read_ids, clock, outcome.chosen))
-        return Pending(request.id, started, clock, outcome)
+        if self.eyes is not None:
+            self.eyes.forget(parts)
+        for outcome in outcomes:
+            if outcome.chosen is not None:
+                self.grammars.accept(outcome.chosen.rows, partial(_read_ids, clock, outcome.chosen))
+        return Pending(request.id, started, clock, outcomes)
 
-    def _has_graph(self, parts: list[RowStep]) -> bool:
-        if self.graphs is None or self.graphs.size_for(len(parts)) is None:
-            return False
-        return all(part.decode for part in parts)
+    # ---- graphs, between steps ------------------------------------------------------------------------------------
 
-    def _replay(self, parts: list[RowStep]) -> Chosen:
-        """A step of decodes only."""
-        assert self.graphs is not None
+    def capture_first(self) -> None:
+        for size in self.graphs.policy.at_start if self.graphs is not None else []:
+            self.capture(size)
+
+    def capture_after_step(self) -> int | None:
+        """A size worth a capture though requests may be waiting. To be asked once after every step."""
+        return None if self.graphs is None else self.graphs.policy.after_step()
+
+    def capture_while_idle(self) -> None:
+        """One size that may be needed, because nobody waits."""
+        if self.graphs is not None and (size := self.graphs.policy.when_idle()) is not None:
+            self.capture(size)
+
+    @property
+    def captures_pending(self) -> bool:
+        return self.graphs is not None and self.graphs.policy.pending
+
+    def capture(self, size: int) -> None:
+        """Unless that was done, or given up, since somebody asked for it."""
+        if self.graphs is not None and self.captures_pending and size not in self.graphs.policy.captured:
+            self.graphs.capture(size)
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    def _replay(self, parts: list[RowStep]) -> list[Outcome]:
+        """A step of decodes only, if there is a graph for it; else nothing."""
+        if self.graphs is None or not all(part.decode for part in parts):
+            return []
         rows = [part.row for part in parts]
-        done = self.graphs.run(rows)
+        done = self.graphs.run(rows) if self.rows.adrift.isdisjoint(rows) else None
+        if done is None:
+            return []
         if self.sampler.is_greedy(rows) and not self.grammars.active(rows):
-            return Chosen(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
-        return self._choose(done.logits[: len(rows)], rows)
+            chosen = Chosen(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
+        else:
+            chosen = self._choose(done.logits[: len(rows)], rows)
+        return [Outcome(chosen, list(range(len(rows))), {})]
 
-    def _forward(self, parts: list[RowStep]) -> Outcome:
-        """A step of any kind."""
+    def _forward(self, parts: list[RowStep], cuts: int = 0) -> list[Outcome]:
+        """A step of any kind: one forward, or two halves one after the other where memory does not suffice for one.
+
+        Computing again what a failed forward had begun is harmless. Sampling is not repeated: rows would move on twice.
+        """
         order = decodes_first(parts)
         ordered = [parts[place] for place in order]
-        step = prepare(self.rows, ordered, self.cache.block_size, self.dtype)
+        sampled = [place for place, part in enumerate(ordered) if part.samples]
+        try:
+            logits, scores = self._compute(ordered)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or cuts == self._most_cuts or not all(halves(parts)):
+                raise
+            logger.warning("Out of memory: a step of %d tokens is cut in two", sum(part.count for part in parts))
+        else:
+            chosen = None if logits is None else self._choose(logits, [ordered[place].row for place in sampled])
+            return [Outcome(chosen, _restore(order, sampled), scores)]
+        release(self.device)  # here, where the error no longer holds what it failed with
+        return [outcome for half in halves(parts) for outcome in self._forward(half, cuts + 1)]
+
+    def _compute(self, parts: list[RowStep]) -> tuple[torch.Tensor | None, dict[int, list[PromptScores]]]:
+        """Logits of the rows that sample, if any do, and what the model thought of prompts."""
+        step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
+        if self.eyes is not None:
+            step = self.eyes.look(step, parts)
         hidden = self.model.forward(step, self.cache)
         if self.graphs is not None:
             self.rows.lengths[step.rows] = step.context_lens
-        sampled = [place for place, part in enumerate(ordered) if part.samples]
-        chosen = None
-        if sampled:
-            logits = self.model.logits(hidden[step.logits_indices])
-            chosen = self._choose(logits, [ordered[place].row for place in sampled])
-        return Outcome(chosen, _restore(order, sampled), self._prompt_scores(hidden, ordered))
+            self.rows.adrift.difference_update(part.row for part in parts)
+        scores = self._prompt_scores(hidden, parts)
+        if not any(part.samples for part in parts):
+            return None, scores
+        return self.model.logits(hidden[step.logits_indices]), scores
 
     def _choose(self, logits: torch.Tensor, rows: list[int]) -> Chosen:
         sampled = self.sampler.sample(logits, rows, self.grammars.allowed(rows))
         self.rows.last_tokens[to_device(np.array(rows), self.device)] = sampled.token_ids
-        return Chosen(rows, sampled.token_ids, sampled.logprobs, sampled.top, self.grammars.errors(rows))
+        # The largest logit is finite if the others are: NaN and infinity win.
+        logprobs = torch.where(logits.amax(-1).isfinite(), sampled.logprobs, float("nan"))
+        return Chosen(rows, sampled.token_ids, logprobs, sampled.top, self.grammars.errors(rows))
 
     def _book(self, request: pb.StepRequest) -> list[RowStep]:
         for admission in request.admitted:
@@ -201,6 +190,7 @@ class Engine:
                 admission.num_cached,
                 admission.prompt_logprobs,
                 admission.top_n_tokens,
+                admission.num_generated,
             )
             self.rows.append_blocks(admission.row, list(admission.blocks))
         parts, first = [], 0
@@ -216,7 +206,8 @@ class Engine:
         ids = list(admission.input_ids)
         num_prompt = len(ids) - admission.num_generated
         params = SamplingParams.from_pb(admission.parameters, admission.top_n_tokens)
-        self.sampler.set_row(admission.row, params, ids[:num_prompt], ids[num_prompt:])
+        first = self.rows[admission.row].encoder_len  # penalties are for what the decoder has before it
+        self.sampler.set_row(admission.row, params, ids[first:num_prompt], ids[num_prompt:])
         self.grammars.set_row(admission.row, from_pb(admission.parameters), ids[num_prompt:])
 
     def _prompt_scores(self, hidden: torch.Tensor, parts: list[RowStep]) -> dict[int, list[PromptScores]]:
@@ -246,18 +237,8 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(tensor, PROMPT_LOGITS_TOKENS)
 
 
-def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 def _read_ids(clock: StepClock, chosen: Chosen) -> list[int]:
     """The tokens of a step, once they are on the host."""
     clock.wait()
     ids: list[int] = chosen.token_ids.tolist()
     return ids
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,8 +14,10 @@ from legato.common.errors import ModelError, ModelFileError, OptionError
 from legato.common.milestones import LOADING
 from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
+from legato.layers.shard import Shard
 from legato.models.config import ModelConfig
-from legato.models.registry import CausalModel, architecture_for, get_model
+from legato.models.registry import CausalModel, get_model, model_config
+from legato.server.rendezvous import join, share_cores
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +32,28 @@ class LoadedModel:
     files: ModelFiles
     device: torch.device
     dtype: torch.dtype
+    shard: Shard = field(default_factory=Shard)
 
 
 def load(files: ModelFiles, options: ServerOptions) -> LoadedModel:
     """Cheap checks first: a wrong configuration or flag ends in milliseconds, not after the weights are read."""
     with _naming(files):
-        config = _with_rope_option(_config(files), options)
-        device = choose_device(options.device)
+        config = _config(files, options)
+        device = choose_device(options.device, options.rank, options.world_size)
         dtype = choose_dtype(options.dtype, files.config(), device)
+        shard = join(options, device)
         started = time.perf_counter()
         progress = LoadProgress(FINE_STEP if options.json_output else STEP) if options.load_format == "auto" else None
-        model = get_model(files, config, dtype, device, dummy=options.load_format == "dummy", progress=progress)
+        dummy = options.load_format == "dummy"
+        trusted = options.trust_remote_code
+        model = get_model(
+            files, config, dtype, device, shard=shard, dummy=dummy, progress=progress, trust_remote_code=trusted
+        )
     seconds = round(time.perf_counter() - started, 2)
     logger.info(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
     )
-    return LoadedModel(model, files, device, dtype)
+    return LoadedModel(model, files, device, dtype, shard)
 
 
 @contextmanager
@@ -59,22 +67,29 @@ def _naming(files: ModelFiles) -> Iterator[None]:
         raise type(error)(f"{files.path}: {error}") from None
 
 
-def _config(files: ModelFiles) -> ModelConfig:
+def _config(files: ModelFiles, options: ServerOptions) -> ModelConfig:
     """The normalised configuration, of an architecture that we have."""
     try:
-        config = ModelConfig.from_hf(files.config())
-        architecture_for(config.model_type)
+        config = model_config(files, trust_remote_code=options.trust_remote_code)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelFileError(f"the configuration makes no sense: {error}") from None
-    return config
+    return config if options.rope is None else config.with_rope_option(*options.rope)
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, rank: int = 0, world_size: int = 1) -> torch.device:
+    """Each shard has a GPU of its own, numbered as CUDA_VISIBLE_DEVICES shows them; on a CPU a share of the cores."""
     if name == "cuda" and not torch.cuda.is_available():
         raise OptionError("--device cuda: torch finds no usable CUDA device")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    if name == "cpu" or not torch.cuda.is_available():
+        share_cores(world_size)
+        return torch.device("cpu")
+    if world_size == 1:
+        return torch.device("cuda")
+    found = torch.cuda.device_count()
+    if found < world_size:
+        raise OptionError(f"--num-shard {world_size} needs as many devices, but torch finds {found}")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def choose_dtype(name: str | None, config: dict[str, object], device: torch.device) -> torch.dtype:
@@ -85,15 +100,6 @@ def choose_dtype(name: str | None, config: dict[str, object], device: torch.devi
         return torch.float32
     own = str(config.get("torch_dtype") or config.get("dtype") or "float16")
     return DTYPES[own] if own in ("float16", "bfloat16") else torch.float16
-
-
-def _with_rope_option(config: ModelConfig, options: ServerOptions) -> ModelConfig:
-    """`--rope-scaling` and `--rope-factor` replace what the checkpoint says, and stretch the longest sequence."""
-    if options.rope is None:
-        return config
-    kind, factor = options.rope
-    rope = replace(config.rope, scaling={"rope_type": kind, "factor": factor})
-    return replace(config, rope=rope, max_positions=int(config.max_positions * factor))
 
 
 class LoadProgress:

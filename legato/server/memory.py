@@ -1,23 +1,125 @@
-"""How much memory the KV cache may take."""
+"""How much memory the KV cache may take, and what happens when there is none.
+
+On a GPU warm-up runs the largest step that it may ever get and reads what that took at its peak:
+
+    device   ├ others ┼── weights ──┼─ peak of a step ─┼ graphs ┼ reserve ┼──────── KV cache ────────┤
+             └─ taken ┴──── Reading.peak, torch's ─────┴──── computed ────┴──── what is left ────────┘
+
+`--cuda-memory-fraction` bounds everything but the others. The arithmetic is here and knows no device but in `measure`.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import grpc
 import torch
 
-# Left to everything else on a machine whose memory is not ours alone.
-CPU_SHARE = 0.5
-# Left to fragmentation and to what libraries allocate behind torch's back.
-CUDA_SHARE = 0.90
+from legato.server.interceptor import RequestRefused
+from legato.server.reserve import GRAPH_BYTES, HOST_SHARE, reserve
+
+GIB = 2**30
+# How torch says it, besides its own type of error: the CPU's allocator, cuBLAS, the driver.
+OUT_OF_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
 
 
-def available_for_cache(device: torch.device, fraction: float) -> int:
-    """Bytes, after the weights are loaded and a largest step has been run."""
+class OutOfMemory(RequestRefused):
+    """A step did not fit. It is lost, with its requests; the shard is not."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"Out of memory: {message}", grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Bytes of a CUDA device, once the largest step has run."""
+
+    total: int
+    free: int  # taken by nobody, after torch has given back what it does not use
+    reserved: int  # held by torch at that time: the weights
+    peak: int  # the most that torch held during the step
+
+    @property
+    def others(self) -> int:
+        """Taken behind torch's back: by other processes, by the driver and by libraries."""
+        return self.total - self.free - self.reserved
+
+
+def cache_budget(reading: Reading, fraction: float, graphs: int = 0) -> int:
+    """Bytes for the KV cache: what our share leaves, and no more than is there. Negative if the rest lacks room."""
+    available = min(int(fraction * reading.total), reading.total - reading.others)
+    return available - reading.peak - graphs - reserve(reading.total)
+
+
+def graph_bytes(sizes: Sequence[int], row_bytes: int, step_tokens: int, step_bytes: int) -> int:
+    """What all decode graphs will take: each keeps its results, `row_bytes` a row, and they share one working space,
+    which is to that of the largest step as its rows are to the step's tokens."""
+    if not sizes:
+        return 0
+    working = step_bytes * min(max(sizes), step_tokens) // step_tokens
+    return sum(sizes) * row_bytes + len(sizes) * GRAPH_BYTES + working
+
+
+def largest_step(max_rows: int, longest: int, step_tokens: int) -> list[int]:
+    """Tokens of each row in the largest step: all rows sample, and the first ones bring as much as they may."""
+    left = max(step_tokens, max_rows) - max_rows
+    counts = []
+    for _ in range(max_rows):
+        more = min(longest - 1, left)
+        counts.append(1 + more)
+        left -= more
+    return counts
+
+
+def measure(run: Callable[[], None], device: torch.device) -> Reading:
+    """What `run` took of a CUDA device."""
+    release(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    release(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return Reading(total, free, torch.cuda.memory_reserved(device), peak)
+
+
+def host_budget(fraction: float) -> int:
+    """Bytes for the KV cache where the host computes."""
+    return int(_available_ram() * HOST_SHARE * fraction)
+
+
+def release(device: torch.device) -> None:
+    """Give back what torch keeps for later."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1 - fraction * CUDA_SHARE) * total))
-    return int(_available_ram() * CPU_SHARE * fraction)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
+
+
+@contextmanager
+def refused_for_memory(message: str, device: torch.device) -> Iterator[None]:
+    """Whatever allocation fails inside becomes an `OutOfMemory`."""
+    try:
+        yield
+        return
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    release(device)  # here, where the error no longer holds what it failed with
+    raise OutOfMemory(message)
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
 
 
 def _available_ram() -> int:

@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 
 import grpc
 import torch
 
 from legato.common.milestones import WARM, WARMING
 from legato.common.options import ServerOptions
-from legato.layers.kv_cache import KVCache
+from legato.common.vision import image_rules
+from legato.layers.kv_cache import KVCache, KVShape
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
+from legato.server.capacity import Capacity, Wishes
+from legato.server.captures import CapturePolicy
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
 from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
-from legato.server.memory import available_for_cache
+from legato.server.memory import cache_budget, gib, graph_bytes, host_budget, measure, refused_for_memory
+from legato.server.rehearsal import decode_step, first_step, full_step
 
 logger = logging.getLogger(__name__)
 
-# Rows and tokens of a shard that nobody sized: enough for a client that calls Warmup with nothing in it.
-DEFAULT_ROWS = 128
-RESERVED_BLOCKS = 1  # block 0 takes the writes of padded rows
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What warm-up found room for."""
-
-    num_blocks: int
-    max_rows: int
-    max_input_tokens: int
-    max_total_tokens: int
-    max_prefill_tokens: int
+# Blocks of the cache in which the largest step is rehearsed: all rows write to the same one.
+REHEARSAL_BLOCKS = 2
+CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class NotWarm(RequestRefused):
@@ -50,6 +43,7 @@ class Model:
         self.block_size = options.block_size
         self.eos_token_ids = loaded.files.eos_token_ids()
         self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
+        self.image_rules = image_rules(loaded.files)
         self._engine: Engine | None = None
         self._capacity: Capacity | None = None
 
@@ -65,84 +59,111 @@ class Model:
             raise NotWarm
         return self._capacity
 
+    @property
+    def alone(self) -> bool:
+        """Whether this shard is the whole model: then it need not do as others do, at the same time."""
+        return self.options.world_size == 1
+
     def info(self) -> pb.InfoResponse:
         config = self.loaded.model.config
+        # An encoder reads a prompt at once, and what it makes of the beginning depends on the end.
+        has_encoder = config.decoder_start_token_id is not None
         return pb.InfoResponse(
             requires_padding=False,
             dtype=f"torch.{str(self.loaded.dtype)[6:]}",
             device_type=self.loaded.device.type,
             speculate=0,
-            support_chunking=True,
-            use_prefix_caching=self.options.prefix_caching,
+            support_chunking=not has_encoder,
+            use_prefix_caching=self.options.prefix_caching and not has_encoder,
             attention_impl="paged",
             block_size=self.block_size,
             eos_token_ids=self.eos_token_ids,
             vocab_size=config.vocab_size,
             max_position_embeddings=config.max_positions,
             model_type=config.model_type,
+            decoder_start_token_id=config.decoder_start_token_id,
         )
 
+    @property
+    def kv_shape(self) -> KVShape:
+        """As the model has it, in the format that `--kv-cache-dtype` asks for."""
+        shape, chosen = self.loaded.model.kv_shape, self.options.kv_cache_dtype
+        return shape if chosen is None else replace(shape, dtype=CACHE_DTYPES[chosen])
+
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
-        """Size the cache by the memory that is left, allocate it, and run a first step so that no request has to."""
+        """Size the cache by the memory that is left, allocate it, and run first steps so that no request has to."""
         started = time.perf_counter()
         logger.info(WARMING)
         self._engine = self._capacity = None  # a second warm-up replaces the first cache instead of standing beside it
-        capacity = self._measure(request)
-        shape, device = self.loaded.model.kv_shape, self.loaded.device
-        cache = KVCache(shape, capacity.num_blocks, self.block_size, device)
-        self._engine = Engine(
-            self.loaded.model,
-            cache,
-            capacity.max_rows,
-            capacity.max_total_tokens,
-            self._make_sampler,
-            self.grammars,
-            self.options.cuda_graphs,
-        )
-        self._first_step(capacity)
+        max_positions = self.loaded.model.config.max_positions
+        wishes = Wishes(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
+        # Shards that have unlike room agree on what the smallest can hold.
+        token_bytes = self.kv_shape.bytes_per_token
+        budget = self.loaded.shard.least(self._budget(wishes) // token_bytes, self.loaded.device) * token_bytes
+        capacity = wishes.fit(budget)
+        size = gib(capacity.num_blocks * self.block_size * self.kv_shape.bytes_per_token)
+        with refused_for_memory(f"no {size} for the KV cache; lower --cuda-memory-fraction", self.loaded.device):
+            self._engine = self._make_engine(capacity.num_blocks, wishes, capacity.max_total_tokens)
+        self._first_steps(capacity)
         self._capacity = capacity
+        fields = {
+            "seconds": round(time.perf_counter() - started, 2),
+            "kv_blocks": capacity.num_blocks,
+            "kv_cache": size,
+            "room": gib(budget),
+            "max_total_tokens": capacity.max_total_tokens,
+        }
+        logger.info(WARM, extra={"fields": fields})
+        return capacity
+
+    def _budget(self, wishes: Wishes) -> int:
+        """Bytes for the KV cache."""
+        device, fraction = self.loaded.device, self.options.cuda_memory_fraction
+        if device.type == "cpu":
+            return host_budget(fraction / self.loaded.shard.world_size)  # all shards live in the same memory
+        tokens, rows = wishes.step_tokens, wishes.max_rows
+        lost = f"a step of {tokens} tokens in {rows} rows does not fit beside the weights"
+        cure = "lower --max-batch-prefill-tokens or --max-concurrent-requests"
+        with refused_for_memory(f"{lost}; {cure}", device):
+            reading = measure(lambda: self._rehearse(wishes), device)
+        sizes = [] if self.options.cuda_graphs == (0,) else CapturePolicy(rows, self.options.cuda_graphs).sizes
+        # Of every row a graph keeps the logits, the token and its log probability.
+        row_bytes = self.loaded.model.config.vocab_size * self.loaded.dtype.itemsize + 12
+        graphs = graph_bytes(sizes, row_bytes, tokens, reading.peak - reading.reserved)
         logger.info(
-            WARM,
+            "Memory measured",
             extra={
                 "fields": {
-                    "seconds": round(time.perf_counter() - started, 2),
-                    "kv_blocks": capacity.num_blocks,
-                    "kv_gib": round(capacity.num_blocks * self.block_size * shape.bytes_per_token / 2**30, 2),
-                    "max_total_tokens": capacity.max_total_tokens,
+                    "device": gib(reading.total),
+                    "others": gib(reading.others),
+                    "weights": gib(reading.reserved),
+                    "largest_step": gib(reading.peak - reading.reserved),
+                    "graphs": gib(graphs),
                 }
             },
         )
-        return capacity
+        return cache_budget(reading, fraction, graphs)
 
-    def _measure(self, request: pb.WarmupRequest) -> Capacity:
-        config, shape = self.loaded.model.config, self.loaded.model.kv_shape
-        longest = min(request.max_total_tokens or config.max_positions, config.max_positions)
-        if longest < 2:
-            raise RequestRefused(f"max_total_tokens is {longest}: a prompt and an answer are at least 2 tokens")
-        max_rows = request.max_rows or DEFAULT_ROWS
-        budget = available_for_cache(self.loaded.device, self.options.cuda_memory_fraction)
-        # Memory is cut to whole blocks, wishes are rounded up to them.
-        usable = min(budget // (shape.bytes_per_token * self.block_size), max_rows * self._blocks(longest))
-        if request.max_batch_total_tokens:
-            usable = min(usable, self._blocks(request.max_batch_total_tokens))
-        if request.max_total_tokens and usable < self._blocks(longest):
-            raise RequestRefused(
-                f"Not enough memory to handle `max_total_tokens={longest}`: the KV cache has room for"
-                f" {usable * self.block_size} tokens. Lower --max-total-tokens or raise --max-batch-total-tokens"
-            )
-        if usable < 1:
-            raise RequestRefused("Not enough memory for a single block of the KV cache")
-        total = min(longest, usable * self.block_size)
-        return Capacity(
-            num_blocks=usable + RESERVED_BLOCKS,
-            max_rows=max_rows,
-            max_input_tokens=min(request.max_input_tokens or total - 1, total - 1),
-            max_total_tokens=total,
-            max_prefill_tokens=request.max_prefill_tokens,
+    def _rehearse(self, wishes: Wishes) -> None:
+        """The largest step that a router may send, in an engine that is thrown away."""
+        engine = self._make_engine(REHEARSAL_BLOCKS, wishes, wishes.longest, graphs=False)
+        engine.launch(full_step(wishes)).read()
+
+    def _make_engine(self, num_blocks: int, wishes: Wishes, longest: int, graphs: bool = True) -> Engine:
+        cache = KVCache(self.kv_shape, num_blocks, self.block_size, self.loaded.device)
+        sizes = self.options.cuda_graphs if graphs else (0,)
+        model = self.loaded.model
+        return Engine(
+            model,
+            cache,
+            wishes.max_rows,
+            longest,
+            self._make_sampler,
+            self.grammars,
+            sizes,
+            self.alone,
+            self.image_rules,
         )
-
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def _make_sampler(self, max_rows: int) -> Sampler:
         watermark = {
@@ -152,15 +173,10 @@ class Model:
         given = {name: value for name, value in watermark.items() if value is not None}
         return Sampler(self.loaded.model.config.vocab_size, max_rows, self.loaded.device, **given)
 
-    def _first_step(self, capacity: Capacity) -> None:
-        """One prompt of a few tokens and one decode: both paths have run once before anybody waits for them."""
-        length = min(8, capacity.max_total_tokens - 1)
-        blocks = list(range(1, 1 + self._blocks(length + 1)))
-        prompt = pb.StepRequest(
-            admitted=[pb.Admission(row=0, input_ids=[0] * length)],
-            rows=[0], num_tokens=[length], num_new_blocks=[len(blocks)], new_blocks=blocks,
-        )  # fmt: skip
-        self.engine.launch(prompt).read()
-        self.engine.launch(pb.StepRequest(rows=[0], num_tokens=[1], num_new_blocks=[0])).read()
+    def _first_steps(self, capacity: Capacity) -> None:
+        """One prompt and one decode, and the first graphs: all paths have run once before anybody waits for them."""
+        self.engine.launch(first_step(capacity, self.block_size)).read()
+        self.engine.launch(decode_step()).read()
+        self.engine.capture_first()
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize()

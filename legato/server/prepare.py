@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from legato.kernels.paged_attention import PagedContext
-from legato.layers.step import ChunkSpans, Step
+from legato.layers.step import ChunkSpans, Sides, Step
 from legato.server.rows import Rows, RowStep, to_device
 
 
 def decodes_first(parts: list[RowStep]) -> list[int]:
     """Places of the decodes, then of the chunks: attention treats the two differently."""
     return sorted(range(len(parts)), key=lambda i: not parts[i].decode)
+
+
+def halves(parts: list[RowStep]) -> tuple[list[RowStep], list[RowStep]]:
+    """The same step as two, of half the tokens each, to be computed one after the other. One chunk may be in both.
+
+    The second is empty where the first part is all there is and cannot be cut, the first where there is one token.
+    """
+    left = sum(part.count for part in parts) // 2
+    first: list[RowStep] = []
+    rest: list[RowStep] = []
+    for part in parts:
+        count = min(part.count, left)
+        if count < part.num_whole:  # then it is with the rest, or alone before them: rows stay in their order
+            count = left = 0 if first else part.count
+        left -= count
+        if count:
+            whole = count == part.count
+            first.append(part if whole else replace(part, count=count, samples=False))
+        if count < part.count:
+            num_whole = 0 if count else part.num_whole
+            rest.append(replace(part, start=part.start + count, count=part.count - count, num_whole=num_whole))
+    return first, rest
 
 
 def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtype) -> Step:
@@ -49,6 +73,23 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         )
         if device.type == "cpu"
         else None,
+        sides=None if rows.encoder_lens is None else _sides(rows, rows.encoder_lens, parts, positions),
+    )
+
+
+def _sides(rows: Rows, encoder_lens: torch.Tensor, parts: list[RowStep], positions: np.ndarray) -> Sides:
+    device = encoder_lens.device
+    counts = np.array([part.count for part in parts])
+    lens = np.array([rows[part.row].encoder_len for part in parts])
+    is_decoder = positions >= np.repeat(lens, counts)
+    owners = np.repeat(np.array([part.row for part in parts], dtype=np.int32), counts)
+    rows_there = to_device(owners[is_decoder], device)
+    return Sides(
+        prompt_lens=[part.num_whole - 1 for part in parts if part.num_whole > 1],
+        encoder=None if is_decoder.all() else to_device(np.flatnonzero(~is_decoder), device),
+        decoder=None if is_decoder.all() else to_device(np.flatnonzero(is_decoder), device),
+        rows=rows_there,
+        encoder_lens=encoder_lens[rows_there],
     )
 
 

@@ -8,6 +8,7 @@ nothing waits until it has travelled to the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ class Sequence:
     num_blocks: int
     prompt_logprobs: bool
     num_top_tokens: int  # how many likeliest tokens to tell with each of them
+    encoder_len: int = 0  # leading tokens that are an encoder's
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +37,26 @@ class RowStep:
     count: int
     samples: bool
     decode: bool  # the one token is the last sampled one, on the device
+    num_whole: int = 0  # leading tokens that only one forward can compute: what the encoder reads, and the first behind
 
 
 class Rows:
     """`padding` is a row beyond the router's: captured graphs fill up with it, and its writes go to block 0."""
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, has_encoder: bool = False) -> None:
         self.device = device
         self.padding = max_rows
         self.sequences: list[Sequence | None] = [None] * max_rows
         self.block_tables = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # computed tokens, for graphs
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
-        self._new_blocks: list[tuple[int, int, int]] = []  # row, place in its table, block
+        self.encoder_lens = torch.zeros(max_rows + 1, dtype=torch.int32, device=device) if has_encoder else None
+        # Rows of a step that failed: what the device knows of them is behind what the host has booked. The router may
+        # have sent another step for them before it knew; a graph would then write to blocks of somebody else.
+        self.adrift: set[int] = set()
+        # (row, place in its table) -> block. What could not be written stays for the next step, unless it is overruled.
+        self._new_blocks: dict[tuple[int, int], int] = {}
+        self._new_encoder_lens: dict[int, int] = {}  # by row
 
     def __getitem__(self, row: int) -> Sequence:
         sequence = self.sequences[row]
@@ -62,22 +71,37 @@ class Rows:
         num_cached: int,
         prompt_logprobs: bool,
         num_top_tokens: int = 0,
+        num_generated: int = 0,
     ) -> None:
+        """The last `num_generated` of the tokens were sampled. Before them an encoder-decoder model has the tokens of
+        the encoder and one with which the decoder starts."""
         ids = np.array(input_ids, dtype=np.int64)
-        self.sequences[row] = Sequence(request_id, ids, len(ids), num_cached, 0, prompt_logprobs, num_top_tokens)
+        sequence = Sequence(request_id, ids, len(ids), num_cached, 0, prompt_logprobs, num_top_tokens)
+        if self.encoder_lens is not None:
+            sequence.encoder_len = self._new_encoder_lens[row] = len(ids) - num_generated - 1
+            sequence.prompt_logprobs = False  # nothing predicts what an encoder reads
+        self.sequences[row] = sequence
 
     def append_blocks(self, row: int, blocks: list[int]) -> None:
         sequence = self[row]
         first, last = sequence.num_blocks, sequence.num_blocks + len(blocks)
         assert last <= self.block_tables.shape[1], f"row {row} would have {last} blocks"
-        self._new_blocks.extend(zip([row] * len(blocks), range(first, last), blocks, strict=True))
+        self._new_blocks.update({(row, first + i): block for i, block in enumerate(blocks)})
         sequence.num_blocks = last
 
     def write_blocks(self) -> None:
         """Bring the tables up to date: one copy for all rows of a step, and none where no row grew."""
+        if self.encoder_lens is not None and self._new_encoder_lens:
+            lens = to_device(np.array([*self._new_encoder_lens.items()], dtype=np.int64).T.copy(), self.device)
+            self.encoder_lens[lens[0]] = lens[1].int()
+            self._new_encoder_lens.clear()
         if self._new_blocks:
-            new = to_device(np.array(self._new_blocks, dtype=np.int64).T.copy(), self.device)
-            self.block_tables[new[0], new[1]] = new[2].int()
+            count = len(self._new_blocks)
+            new = np.empty((3, count), dtype=np.int64)
+            new[:2] = np.fromiter(chain.from_iterable(self._new_blocks), np.int64, 2 * count).reshape(-1, 2).T
+            new[2] = np.fromiter(self._new_blocks.values(), np.int64, count)
+            there = to_device(new, self.device)
+            self.block_tables[there[0], there[1]] = there[2].int()
             self._new_blocks.clear()
 
     def advance(self, row: int, count: int) -> RowStep:
@@ -89,7 +113,9 @@ class Rows:
         samples = sequence.computed == sequence.known
         decode = start >= len(sequence.input_ids)
         sequence.known += samples
-        return RowStep(row, start, count, samples, decode)
+        num_whole = sequence.encoder_len + 1 if start < sequence.encoder_len else 0
+        assert not num_whole or (start == 0 and count >= num_whole), f"row {row}: an encoder reads its prompt at once"
+        return RowStep(row, start, count, samples, decode, num_whole)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

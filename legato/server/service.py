@@ -11,13 +11,16 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
+from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.grammar.wire import from_pb
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
-from legato.server.engine import Pending
+from legato.server.engine import Engine
 from legato.server.interceptor import RequestRefused
 from legato.server.model import Model
+from legato.server.pending import Pending
+from legato.server.rendezvous import end_if_out_of_step
 from legato.server.unary import UnaryBatches
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 # How long a router that still has something to compute may take to send its next step.
 QUIET_SECONDS = 1.0
+# How long nobody must have asked for anything before the engine's thread is used for what can wait.
+IDLE_SECONDS = 0.25
 
 
 class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
@@ -43,10 +48,13 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         # Steps on their way to a router, in order. While there is a queue, that router owns all rows and blocks.
         self._answers: asyncio.Queue[Answer | None] | None = None
         self._in_flight = 0
-        self._last_step = 0.0
+        self._last_step = self._last_call = 0.0
+        self._capturing: asyncio.Task[None] | None = None
 
     async def stop(self) -> None:
         """End a router's stream once it sends no more steps: it may have got the same signal and be finishing."""
+        if self._capturing is not None:
+            self._capturing.cancel()
         while self._answers is not None and (self._in_flight or time.monotonic() < self._last_step + QUIET_SECONDS):
             await asyncio.sleep(0.02)
         if self._answers is not None:
@@ -66,8 +74,12 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         self._refuse_while_streaming("Warmup")
+        if self._capturing is not None:
+            self._capturing.cancel()
         capacity = await self._on_engine(lambda: self._model.warmup(request))
         self._unary = None
+        if self._model.alone:
+            self._capturing = asyncio.create_task(self._capture_while_idle(self._model.engine))
         return pb.WarmupResponse(
             max_supported_total_tokens=(capacity.num_blocks - 1) * self._model.block_size,
             max_input_tokens=capacity.max_input_tokens,
@@ -133,11 +145,27 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
             answers.put_nowait(None)
 
     def _launch(self, request: pb.StepRequest) -> Pending | pb.StepResponse:
+        engine = self._model.engine
         try:
-            return self._model.engine.launch(request)
+            return engine.launch(request)
         except Exception as error:
-            logger.exception("Step %d failed", request.id)
-            return pb.StepResponse(id=request.id, error=f"{type(error).__name__}: {error}")
+            end_if_out_of_step(self._model.loaded.shard, request.id, error)
+            return _failed(request.id, error)
+        finally:
+            if (size := engine.capture_after_step()) is not None:
+                if self._model.alone:
+                    # Behind the steps that are here already, and after this one's answer.
+                    self._launcher.submit(engine.capture, size)
+                else:
+                    engine.capture(size)  # at the same step on every shard: a capture has collectives in it
+
+    async def _capture_while_idle(self, engine: Engine) -> None:
+        """A size at a time, so that whoever comes waits for one at most. Ends with the last size."""
+        loop = asyncio.get_running_loop()
+        while engine.captures_pending:
+            await asyncio.sleep(IDLE_SECONDS)
+            if self._in_flight == 0 and time.monotonic() > max(self._last_step, self._last_call) + IDLE_SECONDS:
+                await loop.run_in_executor(self._launcher, engine.capture_while_idle)
 
     def _batches(self, method: str) -> UnaryBatches:
         self._refuse_while_streaming(method)
@@ -152,6 +180,7 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
             )
 
     async def _on_engine(self, call: Callable[[], T]) -> T:
+        self._last_call = time.monotonic()
         return await asyncio.get_running_loop().run_in_executor(self._launcher, call)
 
 
@@ -163,5 +192,13 @@ def _read(launched: Future[Pending | pb.StepResponse]) -> pb.StepResponse:
     try:
         return pending.read()
     except Exception as error:
-        logger.exception("Step %d failed", pending.step_id)
-        return pb.StepResponse(id=pending.step_id, error=f"{type(error).__name__}: {error}")
+        return _failed(pending.step_id, error)
+
+
+def _failed(step_id: int, error: Exception) -> pb.StepResponse:
+    """The step is lost and its requests with it. What a person can do something about is said in a sentence."""
+    if isinstance(error, LegatoError):
+        logger.error("Step %d failed: %s", step_id, error)
+        return pb.StepResponse(id=step_id, error=str(error))
+    logger.error("Step %d failed", step_id, exc_info=error)
+    return pb.StepResponse(id=step_id, error=f"{type(error).__name__}: {error}")

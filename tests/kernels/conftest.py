@@ -27,6 +27,7 @@ Randn = Callable[..., torch.Tensor]
 def patch_interpreter() -> None:
     patch_tensor = interpreter._patch_lang_tensor
     create_dot = interpreter.InterpreterBuilder.create_dot
+    create_fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
 
     def patch_tensor_for_numpy_2_4(tensor: type, scope: Any) -> None:
         """Triton 3.6 makes numbers of a loop's bounds by int() of a one-element array, which NumPy 2.4 refuses."""
@@ -39,8 +40,18 @@ def patch_interpreter() -> None:
         a, b = (builder.cast_impl(x, float32) if x.dtype.scalar.is_bf16() else x for x in (a, b))
         return create_dot(builder, a, b, *rest)
 
+    def create_fp_to_fp8(builder: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
+        """The interpreter does not carry when it rounds a full mantissa up."""
+        kinds = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+        if dst_type.scalar.name not in kinds:
+            return create_fp_to_fp(builder, src, dst_type, rounding)
+        numbers = torch.from_numpy(builder.cast_impl(src, interpreter.tl.float32).data)
+        data = numbers.to(kinds[dst_type.scalar.name]).view(torch.uint8).numpy()
+        return interpreter.TensorHandle(data, dst_type.scalar)
+
     interpreter._patch_lang_tensor = patch_tensor_for_numpy_2_4
     interpreter.InterpreterBuilder.create_dot = create_dot_of_bfloat16
+    interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp8
 
 
 if interpreter is not None:

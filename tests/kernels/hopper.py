@@ -15,7 +15,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, chunk_attention, decode_attention, norm, rotary, sample, small_linear
+from legato.kernels import (
+    activation,
+    chunk_attention,
+    decode_attention,
+    grouped_linear,
+    norm,
+    rotary,
+    sample,
+    small_linear,
+)
+from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.paged_kv import PagedKV, Scoring
 
 BF16 = torch.bfloat16
@@ -67,8 +77,8 @@ def report_compiled_kernels() -> None:
     CompiledKernel._init_handles = load_and_report
 
 
-def paged(sequences: int) -> PagedKV:
-    k_cache, v_cache = torch.zeros(2, 4, 16, KV_HEADS, HEAD_DIM, dtype=BF16)
+def paged(sequences: int, dtype: torch.dtype = BF16) -> PagedKV:
+    k_cache, v_cache = (torch.zeros(4, 16, KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
     tables = torch.zeros(sequences, 4, dtype=torch.int32)
     return PagedKV(k_cache, v_cache, tables, torch.ones(sequences, dtype=torch.int32))
 
@@ -87,6 +97,12 @@ def compile_all() -> None:
     for tokens in (4, 16, 512):
         q, starts = torch.zeros(tokens, HEADS, HEAD_DIM, dtype=BF16), torch.tensor([0, tokens], dtype=torch.int32)
         chunk_attention._chunk_attention_triton(q, paged(1), starts, Scoring(0.1))
+    for dtype in EIGHT_BITS:
+        kv = paged(2, dtype)
+        rotary._rotary_and_store_triton(projection, places, torch.zeros(8, HEAD_DIM), kv.k_cache, kv.v_cache, places)
+        q, starts = torch.zeros(512, HEADS, HEAD_DIM, dtype=BF16), torch.tensor([0, 512], dtype=torch.int32)
+        decode_attention._decode_attention_triton(q[:2], kv, Scoring(0.1))
+        chunk_attention._chunk_attention_triton(q, paged(1, dtype), starts, Scoring(0.1))
     logits = torch.zeros(2, VOCAB, dtype=BF16)
     sample._sample_triton(logits)
     sample._sample_triton(logits, torch.ones(2), places, places)
@@ -94,6 +110,11 @@ def compile_all() -> None:
     for rows in (1, 2):
         small_linear._small_linear_triton(x[:rows], packed, None, weight, 1e-5, "silu", None)
         small_linear._small_linear_triton(x[:rows], packed[:HIDDEN], None, None, 0.0, None, x[:rows])
+    for tokens in (1, 4, 20, 40, 512):
+        ids = torch.tensor([[0, 1]] * tokens)
+        grouped_linear._group_rows_triton(ids, 2)
+        groups, rows_of_x = grouped_linear._group_rows_torch(ids, 2), torch.zeros(tokens, HIDDEN, dtype=BF16)
+        grouped_linear._grouped_linear_triton(rows_of_x, packed.view(2, INNER, HIDDEN), groups, torch.ones(2 * tokens))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def paged_case(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
     with_rows: bool = False,
 ) -> PagedCase:
     generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
@@ -42,7 +43,8 @@ def paged_case(
     rows = torch.randperm(len(context_lens) + 2, generator=generator)[: len(context_lens)].to(torch.int32)
     tables = torch.full((len(context_lens) + 2, max(num_blocks, default=0) + 4), 2**30, dtype=torch.int32)
     k_cache, v_cache = (
-        torch.full((sum(num_blocks) + 3, block_size, kv_heads, head_dim), NAN, dtype=dtype) for _ in range(2)
+        torch.full((sum(num_blocks) + 3, block_size, kv_heads, head_dim), NAN, dtype=cache_dtype or dtype)
+        for _ in range(2)
     )
     for row, count, length in zip(rows.tolist(), num_blocks, context_lens, strict=True):
         blocks = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)
@@ -50,7 +52,7 @@ def paged_case(
         positions = torch.arange(length)
         slots = (blocks[positions // block_size] * block_size + positions % block_size).long()
         for cache in (k_cache, v_cache):
-            cache.flatten(0, 1)[slots] = randn(length, kv_heads, head_dim)
+            cache.flatten(0, 1)[slots] = randn(length, kv_heads, head_dim).to(cache.dtype)
     if not with_rows:
         tables = tables[rows.long()]
     lengths = torch.tensor(context_lens, dtype=torch.int32)

@@ -41,6 +41,9 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_chunk_kernel",
         "_sample_kernel",
         "_small_linear_kernel",
+        "_group_rows_kernel",
+        "_grouped_linear_kernel",
+        "_single_token_kernel",
     }
 
 
@@ -54,7 +57,12 @@ def test_attention_runs_on_the_matrix_units(compiled):
 
 
 def test_weights_keys_and_activations_are_loaded_16_bytes_at_a_time(compiled):
-    assert all(kernel["wide_loads"] for kernel in compiled if kernel["name"] != "_sample_kernel")
+    narrow = ("_sample_kernel", "_group_rows_kernel")  # which read scores and small integers
+    assert all(kernel["wide_loads"] for kernel in compiled if kernel["name"] not in narrow)
+
+
+def test_experts_with_many_rows_run_on_the_matrix_units(compiled):
+    assert all(kernel["wgmma"] for kernel in compiled if kernel["name"] == "_grouped_linear_kernel")
 
 
 def test_a_kernel_waits_for_the_previous_one_only_where_launches_overlap(compiled):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from legato.kernels.paged_attention import PagedContext, paged_attention, paged_attention_reference
+from legato.kernels.paged_kv import Scoring
 
 
 def scattered(query_lens: list[int], context_lens: list[int], block_size: int, heads: int, kv_heads: int, dim: int):
@@ -46,6 +47,32 @@ def test_cpu_path_equals_the_definition(
 ) -> None:
     torch.manual_seed(0)
     q, k, v, k_cache, v_cache, context = scattered(query_lens, context_lens, block_size, heads, kv_heads, dim)
-    out = paged_attention(q, k, v, k_cache, v_cache, context, dim**-0.5)
-    expected = paged_attention_reference(q, k_cache, v_cache, context, dim**-0.5)
+    out = paged_attention(q, k, v, k_cache, v_cache, context, Scoring(dim**-0.5))
+    expected = paged_attention_reference(q, k_cache, v_cache, context, Scoring(dim**-0.5))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+RAGGED = [([1, 1, 3, 8, 1], [40, 41, 3, 33, 1]), ([1, 1, 1], [5, 200, 7]), ([30], [30])]
+
+
+@pytest.mark.parametrize("query_lens, context_lens", RAGGED)
+@pytest.mark.parametrize("window", [0, 1, 7, 64])
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_windows_soft_caps_and_alibi_equal_the_definition(
+    query_lens: list[int], context_lens: list[int], window: int, soft_cap: float, alibi: bool
+) -> None:
+    torch.manual_seed(0)
+    q, k, v, k_cache, v_cache, context = scattered(query_lens, context_lens, 16, 6, 2, 32)
+    slopes = torch.rand(6) if alibi else None
+    scoring = Scoring(0.4, slopes, window, soft_cap)
+    out = paged_attention(q, k, v, k_cache, v_cache, context, scoring)
+    expected = paged_attention_reference(q, k_cache, v_cache, context, scoring)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    # A second layer that scores alike finds the biases ready, another one gets its own.
+    assert torch.equal(paged_attention(q, k, v, k_cache, v_cache, context, scoring), out)
+    other = Scoring(0.4, None, window + 3 if window else 3, soft_cap)
+    expected = paged_attention_reference(q, k_cache, v_cache, context, other)
+    torch.testing.assert_close(
+        paged_attention(q, k, v, k_cache, v_cache, context, other), expected, rtol=1e-5, atol=1e-5
+    )

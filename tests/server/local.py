@@ -40,7 +40,11 @@ class LocalServer:
         step_tokens: int = 512, prefix_caching: bool = True, eos: frozenset[int] = frozenset(),
         load_trie: Callable[[], TokenTrie] = no_grammars,
     ) -> None:  # fmt: skip
-        limits = SchedulerLimits(num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching)
+        start = model.config.decoder_start_token_id
+        limits = SchedulerLimits(
+            num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching and start is None,
+            decoder_start_token_id=start,
+        )  # fmt: skip
         cache = KVCache(model.kv_shape, num_blocks, block_size, DEVICE)
         vocab = model.config.vocab_size
         self.scheduler = Scheduler(limits)

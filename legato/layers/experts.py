@@ -1,0 +1,97 @@
+"""An MLP of many experts, of which every token reads a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from legato.kernels.grouped_linear import group_rows, grouped_linear
+from legato.layers.mlp import Product, gate_by_name
+from legato.layers.shard import Shard
+
+Logits = Callable[[torch.Tensor], torch.Tensor]  # [T, hidden] -> [T, num_experts]
+
+
+class Router:
+    """Chooses for each token the experts with the best scores, and how much each of them counts.
+
+    `normalise` makes the weights of a token's experts sum to one; `factor` multiplies them. With `num_groups` the
+    experts stand in so many groups, and only those of the `num_chosen_groups` with the best expert can be chosen.
+    """
+
+    def __init__(
+        self,
+        logits: Logits,
+        num_chosen: int,
+        *,
+        normalise: bool,
+        factor: float = 1.0,
+        num_groups: int = 1,
+        num_chosen_groups: int = 1,
+    ) -> None:
+        self.logits = logits
+        self.num_chosen = num_chosen
+        self.normalise = normalise
+        self.factor = factor
+        self.num_groups = num_groups
+        self.num_chosen_groups = num_chosen_groups
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, hidden] -> weights [T, num_chosen] float32 and experts [T, num_chosen] int64."""
+        scores = self.logits(x).softmax(-1, dtype=torch.float32)
+        if self.num_chosen_groups < self.num_groups:
+            scores = self._within_groups(scores)
+        weights, ids = scores.topk(self.num_chosen, sorted=False)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return (weights if self.factor == 1.0 else weights * self.factor), ids
+
+    def _within_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        grouped = scores.unflatten(1, (self.num_groups, -1))
+        chosen = grouped.amax(-1).topk(self.num_chosen_groups).indices
+        others = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, chosen, False)
+        return grouped.masked_fill(others[:, :, None], 0.0).flatten(1)
+
+
+class Experts:
+    """Gated MLPs of which this shard has a part of the inner dimension of each: the sum over the shards is the
+    caller's."""
+
+    def __init__(self, router: Router, gate_up: torch.Tensor, down: torch.Tensor, activation: str) -> None:
+        self.router = router
+        self.gate_up = gate_up  # [num_experts, 2 inner, hidden], gate and then up
+        self.down = down  # [num_experts, hidden, inner]
+        self.gate = gate_by_name(activation)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x)
+        groups = group_rows(ids, self.gate_up.shape[0])
+        inner = self.gate(grouped_linear(x, self.gate_up, groups))
+        outputs = grouped_linear(inner, self.down, groups, weights.flatten())  # [T num_chosen, hidden]
+        return outputs.view(*ids.shape, -1).sum(1)
+
+
+class ExpertMLP:
+    """Chosen experts, and maybe one that every token reads (`shared`), weighted by a gate of its own or not.
+
+    Their projections leave the sum over the shards to this layer, which adds them first: one sum.
+    """
+
+    def __init__(
+        self, experts: Experts, shard: Shard, shared: Product | None = None, shared_gate: Product | None = None
+    ) -> None:
+        self.experts = experts
+        self.shard = shard
+        self.shared = shared
+        self.shared_gate = shared_gate
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.experts(x)
+        if self.shared is not None:
+            common = self.shared(x)
+            if self.shared_gate is not None:
+                common = common * F.sigmoid(self.shared_gate(x))
+            out = out.add_(common)
+        return self.shard.all_reduce(out)

@@ -1,0 +1,68 @@
+"""Matrix products, the embedding and the head, as one shard of several sees them. `Weights` makes them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from legato.layers.shard import Shard
+from legato.quantization.base import Weight
+
+
+class Linear:
+    """x [T, in] -> [T, out]: a matrix that this shard has whole, or the rows of it that this shard has."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.apply(x)
+
+
+class RowLinear:
+    """x [T, our part of in] -> [T, out], summed over the shards.
+
+    The sum can be left to the caller (`reduce=False`), who may have several of them to add first: experts, or the two
+    branches of a parallel residual. The bias, if any, is in the first shard's weight only.
+    """
+
+    def __init__(self, weight: Weight, shard: Shard, reduce: bool = True) -> None:
+        self.weight = weight
+        self.shard = shard
+        self.reduces = reduce and shard.world_size > 1
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product = self.weight.apply(x)
+        return self.shard.all_reduce(product) if self.reduces else product
+
+
+class Embedding:
+    """Token ids [T] -> [T, hidden]. Each shard has some rows of the table; ids that others have count as zero here."""
+
+    def __init__(self, weight: torch.Tensor, first: int, shard: Shard) -> None:
+        self.weight = weight  # [rows of this shard, hidden], zeros beyond the vocabulary
+        self.first = first
+        self.shard = shard
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.shard.world_size == 1:
+            return F.embedding(ids, self.weight)
+        ours = ids - self.first
+        foreign = (ours < 0) | (ours >= self.weight.shape[0])
+        found = F.embedding(ours.masked_fill(foreign, 0), self.weight)
+        return self.shard.all_reduce(found.masked_fill_(foreign[:, None], 0))
+
+
+class Head:
+    """[m, hidden] -> [m, vocab_size], the whole vocabulary on every shard: each of them samples, and all the same."""
+
+    def __init__(self, weight: Weight, vocab_size: int, shard: Shard) -> None:
+        self.weight = weight
+        self.vocab_size = vocab_size
+        self.shard = shard
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.weight.apply(x)
+        if self.shard.world_size == 1:
+            return logits
+        return self.shard.gather_columns(logits)[:, : self.vocab_size].contiguous()

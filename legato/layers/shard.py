@@ -1,0 +1,105 @@
+"""This process's place among the shards of a model, and what shards tell each other.
+
+Tensor parallelism, in three rules. A column-parallel product gives each shard some of the outputs; a row-parallel one
+takes some of the inputs, so that the sum over all shards is the product; vocabularies are cut into equal rows. Between
+a column-parallel and a row-parallel product every shard works alone: whole heads, or whole neurons of an MLP.
+
+All shards run the same steps in the same order, so each of these calls meets its like on every other shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from legato.common.errors import UnsupportedModel
+
+# torch 2.13 gave it another name.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Alone by default."""
+
+    rank: int = 0
+    world_size: int = 1
+    group: dist.ProcessGroup | None = None  # None: the default group
+
+    def span(self, size: int) -> tuple[int, int]:
+        """Our part [first, last) of `size` things. Parts differ by one at most: no shape needs to be divisible."""
+        return size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size
+
+    def padded_span(self, size: int) -> tuple[int, int]:
+        """Our part where all parts must be of equal size; the last ones reach beyond `size`."""
+        each = -(-size // self.world_size)
+        return each * self.rank, each * (self.rank + 1)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all shards, in place; the same bits everywhere."""
+        if self.world_size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """[m, c] of each shard -> [m, world_size c] on all of them."""
+        if self.world_size == 1:
+            return x
+        parts = torch.empty((self.world_size * x.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+        gather_into(parts, x.contiguous(), group=self.group)
+        return parts.view(self.world_size, *x.shape).transpose(0, 1).flatten(1)
+
+    def least(self, value: int, device: torch.device) -> int:
+        """The smallest of the shards' values, for what they must agree on."""
+        if self.world_size == 1:
+            return value
+        agreed = torch.tensor(value, device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self.group)
+        return cast(int, agreed.item())
+
+    def heads(self, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> Heads:
+        """Our part of the heads. Key heads go with the queries that read them; where there are fewer than shards,
+        several shards keep the same one and share its queries."""
+        if num_heads % num_kv_heads:
+            raise UnsupportedModel(f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly")
+        if num_heads < self.world_size:
+            raise UnsupportedModel(
+                f"the model has {num_heads} attention heads, too few for {self.world_size} shards; lower --num-shard"
+            )
+        group = num_heads // num_kv_heads
+        if num_kv_heads >= self.world_size:
+            first_kv, last_kv = self.span(num_kv_heads)
+            first, last = first_kv * group, last_kv * group
+        else:
+            first_kv = self.rank * num_kv_heads // self.world_size
+            last_kv = first_kv + 1
+            mates = [rank for rank in range(self.world_size) if rank * num_kv_heads // self.world_size == first_kv]
+            among = Shard(mates.index(self.rank), len(mates))
+            first, last = (first_kv * group + head for head in among.span(group))
+        return Heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, first, last, first_kv, last_kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of an attention, and which of them this shard has. Alone: all of them."""
+
+    all_heads: int
+    all_kv_heads: int
+    head_dim: int  # of queries and keys
+    v_head_dim: int  # of values; at most head_dim
+    first: int  # query heads [first, last)
+    last: int
+    first_kv: int
+    last_kv: int
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of this shard."""
+        return self.last - self.first
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.last_kv - self.first_kv

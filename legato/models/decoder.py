@@ -1,0 +1,114 @@
+"""What decoders have in common: layers on a residual stream, between an embedding and a head.
+
+A family's constructor fills in a `Decoder` with these layers; it writes only what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from legato.layers.attention import SelfAttention
+from legato.layers.kv_cache import KVCache, KVShape, LayerCache
+from legato.layers.linear import Embedding, Head
+from legato.layers.mlp import Product
+from legato.layers.shard import Heads, Shard
+from legato.layers.step import Step
+from legato.models.config import ModelConfig
+from legato.models.weights import Weights
+
+
+class Norm(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Layer(Protocol):
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`x` is what the layer before added to the residual stream, not yet added: a norm does that on the way."""
+        ...
+
+
+class Attention:
+    """Self-attention with the projections before and behind it."""
+
+    def __init__(self, qkv: Product, attention: SelfAttention, output: Product) -> None:
+        self.qkv = qkv
+        self.attention = attention
+        self.output = output
+
+    def __call__(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
+        return self.output(self.attention(self.qkv(x), cache, step))
+
+
+class SequentialLayer:
+    """Attention, then the MLP, each behind a norm of its own: GPT-2's order and that of most."""
+
+    def __init__(self, norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Product) -> None:
+        self.norm = norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        normed, residual = self.norm.add(x, residual)
+        normed, residual = self.mlp_norm.add(self.attention(normed, cache, step), residual)
+        return self.mlp(normed), residual
+
+
+class ParallelLayer:
+    """Attention and the MLP read the same residual stream, through one norm or through two.
+
+    Their projections leave the sum over the shards to this layer (`reduce=False`), which adds them first: one sum.
+    """
+
+    def __init__(self, norm: Norm, attention: Attention, mlp_norm: Norm | None, mlp: Product, shard: Shard) -> None:
+        self.norm = norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.shard = shard
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        normed, residual = self.norm.add(x, residual)
+        attended = self.attention(normed, cache, step)
+        if self.mlp_norm is not None:
+            normed = self.mlp_norm(residual)
+        return self.shard.all_reduce(attended.add_(self.mlp(normed))), residual
+
+
+class Decoder:
+    """A `CausalModel` whose attributes the family's constructor fills in."""
+
+    embedding: Embedding
+    layers: Sequence[Layer]
+    norm: Norm  # behind the last layer
+    head: Head
+
+    def __init__(self, config: ModelConfig, weights: Weights, heads: Heads) -> None:
+        self.config = replace(config, num_kv_heads=heads.all_kv_heads)  # which config.json need not say
+        self.kv_shape = KVShape(config.num_layers, heads.num_kv_heads, heads.head_dim, weights.dtype)
+
+    def embed(self, step: Step) -> torch.Tensor:
+        """What the first layer reads. For families that add positions or a norm to it."""
+        return self.embedding(step.input_ids)
+
+    def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
+        x = self.embed(step)
+        residual: torch.Tensor | None = None
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x, residual = layer(x, residual, layer_cache, step)
+        return x if residual is None else x.add_(residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(hidden))

@@ -1,0 +1,335 @@
+"""Any causal model that transformers can build, on our paged cache: for architectures that have no file of their own.
+
+transformers computes everything but attention, which its models look up by name. Ours stores keys and values in the
+KV cache and attends over blocks, so a step of many sequences is to the model one sequence whose positions jump. That
+is right as long as nothing but attention looks at other tokens. Models that say otherwise (state spaces, convolutions,
+attention of their own making) are refused, and a `Rehearsal` finds those that do not say it.
+
+This is the only module that imports transformers; `registry.py` imports it when a model asks for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+import transformers
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from legato.common.errors import ModelFileError, UnsupportedModel
+from legato.common.model_files import ModelFiles
+from legato.layers.attention import SelfAttention
+from legato.layers.kv_cache import KVCache, KVShape
+from legato.layers.shard import Heads, Shard
+from legato.layers.step import Step
+from legato.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+NAME = "legato"  # of our attention, among those of transformers
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as config.json has them
+# Positions of a rehearsal, whose last token stays while the others change.
+REHEARSED = (0, 1, 2, 3)
+# Far above the rounding of any format, far below what another token does to a model that sees it.
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One layer's attention as the model asks for it: q [1, heads, T, head_dim], k and v [1, kv_heads, T, …]."""
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float | None
+    window: int
+    soft_cap: float
+
+    @property
+    def heads(self) -> Heads:
+        num_heads, num_kv_heads = self.q.shape[1], self.k.shape[1]
+        sizes = self.k.shape[3], self.v.shape[3]
+        return Heads(num_heads, num_kv_heads, *sizes, 0, num_heads, 0, num_kv_heads)
+
+
+class Attending(Protocol):
+    def attend(self, call: Call) -> torch.Tensor:
+        """[T, heads, v_head_dim]"""
+        ...
+
+
+# Whose forward is running. transformers hands our function the layer, and nothing about the step.
+_running: ContextVar[Attending] = ContextVar("attending")
+
+
+@contextmanager
+def _attending(by: Attending) -> Iterator[None]:
+    token = _running.set(by)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls as its attention `legato`."""
+    if attention_mask is not None:
+        raise UnsupportedModel("it masks attention in a way of its own")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise UnsupportedModel("its tokens see the ones behind them")
+    if others.get("s_aux") is not None:
+        raise UnsupportedModel("its attention has sinks")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise UnsupportedModel("its layers do not say which one they are")
+    call = Call(int(layer), query, key, value, scaling, int(sliding_window or 0), float(softcap or 0.0))
+    return _running.get().attend(call)[None], None
+
+
+transformers.AttentionInterface.register(NAME, _attention)
+
+
+class Paged:
+    """Attention of one step, in the cache."""
+
+    def __init__(self, step: Step, cache: KVCache) -> None:
+        self.step = step
+        self.cache = cache
+
+    def attend(self, call: Call) -> torch.Tensor:
+        layer = self.cache.layers[call.layer]
+        attention = _self_attention(call.heads, call.scale, call.window, call.soft_cap)
+        q, k, v = (x[0].transpose(0, 1) for x in (call.q, call.k, call.v))
+        return attention.separate(q, k, v, layer, self.step).unflatten(1, (q.shape[1], v.shape[2]))
+
+
+@cache
+def _self_attention(heads: Heads, scale: float | None, window: int, soft_cap: float) -> SelfAttention:
+    return SelfAttention(heads, scale=scale, window=window, soft_cap=soft_cap)
+
+
+class Rehearsal:
+    """A forward in which attention shows a token nothing but itself: its query, key and value come back as a sum.
+
+    What still changes a token when others change is not attention. On the way every layer says what it has to store.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[int, Call] = {}
+
+    def attend(self, call: Call) -> torch.Tensor:
+        if call.layer in self.calls:
+            raise UnsupportedModel(f"layer {call.layer} attends more than once")
+        self.calls[call.layer] = call
+        heads = call.heads
+        if heads.num_heads % heads.num_kv_heads or heads.v_head_dim > heads.head_dim:
+            raise UnsupportedModel(f"layer {call.layer} has heads that the cache cannot store")
+        k, v = (x.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1) for x in (call.k, call.v))
+        return ((call.q + k)[..., : heads.v_head_dim] + v)[0].transpose(0, 1)
+
+    def kv_shape(self, num_layers: int, dtype: torch.dtype) -> KVShape:
+        if sorted(self.calls) != list(range(num_layers)):
+            raise UnsupportedModel(f"{len(self.calls)} of its {num_layers} layers attend, and Legato has to see all")
+        shapes = {(call.heads.num_kv_heads, call.heads.head_dim) for call in self.calls.values()}
+        if len(shapes) > 1:
+            raise UnsupportedModel("its layers have unlike key heads")
+        ((num_kv_heads, head_dim),) = shapes
+        return KVShape(num_layers, num_kv_heads, head_dim, dtype)
+
+    def check_windows(self, config: Any) -> None:
+        """A window that the model keeps for its mask, which we do not ask for, would be lost."""
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * len(self.calls)
+        if any(kinds[layer] == SLIDING and not call.window for layer, call in self.calls.items()):
+            raise UnsupportedModel("its layers see a window and do not say how wide")
+
+
+class Given(torch.nn.Module):
+    """Stands where the model's body was: the head, with all that the model does to logits, gets what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Any = None  # [1, m, hidden_size]
+
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class Fallback:
+    """A `CausalModel` around one of transformers."""
+
+    def __init__(self, config: ModelConfig, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._body, self._head, self._given = model.base_model, model, Given()
+        if self._body is model or "position_ids" not in inspect.signature(self._body.forward).parameters:
+            raise UnsupportedModel("it cannot be told which position a token has")
+        setattr(model, model.base_model_prefix, self._given)
+        model.requires_grad_(False)
+        rehearsal, hidden_size, vocab_size = self._rehearse(config, device)
+        rehearsal.check_windows(self._body.config)
+        self.kv_shape = rehearsal.kv_shape(config.num_layers, dtype)
+        self.config = replace(
+            config, vocab_size=vocab_size, hidden_size=hidden_size, num_kv_heads=self.kv_shape.num_kv_heads
+        )
+
+    def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
+        if step.input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("models that run through transformers have none")
+        with _attending(Paged(step, cache)):
+            return self._run(step.input_ids, step.positions)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._given.hidden = hidden[None]
+        logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+    def _run(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        out = self._body(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    @torch.inference_mode()
+    def _rehearse(self, config: ModelConfig, device: torch.device) -> tuple[Rehearsal, int, int]:
+        """The last of some tokens, with others before it and, the second time, one at the end of the context.
+
+        Returns the sizes of its hidden state and of its logits besides.
+        """
+        far = (*REHEARSED[:2], config.max_positions - 1, REHEARSED[-1])
+        hidden = []
+        for first, positions in ((3, REHEARSED), (7, far)):
+            rehearsal = Rehearsal()
+            ids = [(first + i) % config.vocab_size for i in REHEARSED[:-1]] + [1]
+            with _attending(rehearsal):
+                hidden.append(self._run(torch.tensor(ids, device=device), torch.tensor(positions, device=device)))
+        one, other = (states[-1].float() for states in hidden)
+        if (one - other).norm() > TOLERANCE * one.norm():
+            raise UnsupportedModel("something besides attention looks at other tokens")
+        return rehearsal, hidden[0].shape[1], self.logits(hidden[0]).shape[1]
+
+
+def model_config(files: ModelFiles, trust_remote_code: bool) -> ModelConfig:
+    """config.json with what it leaves out, as transformers knows it, of a model that may run here."""
+    found = _config(files, trust_remote_code)
+    with _naming(found.model_type):
+        _architecture(found, trust_remote_code)
+    return ModelConfig.from_hf(found.to_dict())
+
+
+def load(
+    files: ModelFiles,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard | None,
+    dummy: bool,
+    trust_remote_code: bool,
+) -> Fallback:
+    """Everything that can be wrong without its weights is said before they are read."""
+    kind = config.model_type
+    if shard is not None and shard.world_size > 1:
+        raise UnsupportedModel(f"model_type '{kind}' runs through transformers, which is one shard: use --num-shard 1")
+    if config.rope_option is not None:
+        raise UnsupportedModel(f"model_type '{kind}' runs through transformers, without --rope-scaling")
+    found = _config(files, trust_remote_code)
+    transformers.utils.logging.set_verbosity_error()  # what matters of it is said by us
+    transformers.utils.logging.disable_progress_bar()
+    with _naming(kind):
+        architecture = _architecture(found, trust_remote_code)
+        if dummy:
+            with torch.device(device):
+                model = architecture._from_config(found, dtype=dtype, attn_implementation=NAME)
+        else:
+            model = _from_files(architecture, files, found, dtype, device)
+        fallback = Fallback(config, model.eval(), dtype, device)
+    logger.info("%s runs through transformers %s: slower, and on one shard", kind, transformers.__version__)
+    return fallback
+
+
+def _config(files: ModelFiles, trust_remote_code: bool) -> Any:
+    """transformers' view of config.json. Code from the model's repository runs only for who asked for it."""
+    kind = str(files.config().get("model_type"))
+    if files.weight_format != "safetensors":
+        raise UnsupportedModel(f"model_type '{kind}' runs through transformers, which needs safetensors")
+    if kind not in transformers.CONFIG_MAPPING and not trust_remote_code:
+        if "auto_map" in files.config():
+            raise UnsupportedModel(
+                f"model_type '{kind}' is not supported without the Python code that comes with the model; "
+                "--trust-remote-code runs it"
+            )
+        raise UnsupportedModel(f"model_type '{kind}' is not supported, nor known to transformers")
+    with _naming(kind):
+        return transformers.AutoConfig.from_pretrained(
+            files.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+
+
+def _architecture(config: Any, trust_remote_code: bool) -> Any:
+    """The class of the model, found by building one without memory, if all it remembers is keys and values."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel("it is an encoder and a decoder")
+    if model._is_stateful:
+        raise UnsupportedModel("it keeps a state, which the KV cache has no place for")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModel("its attention is of its own making")
+    if unknown := set(getattr(model.base_model.config, "layer_types", None) or []) - {FULL, SLIDING}:
+        raise UnsupportedModel(f"it has layers of the type '{min(unknown)}'")
+    return type(model)
+
+
+def _from_files(
+    architecture: Any, files: ModelFiles, config: Any, dtype: torch.dtype, device: torch.device
+) -> torch.nn.Module:
+    model, report = architecture.from_pretrained(
+        files.path,
+        config=config,
+        dtype=dtype,
+        device_map={"": device},
+        attn_implementation=NAME,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    # transformers makes up what it does not find, and goes on.
+    wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if wrong:
+        raise ModelFileError(f"the checkpoint has no tensor '{wrong[0]}' of the right shape")
+    if report["unexpected_keys"]:
+        logger.warning("Tensors that the model does not have: %s", ", ".join(sorted(report["unexpected_keys"])[:3]))
+    found: torch.nn.Module = model
+    return found
+
+
+@contextmanager
+def _naming(model_type: str) -> Iterator[None]:
+    """Whatever is wrong is about this model; of an error that is not ours the first line is worth showing."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"model_type '{model_type}' cannot run through transformers: {error}") from None
+    except (ModelFileError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UnsupportedModel(
+            f"model_type '{model_type}' cannot run through transformers: {type(error).__name__}: {reason}"
+        ) from None

@@ -1,0 +1,74 @@
+"""OLMo 2: Llama with its norms behind attention and MLP, and with norms over all queries and all keys of a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from legato.layers.kv_cache import LayerCache
+from legato.layers.norm import RMSNorm
+from legato.layers.rotary import Rotary
+from legato.layers.step import Step
+from legato.models.config import ModelConfig
+from legato.models.decoder import Layer
+from legato.models.llama import Llama, LlamaParts, LlamaShape
+
+
+class ProjectionNorm:
+    """Norms queries and keys within a packed projection, each over all heads: those of the other shards, too."""
+
+    def __init__(self, parts: LlamaParts, name: str) -> None:
+        heads, weights = parts.heads, parts.weights
+        spans = [(heads.first, heads.last), (heads.first_kv, heads.last_kv)]
+        totals = [heads.all_heads * heads.head_dim, heads.all_kv_heads * heads.head_dim]
+        self.shard = weights.shard
+        self.eps = parts.shape.norm_eps
+        self.norms = []
+        for part, (first, last), total in zip("qk", spans, totals, strict=True):
+            cut = {0: [(first * heads.head_dim, last * heads.head_dim)]}
+            self.norms.append(RMSNorm(weights.tensor(f"{name}.{part}_norm.weight", (total,), cut), self.eps))
+        self.sizes = [norm.weight.shape[0] for norm in self.norms]
+        # A key head that several shards keep is counted by the one with the first of its queries.
+        counts_keys = heads.first == heads.first_kv * (heads.all_heads // heads.all_kv_heads)
+        self.shares = torch.tensor([1 / totals[0], counts_keys / totals[1]], device=weights.device)
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        q_size, k_size = self.sizes
+        parts = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        if self.shard.world_size == 1:
+            for part, norm in zip(parts, self.norms, strict=True):
+                part.copy_(norm(part))
+            return qkv
+        squares = torch.stack([part.float().square().sum(-1) for part in parts], dim=-1)
+        scales = torch.rsqrt(self.shard.all_reduce(squares * self.shares) + self.eps)
+        for i, (part, norm) in enumerate(zip(parts, self.norms, strict=True)):
+            part.copy_(part.float() * scales[:, i, None] * norm.weight)
+        return qkv
+
+
+class Olmo2Layer:
+    def __init__(self, parts: LlamaParts, name: str, rotary: Rotary) -> None:
+        self.attention = parts.attention(f"{name}.self_attn", rotary)
+        self.projection_norm = ProjectionNorm(parts, f"{name}.self_attn")
+        self.attended_norm = parts.norm(f"{name}.post_attention_layernorm")
+        self.mlp = parts.mlp(f"{name}.mlp")
+        self.output_norm = parts.norm(f"{name}.post_feedforward_layernorm")
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x if residual is None else x.add_(residual)
+        block = self.attention
+        qkv = self.projection_norm(block.qkv(x))
+        x = self.attended_norm(block.output(block.attention(qkv, cache, step))).add_(x)
+        return self.output_norm(self.mlp(x)), x
+
+
+class Olmo2(Llama):
+    def read(self, config: ModelConfig) -> LlamaShape:
+        return replace(LlamaShape.of(config), norm_eps=config.keys.number("rms_norm_eps", default=1e-5))
+
+    def layer(self, parts: LlamaParts, name: str, rotary: Rotary, window: int) -> Layer:
+        return Olmo2Layer(parts, name, rotary)

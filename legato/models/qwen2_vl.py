@@ -1,0 +1,219 @@
+"""Qwen2-VL: Qwen 2 with eyes.
+
+The tower reads patches of any number, which know their row and column by rotation, and merges each cell of them into
+one token. In the language model every token has three positions: in time, in height and in width. Those of text are
+equal; a picture takes as many as its longer side, so that the text behind it goes on at a smaller position than its
+place in the sequence. The difference, a row's shift, stays for the rest of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from legato.common.errors import ModelFileError
+from legato.common.vision import Size
+from legato.layers.attention import SelfAttention
+from legato.layers.kv_cache import LayerCache
+from legato.layers.mlp import MLP
+from legato.layers.rotary import RopeConfig, Rotary, rotate
+from legato.layers.shard import Heads
+from legato.layers.step import Step
+from legato.models.config import ModelConfig
+from legato.models.decoder import Attention, Layer, SequentialLayer
+from legato.models.keys import Keys
+from legato.models.llama import LlamaParts
+from legato.models.qwen import Qwen2
+from legato.models.vision import Angles, ImageSpan, TowerAttention, TowerLayer
+from legato.models.weights import Weights
+
+NORM_EPS = 1e-6
+# Of heads of 128 dimensions, where config.json does not say.
+SECTIONS = (16, 24, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    depth: int
+    width: int
+    num_heads: int
+    inner: int
+    activation: str
+    patch: int
+    frames: int
+    channels: int
+    merge: int
+    theta: float
+
+    @classmethod
+    def of(cls, keys: Keys) -> TowerShape:
+        width = keys.count("embed_dim", default=1280)
+        return cls(
+            depth=keys.count("depth", default=32),
+            width=width,
+            num_heads=keys.count("num_heads", default=16),
+            inner=int(width * keys.number("mlp_ratio", default=4)),
+            activation=keys.text("hidden_act", default="quick_gelu"),
+            patch=keys.count("patch_size", default=14),
+            frames=keys.count("temporal_patch_size", default=2),
+            channels=keys.count("in_channels", "in_chans", default=3),
+            merge=keys.count("spatial_merge_size", default=2),
+            theta=keys.below("rope_parameters").number("rope_theta", default=10_000.0),
+        )
+
+    @property
+    def patch_size(self) -> int:
+        """Numbers in a patch."""
+        return self.channels * self.frames * self.patch * self.patch
+
+
+class Tower:
+    def __init__(self, shape: TowerShape, hidden_size: int, weights: Weights, name: str) -> None:
+        self.shape = shape
+        kernel = (shape.width, shape.channels, shape.frames, shape.patch, shape.patch)
+        # A convolution whose steps are as long as its kernel is a product.
+        self.patches = weights.tensor(f"{name}.patch_embed.proj.weight", kernel).flatten(1)
+        self.layers = [self._layer(weights, f"{name}.blocks.{i}") for i in range(shape.depth)]
+        merged = shape.width * shape.merge**2
+        self.merger_norm = weights.layer_norm(f"{name}.merger.ln_q", shape.width, NORM_EPS)
+        self.merger = MLP(
+            weights.linear(f"{name}.merger.mlp.0", merged, merged, bias=True),
+            weights.linear(f"{name}.merger.mlp.2", hidden_size, merged, bias=True),
+            "gelu",
+        )
+        quarter = shape.width // shape.num_heads // 4
+        powers = torch.arange(quarter, dtype=torch.float32, device=weights.device) / quarter
+        self.frequencies = shape.theta**-powers
+
+    def _layer(self, weights: Weights, name: str) -> TowerLayer:
+        shape, width = self.shape, self.shape.width
+        return TowerLayer(
+            weights.layer_norm(f"{name}.norm1", width, NORM_EPS),
+            TowerAttention(
+                weights.linear(f"{name}.attn.qkv", 3 * width, width, bias=True),
+                weights.linear(f"{name}.attn.proj", width, width, bias=True),
+                shape.num_heads,
+            ),
+            weights.layer_norm(f"{name}.norm2", width, NORM_EPS),
+            MLP(
+                weights.linear(f"{name}.mlp.fc1", shape.inner, width, bias=True),
+                weights.linear(f"{name}.mlp.fc2", width, shape.inner, bias=True),
+                shape.activation,
+            ),
+        )
+
+    def __call__(self, patches: torch.Tensor, grid: Size) -> torch.Tensor:
+        """patches [N, patch_size], cell by cell; `grid` in patches -> [N / merge², hidden_size]."""
+        x = patches.to(self.patches.dtype) @ self.patches.t()
+        angles = self._angles(grid)
+        for layer in self.layers:
+            x = layer(x[None], angles)[0]
+        return self.merger(self.merger_norm(x).view(-1, self.shape.width * self.shape.merge**2))
+
+    def _angles(self, grid: Size) -> Angles:
+        """Half of a head turns with the row of its patch, half with the column; in the patches' order."""
+        merge, device = self.shape.merge, self.frequencies.device
+        cells = (grid.height // merge, merge, grid.width // merge, merge)
+        rows = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
+        columns = torch.arange(grid.width, device=device)[None].expand(grid.height, grid.width)
+        rows, columns = (places.reshape(cells).transpose(1, 2).flatten() for places in (rows, columns))
+        turns = torch.stack((rows, columns), dim=1)[:, :, None] * self.frequencies  # [N, 2, quarter]
+        cos, sin = turns.flatten(1).cos()[:, None], turns.flatten(1).sin()[:, None]
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+class AxesAttention(Attention):
+    """Queries and keys are turned here, each dimension by the position on its axis; the attention behind does not."""
+
+    def __init__(
+        self, plain: Attention, attention: SelfAttention, heads: Heads, rotary: Rotary, model: Qwen2VL
+    ) -> None:
+        super().__init__(plain.qkv, attention, plain.output)
+        self.rotary = rotary  # one for all layers, for its table
+        self.model = model
+        self.num_turned = heads.num_heads + heads.num_kv_heads
+        self.head_dim = heads.head_dim
+
+    def __call__(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
+        qkv = self.qkv(x)
+        turned = qkv.view(qkv.shape[0], -1, self.head_dim)[:, : self.num_turned]
+        cos, sin = step.once(self.rotary, lambda: self._angles(step))
+        turned.copy_(rotate(turned, cos, sin))
+        return self.output(self.attention(qkv, cache, step))
+
+    def _angles(self, step: Step) -> Angles:
+        axes = self.model.axes
+        both = self.rotary.cos_sin[self.model.positions(step)].chunk(2, dim=-1)  # [3, T, dim / 2] each
+        columns = torch.arange(len(axes), device=axes.device)
+        cos, sin = (part[axes, :, columns].t()[:, None] for part in both)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+class Qwen2VL(Qwen2):
+    position_shifts: torch.Tensor | None = None
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.shape = TowerShape.of(config.keys.below("vision_config"))
+        axes = [axis % 3 for axis, count in enumerate(_sections(config)) for _ in range(count)]
+        self.axes = torch.tensor(axes, device=weights.device)  # [head_dim / 2], the axis of each pair of dimensions
+        self.prefix = "model" if "model.embed_tokens.weight" in weights else "model.language_model"
+        super().__init__(config, weights)
+        name = "visual" if "visual.patch_embed.proj.weight" in weights else "model.visual"
+        self.tower = Tower(self.shape, config.hidden_size, weights, name)
+
+    def rope(self, config: ModelConfig) -> RopeConfig:
+        """Whatever the number of axes, the angles are the usual ones."""
+        rope = config.rope(default_theta=1e6)
+        return replace(rope, scaling={}) if rope.kind == "mrope" else rope
+
+    def layer(self, parts: LlamaParts, name: str, rotary: Rotary, window: int) -> Layer:
+        plain = super().layer(parts, name, rotary, window)
+        assert isinstance(plain, SequentialLayer)
+        unturned = SelfAttention(parts.heads, window=window)
+        attention = AxesAttention(plain.attention, unturned, parts.heads, rotary, self)
+        return SequentialLayer(plain.norm, attention, plain.mlp_norm, plain.mlp)
+
+    def positions(self, step: Step) -> torch.Tensor:
+        """[3, T]. A step of which nothing is told has decodes alone, or nobody has pictures."""
+        if step.seen is not None and step.seen.positions is not None:
+            return step.seen.positions
+        positions = step.positions
+        if self.position_shifts is not None:
+            positions = positions + self.position_shifts[step.rows]
+        return positions.expand(3, -1)
+
+    def embed(self, step: Step) -> torch.Tensor:
+        x = super().embed(step)
+        return x if step.seen is None else step.seen.put_into(x)
+
+    def see(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
+        merge = self.shape.merge
+        return self.tower(pixels, Size(shape.height * merge, shape.width * merge))
+
+    def lay_out(self, num_tokens: int, images: Sequence[ImageSpan]) -> np.ndarray:
+        """Text goes on behind the farthest position so far; a picture's tokens have its rows and columns from there."""
+        positions = np.empty((3, num_tokens), dtype=np.int64)
+        first, position = 0, 0
+        for image in images:
+            count = image.start - first
+            positions[:, first : image.start] = np.arange(position, position + count)
+            position += count
+            first = image.start + image.num_tokens
+            rows, columns = np.indices((image.shape.height, image.shape.width)).reshape(2, -1)
+            positions[:, image.start : first] = position + np.stack((np.zeros_like(rows), rows, columns))
+            position += max(image.shape.height, image.shape.width)
+        positions[:, first:] = np.arange(position, position + num_tokens - first)
+        return positions
+
+
+def _sections(config: ModelConfig) -> Sequence[int]:
+    """Pairs of a head's dimensions that turn with time, with height and with width."""
+    sections = config.keys.below("rope_parameters", "rope_scaling").get("mrope_section") or SECTIONS
+    if not all(isinstance(count, int) for count in sections) or 2 * sum(sections) != config.head_dim:
+        raise ModelFileError(
+            f"config.json: mrope_section is {sections}, which is not half of a head of {config.head_dim}"
+        )
+    return list(sections)

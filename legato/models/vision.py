@@ -1,0 +1,80 @@
+"""What models that see have in common: the seam to the server, and the blocks of vision transformers.
+
+A tower is whole on every shard: it is small beside the language model, and its results are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from legato.common.vision import Size
+from legato.layers.mlp import Product
+from legato.layers.norm import LayerNorm
+from legato.layers.rotary import rotate
+from legato.models.registry import CausalModel
+
+# Cosines and sines [N, 1, head_dim] for `rotate`.
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Where the tokens of a picture are in their sequence, and its shape as the family's rules have it."""
+
+    start: int
+    num_tokens: int
+    shape: Size
+
+
+@runtime_checkable
+class SeeingModel(CausalModel, Protocol):
+    """A `CausalModel` whose embeddings of some tokens come from pictures (`Step.seen`)."""
+
+    # [rows] int64 on the device: what is added to the position of a row's decoded tokens. Written by the server; a
+    # model of one axis never reads it.
+    position_shifts: torch.Tensor | None
+
+    def see(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
+        """What the language model reads in the places of one picture: [num_tokens, hidden_size]. `pixels` are as the
+        server's preprocessing has them, `shape` is that of `ImageSpan`."""
+        ...
+
+    def lay_out(self, num_tokens: int, images: Sequence[ImageSpan]) -> np.ndarray | None:
+        """Positions [3, num_tokens] of a sequence with these pictures; None if they are as those of any text."""
+        ...
+
+
+class TowerAttention:
+    """Every patch sees every other of its picture."""
+
+    def __init__(self, qkv: Product, output: Product, num_heads: int) -> None:
+        self.qkv = qkv
+        self.output = output
+        self.num_heads = num_heads
+
+    def __call__(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
+        """x [pictures, N, width]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+        if angles is not None:
+            cos, sin = angles
+            q, k = (rotate(part.float(), cos, sin).to(v.dtype) for part in (q, k))
+        heads_first = (part.transpose(-3, -2) for part in (q, k, v))
+        return self.output(F.scaled_dot_product_attention(*heads_first).transpose(-3, -2).flatten(-2))
+
+
+class TowerLayer:
+    def __init__(self, norm: LayerNorm, attention: TowerAttention, mlp_norm: LayerNorm, mlp: Product) -> None:
+        self.norm = norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(self, x: torch.Tensor, angles: Angles | None = None) -> torch.Tensor:
+        x = x + self.attention(self.norm(x), angles)
+        return x + self.mlp(self.mlp_norm(x))

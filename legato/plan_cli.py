@@ -1,0 +1,197 @@
+"""`legato plan MODEL`: says beforehand whether and how a model fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from legato.benchmark.shapes import SHAPES
+from legato.common import hub
+from legato.common.errors import ModelNotFound, OptionError
+from legato.common.hub_cache import cache_folder
+from legato.common.hub_huggingface import cached_hub_model
+from legato.common.hub_index import PREFIX, cached_package_model
+from legato.common.model_files import ModelFiles
+from legato.common.options import Model, option
+from legato.common.program import command
+from legato.plan import Device, Fit, Plan, Shape, Stored, choose_dtype, stored_in
+from legato.router.budget import step_sizes
+from legato.server.reserve import HOST_SHARE
+
+GIB = 2**30
+UNITS = {"": GIB, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Model):
+    """What to plan for"""
+
+    changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
+
+    memory: str | None = option(
+        None,
+        "Memory of each GPU, such as `80GiB`. Without it that of the GPU found here, or of this machine.",
+        env=None,
+    )
+    dtype: Literal["float16", "bfloat16", "float32"] | None = option(
+        None, "Number format of weights and activations. Without it the one a shard would choose.", env=None
+    )
+    kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
+        None, "Number format of the KV cache. Without it that of the model.", env=None
+    )
+    max_concurrent_requests: int = option(128, "Requests at once.", env=None, minimum=1)
+    max_batch_prefill_tokens: int | None = option(
+        None, "Tokens of one step. Without it what the router would choose.", env=None, minimum=1
+    )
+    json: bool = option(False, "Print the plan as JSON.", env=None)
+
+
+def run(options: PlanOptions) -> int:
+    made = make_plan(options)
+    line = command_for(made, options)
+    if options.json:
+        print(json.dumps(to_json(made, line), indent=2))
+    else:
+        show(made, line, Console())
+    return 0 if made.best else 1
+
+
+def make_plan(options: PlanOptions) -> Plan:
+    if options.model_id in SHAPES:
+        shape = Shape.of(SHAPES[options.model_id])
+        stored = Stored(num_floats=shape.num_parameters())
+    else:
+        files = ModelFiles.open(find(options))
+        shape, stored = Shape.of(files.config()), stored_in(files)
+    device = _device(options.memory)
+    dtype = choose_dtype(options.dtype, shape, device)
+    return Plan(
+        model=options.model_id or hub.DEFAULT_MODEL,
+        shape=shape,
+        stored=stored,
+        dtype=dtype,
+        kv_dtype=options.kv_cache_dtype or dtype,
+        device=device,
+        num_rows=options.max_concurrent_requests,
+        step_tokens=step_sizes(device.kind, options.max_batch_prefill_tokens).max_tokens,
+    )
+
+
+def find(options: PlanOptions) -> Path:
+    """The model on this machine: nothing is downloaded for a plan."""
+    if options.weights_cache_override is not None:
+        return Path(options.weights_cache_override)
+    cache = Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
+    name = options.model_id
+    if name is None:
+        found = cached_package_model(hub.DEFAULT_PACKAGE, cache_folder(cache))
+        found = found or cached_hub_model(hub.DEFAULT_MODEL, None, cache)
+    elif os.path.exists(path := os.path.expanduser(name)) or name.startswith(("/", ".", "~")):
+        return Path(path)
+    elif name.startswith(PREFIX):
+        found = cached_package_model(name, cache_folder(cache))
+    else:
+        found = cached_hub_model(name, options.revision, cache)
+    if found is None:
+        raise ModelNotFound(
+            f"{name or hub.DEFAULT_MODEL} is not on this machine: fetch it with"
+            f" `{shlex.join(['text-generation-server', 'download-weights', *([name] if name else [])])}`,"
+            f" or plan for one of the shapes {', '.join(SHAPES)}"
+        )
+    return found
+
+
+def parse_memory(text: str) -> int:
+    """`80GiB`, `80 GB`, `24576MiB`; a bare number is GiB."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or match[2] not in UNITS or float(match[1]) <= 0:
+        raise OptionError(f"--memory {text}: must be a size such as 80GiB or 24GB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def _device(memory: str | None) -> Device:
+    if memory is not None:
+        return Device("cuda", "GPU", parse_memory(memory))
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        name, _, mebibytes = listing.splitlines()[0].rpartition(",")
+        return Device("cuda", name.strip(), int(mebibytes) * 2**20)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return Device("cpu", "CPU", int(_free_host_memory() * HOST_SHARE))
+
+
+def _free_host_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def command_for(plan: Plan, options: PlanOptions) -> str | None:
+    """What to type, if there is something: shapes without weights run in benchmarks only, which know one shard."""
+    formats = ["--dtype", options.dtype] if options.dtype else []
+    formats += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
+    if options.model_id not in SHAPES:
+        words = ["text-generation-launcher"] + (["--model-id", options.model_id] if options.model_id else [])
+        return plan.command([*words, *(["--revision", options.revision] if options.revision else []), *formats])
+    if plan.best is None or plan.best.num_shards > 1:
+        return None
+    line = plan.command(["legato", "bench", "engine", "--model", str(options.model_id)])
+    return f"{line} -- {shlex.join(formats)}" if formats else line
+
+
+def show(plan: Plan, line: str | None, console: Console) -> None:
+    stored, shape = plan.stored, plan.shape
+    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in sorted(stored.types.items())) or "no files"
+    console.print(
+        f"{plan.model}: {shape.num_layers} layers, up to {shape.max_positions:,} tokens; in files: {kinds}",
+        soft_wrap=True,
+    )
+    console.print(
+        f"In {plan.dtype}, KV cache in {plan.kv_dtype}, on {plan.device.name} with {_gib(plan.device.memory)} each;"
+        f" {plan.num_rows} requests, steps of {plan.step_tokens:,} tokens",
+        soft_wrap=True,
+    )
+    table = Table("Shards", "Weights", "Step (estimate)", "KV bytes/token", "Tokens", "Texts of full length")
+    for fit in plan.fits:
+        full = f"{fit.tokens / shape.max_positions:.1f}" if fit.tokens else "does not fit"
+        sizes = (_gib(fit.weights), _gib(fit.step), f"{fit.bytes_per_token:,}", f"{fit.tokens:,}")
+        table.add_row(str(fit.num_shards), *sizes, full)
+    console.print(table)
+    if plan.best is None:
+        verdict = "It does not fit: take a quantised version, a smaller --max-batch-prefill-tokens, or larger devices."
+    else:
+        count = plan.best.num_shards
+        verdict = f"It fits on {count} shard{'s' if count > 1 else ''}." + (
+            f" Serve it with:\n  {line}" if line else ""
+        )
+    console.print(verdict, soft_wrap=True, highlight=False)
+
+
+def to_json(plan: Plan, line: str | None) -> dict[str, Any]:
+    best: Fit | None = plan.best
+    return {
+        **asdict(plan),
+        "file_bytes": plan.stored.file_bytes,
+        "shards": [{**asdict(fit), "tokens": fit.tokens, "fits": fit.tokens > 0} for fit in plan.fits],
+        "best": None if best is None else best.num_shards,
+        "command": line,
+    }
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+COMMAND = command(PlanOptions, run, "plan", "Say whether and how a model fits, before anything is loaded.")

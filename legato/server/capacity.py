@@ -1,0 +1,88 @@
+"""What a shard can hold: from the wishes of Warmup and a number of bytes to blocks and limits. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from legato.pb import generate_pb2 as pb
+from legato.server.interceptor import RequestRefused
+from legato.server.memory import gib
+
+# Rows and step tokens of a shard that nobody sized: enough for a client that calls Warmup with nothing in it.
+DEFAULT_ROWS = 128
+DEFAULT_STEP_TOKENS = 512
+RESERVED_BLOCKS = 1  # block 0 takes the writes of padded rows
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What warm-up found room for."""
+
+    num_blocks: int
+    max_rows: int
+    max_input_tokens: int
+    max_total_tokens: int
+    max_prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What Warmup asks for, of a model that knows `max_positions`. A 0 leaves it to us."""
+
+    request: pb.WarmupRequest
+    max_positions: int
+    block_size: int
+    bytes_per_token: int
+
+    def __post_init__(self) -> None:
+        if self.longest < 2:
+            raise RequestRefused(f"max_total_tokens is {self.longest}: a prompt and an answer are at least 2 tokens")
+
+    @property
+    def longest(self) -> int:
+        """Of prompt and answer together, as far as memory allows."""
+        return min(self.request.max_total_tokens or self.max_positions, self.max_positions)
+
+    @property
+    def max_rows(self) -> int:
+        return self.request.max_rows or DEFAULT_ROWS
+
+    @property
+    def step_tokens(self) -> int:
+        return max(self.request.max_prefill_tokens or DEFAULT_STEP_TOKENS, self.max_rows)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def fit(self, budget: int) -> Capacity:
+        """What fits into `budget` bytes. Memory is cut to whole blocks, wishes are rounded up to them."""
+        in_memory = max(0, budget) // (self.bytes_per_token * self.block_size)
+        usable = min(in_memory, self.max_rows * self.num_blocks(self.longest))
+        if self.request.max_batch_total_tokens:
+            usable = min(usable, self.num_blocks(self.request.max_batch_total_tokens))
+        if usable < 1 or (self.request.max_total_tokens and usable < self.num_blocks(self.longest)):
+            raise RequestRefused(self._problem(usable, in_memory, budget))
+        total = min(self.longest, usable * self.block_size)
+        return Capacity(
+            num_blocks=usable + RESERVED_BLOCKS,
+            max_rows=self.max_rows,
+            max_input_tokens=min(self.request.max_input_tokens or total - 1, total - 1),
+            max_total_tokens=total,
+            max_prefill_tokens=self.request.max_prefill_tokens,
+        )
+
+    def _problem(self, usable: int, in_memory: int, budget: int) -> str:
+        """The numbers, and what to change: the setting that stands in the way."""
+        wanted = self.longest if self.request.max_total_tokens else self.block_size
+        room = f"Not enough memory to handle `max_total_tokens={wanted}`: the KV cache has room for"
+        if usable < in_memory:
+            return (
+                f"{room} {usable * self.block_size} tokens by --max-batch-total-tokens."
+                " Lower --max-total-tokens or raise --max-batch-total-tokens"
+            )
+        return (
+            f"{room} {in_memory * self.block_size} tokens. They would take {gib(wanted * self.bytes_per_token)}, and"
+            f" beside weights, a step of {self.step_tokens} tokens in {self.max_rows} rows and reserves there are"
+            f" {gib(max(0, budget))}. Lower --max-total-tokens, --max-batch-prefill-tokens or"
+            " --max-concurrent-requests, raise --cuda-memory-fraction, or take --kv-cache-dtype fp8_e4m3fn"
+        )

@@ -1,0 +1,102 @@
+"""Which decode sizes to run as CUDA graphs, and when to capture them. Plain numbers; `graphs.py` does the capturing.
+
+Capturing takes up to some tenths of a second, in which no step runs. So a shard starts with a few sizes, each twice the
+one before, fills a batch up to the next of them, and captures the rest a piece at a time: what was missed most, seldom
+while requests wait, and freely while nobody does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+# Batches up to here cost what reading the weights costs, whatever their size.
+SMALL = 8
+# Larger ones may be doubled: with an 8B model on an H200 the launches of a step without a graph cost 25 ms, twice what
+# 512 rows cost with one. So whatever comes finds a graph among those of the start.
+MOST_PADDING = 1.0
+# While requests wait: a size must have been missed this often, and this many steps lie between two captures.
+MISSES = 4
+STEPS_BETWEEN = 16
+
+
+def bucket(num_rows: int) -> int:
+    """The size to capture for a batch: exact for few rows, then in steps that waste at most about a tenth."""
+    if num_rows <= SMALL:
+        return num_rows
+    step = 8 if num_rows <= 128 else 16 if num_rows <= 256 else 32
+    return -(-num_rows // step) * step
+
+
+def all_sizes(max_rows: int) -> list[int]:
+    """Every size that a batch of up to `max_rows` can ask for."""
+    return sorted({bucket(num_rows) for num_rows in range(1, max_rows + 1)})
+
+
+class CapturePolicy:
+    """`sizes` are the only ones to capture, if given; larger batches then run without a graph.
+
+    Decisions depend on the steps alone, so that the shards of one model come to the same ones; `when_idle` is for a
+    shard that has no others.
+    """
+
+    def __init__(self, max_rows: int, sizes: Sequence[int] = ()) -> None:
+        self._are_given = bool(sizes)
+        self.sizes = sorted(set(sizes)) or all_sizes(max_rows)
+        self.captured: set[int] = set()
+        self._misses: Counter[int] = Counter()
+        self._steps = 0  # since the last capture
+        self._stopped = False
+
+    @property
+    def at_start(self) -> list[int]:
+        """The largest first: the memory that it takes is there for all others. Sizes that somebody asked for by
+        number are all captured."""
+        if self._are_given:
+            return self.sizes[::-1]
+        halved = [self.sizes[-1]]
+        while (half := next((size for size in self.sizes if 2 * size >= halved[-1]), halved[-1])) < halved[-1]:
+            halved.append(half)
+        return halved
+
+    @property
+    def pending(self) -> bool:
+        return not self._stopped and len(self.captured) < len(self.sizes)
+
+    def choose(self, num_rows: int) -> int | None:
+        """The captured size to run a batch with; None to run it without a graph. Remembers what was missing."""
+        wanted = next((size for size in self.sizes if size >= num_rows), None)
+        if wanted is None or wanted in self.captured:
+            return wanted
+        self._misses[wanted] += 1
+        larger = min((size for size in self.captured if size >= num_rows), default=None)
+        if larger is not None and larger <= max(SMALL, num_rows * (1 + MOST_PADDING)):
+            return larger
+        return None
+
+    def after_step(self) -> int | None:
+        """The size to capture now, though requests may be waiting."""
+        self._steps += 1
+        if not self.pending or self._steps < STEPS_BETWEEN:
+            return None
+        (size, misses), *_ = self._misses.most_common(1) or [(0, 0)]
+        return size if misses >= MISSES else None
+
+    def when_idle(self) -> int | None:
+        """The size to capture while nobody waits: what was missed, then the small ones, then all."""
+        if not self.pending:
+            return None
+        for size in [*(size for size, _ in self._misses.most_common()), 1, 2, 4, SMALL, *self.sizes]:
+            if size in self.sizes and size not in self.captured:
+                return size
+        return None
+
+    def note(self, size: int) -> None:
+        """`size` has its graph now."""
+        self.captured.add(size)
+        self._misses.pop(size, None)
+        self._steps = 0
+
+    def stop(self) -> None:
+        """No more captures; what is captured stays."""
+        self._stopped = True

@@ -1,0 +1,212 @@
+"""An engine without a model: it keeps the books of rows and blocks, checks every step by them, and makes tokens up.
+
+The router cannot tell the difference, so its speed can be measured alone, and a step that breaks the contract of
+`proto/generate.proto` is reported in words where a real engine would compute nonsense. What a row says depends on its
+prompt and, if it samples, on its seed: the same request gets the same text whatever runs beside it, preempted or not.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from legato.common.errors import LegatoError
+from legato.pb import generate_pb2 as pb
+
+# How far apart in the vocabulary two tokens lie that follow each other. A prime, so that rows do not soon repeat.
+STRIDE = 7919
+# Log probabilities are sixty-fourths, which float32 holds exactly.
+LOGPROB_STEPS = 64
+
+
+class BrokenContract(LegatoError):
+    """A step asks for something that no router may ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class FakeLimits:
+    """What warm-up promised the router. Block 0 is not for its rows."""
+
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_total_tokens: int
+    max_step_tokens: int | None  # None: the router named no limit
+    vocab_size: int
+
+
+@dataclass(slots=True)
+class _Row:
+    tokens: list[int]  # known: those of the admission, then the sampled ones
+    num_admitted: int
+    num_computed: int
+    blocks: list[int]
+    seed: int
+    num_top_tokens: int
+    prompt_logprobs: bool
+    num_full: int  # leading blocks whose fingerprint is taken
+    fingerprint: int  # of the tokens in those
+
+    @property
+    def samples(self) -> bool:
+        return self.num_computed == len(self.tokens)
+
+
+class FakeEngine:
+    def __init__(self, limits: FakeLimits, token_ids: Sequence[int]) -> None:
+        """`token_ids` are what rows may say."""
+        assert token_ids, "a vocabulary has at least one token of text"
+        self.limits = limits
+        self._token_ids = token_ids
+        self._rows: dict[int, _Row] = {}
+        # Of all tokens up to the end of each block, for blocks that were filled; None for the others.
+        self._fingerprints: list[int | None] = [None] * limits.num_blocks
+
+    def run(self, request: pb.StepRequest) -> pb.StepResponse:
+        """BrokenContract leaves the rows of this step in disorder; a router takes them for lost anyway."""
+        self._check_shape(request)
+        for admission in request.admitted:
+            self._rows[admission.row] = self._admit(admission)
+        response = pb.StepResponse(id=request.id)
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        written: set[int] = set()
+        new_blocks, first = request.new_blocks, 0
+        for number, count, num_new in zip(request.rows, request.num_tokens, request.num_new_blocks, strict=True):
+            row = self._rows.get(number)
+            if row is None:
+                raise BrokenContract(f"row {number} computes, but was never admitted")
+            if num_new:
+                self._append_blocks(number, row, new_blocks[first : first + num_new])
+                first += num_new
+            start = row.num_computed
+            self._compute(number, row, count, written)
+            if row.prompt_logprobs:
+                self._score_prompt(number, row, start, response)
+            if row.samples:
+                token_ids.append(self._sample(row))
+                logprobs.append(_logprob(row.seed, len(row.tokens)))
+                if row.num_top_tokens:
+                    top = self._top_tokens(row, len(row.tokens) - 1)
+                    response.top_tokens.add(index=len(token_ids) - 1, ids=top[0], logprobs=top[1])
+        response.token_ids.extend(token_ids)
+        response.logprobs.extend(logprobs)
+        return response
+
+    # ---- what may be asked for ------------------------------------------------------------------------------------
+
+    def _check_shape(self, request: pb.StepRequest) -> None:
+        rows, counts, num_new = request.rows, request.num_tokens, request.num_new_blocks
+        if not len(rows) == len(counts) == len(num_new):
+            raise BrokenContract(
+                f"{len(rows)} rows, {len(counts)} num_tokens, {len(num_new)} num_new_blocks: all must be as many"
+            )
+        if not rows:
+            raise BrokenContract("a step without rows")
+        if len(set(rows)) < len(rows):
+            raise BrokenContract("a row is there twice")
+        if sum(num_new) != len(request.new_blocks):
+            raise BrokenContract(f"{len(request.new_blocks)} new blocks, but the rows have room for {sum(num_new)}")
+        most = self.limits.max_step_tokens
+        if most is not None and sum(counts) > most:
+            raise BrokenContract(f"a step of {sum(counts)} tokens: warm-up was told of {most}")
+
+    def _admit(self, admission: pb.Admission) -> _Row:
+        number, tokens, blocks = admission.row, list(admission.input_ids), list(admission.blocks)
+        if number >= self.limits.max_rows:
+            raise BrokenContract(f"row {number} of {self.limits.max_rows}")
+        if not 0 <= admission.num_generated < len(tokens):
+            raise BrokenContract(f"row {number}: {admission.num_generated} of {len(tokens)} tokens were generated")
+        if max(tokens) >= self.limits.vocab_size:
+            raise BrokenContract(f"row {number}: token {max(tokens)} is outside the vocabulary")
+        if not admission.num_cached < len(tokens):
+            raise BrokenContract(f"row {number}: nothing is left to compute of {len(tokens)} tokens")
+        if admission.num_cached != len(blocks) * self.limits.block_size:
+            raise BrokenContract(f"row {number}: {admission.num_cached} cached tokens in {len(blocks)} blocks")
+        prompt = tokens[: len(tokens) - admission.num_generated]
+        row = _Row(
+            tokens, len(tokens), admission.num_cached, blocks, _seed(prompt, admission.parameters),
+            admission.top_n_tokens, admission.prompt_logprobs, 0, 0,
+        )  # fmt: skip
+        for index, block in enumerate(blocks):
+            self._check_block(number, block)
+            row.fingerprint = self._block_fingerprint(row, index)
+            if self._fingerprints[block] != row.fingerprint:
+                raise BrokenContract(f"row {number}: block {block} is said to be cached and holds other tokens")
+        row.num_full = len(blocks)
+        return row
+
+    def _append_blocks(self, number: int, row: _Row, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._check_block(number, block)
+        row.blocks.extend(blocks)
+
+    def _check_block(self, number: int, block: int) -> None:
+        if not 0 < block < self.limits.num_blocks:
+            raise BrokenContract(f"row {number}: block {block} is not one of 1 to {self.limits.num_blocks - 1}")
+
+    # ---- what a step does -----------------------------------------------------------------------------------------
+
+    def _compute(self, number: int, row: _Row, count: int, written: set[int]) -> None:
+        """Book the tokens into their blocks. Whoever writes a block has it for itself."""
+        start, end, size = row.num_computed, row.num_computed + count, self.limits.block_size
+        if not start < end <= len(row.tokens):
+            raise BrokenContract(f"row {number}: asked to compute {count} tokens, {len(row.tokens) - start} are left")
+        if end > len(row.blocks) * size:
+            raise BrokenContract(f"row {number}: {len(row.blocks)} blocks have no room for {end} tokens")
+        if end > self.limits.max_total_tokens:
+            raise BrokenContract(f"row {number}: {end} tokens, the longest sequence has {self.limits.max_total_tokens}")
+        for index in range(start // size, (end - 1) // size + 1):
+            block = row.blocks[index]
+            if block in written:
+                raise BrokenContract(f"row {number}: block {block} is written by two rows of one step")
+            written.add(block)
+            self._fingerprints[block] = None
+        row.num_computed = end
+        while (row.num_full + 1) * size <= end:
+            row.fingerprint = self._block_fingerprint(row, row.num_full)
+            self._fingerprints[row.blocks[row.num_full]] = row.fingerprint
+            row.num_full += 1
+
+    def _block_fingerprint(self, row: _Row, index: int) -> int:
+        """Of the tokens up to the end of the row's block `index`, given that of the block before."""
+        size = self.limits.block_size
+        return zlib.crc32(array("I", row.tokens[index * size : (index + 1) * size]).tobytes(), row.fingerprint)
+
+    def _sample(self, row: _Row) -> int:
+        token = self._token_at(row.seed, len(row.tokens))
+        row.tokens.append(token)
+        return token
+
+    def _token_at(self, seed: int, position: int) -> int:
+        return self._token_ids[(seed + position * STRIDE) % len(self._token_ids)]
+
+    def _top_tokens(self, row: _Row, position: int) -> tuple[list[int], list[float]]:
+        """The token at `position` first, then others, each less likely than the one before."""
+        likeliest = _logprob(row.seed, position + 1)
+        others = [self._token_at(row.seed, position + rank) for rank in range(1, row.num_top_tokens)]
+        return [row.tokens[position], *others], [likeliest - rank for rank in range(row.num_top_tokens)]
+
+    def _score_prompt(self, number: int, row: _Row, start: int, response: pb.StepResponse) -> None:
+        """For the computed tokens of the admission, how likely their successor in it was."""
+        successors = range(start + 1, min(row.num_computed, row.num_admitted - 1) + 1)
+        if not successors:
+            return
+        scores = response.prompt_logprobs.add(row=number)
+        for position in successors:
+            scores.logprobs.append(_logprob(row.seed, position + 1))
+            if row.num_top_tokens:
+                ids, logprobs = self._top_tokens(row, position)
+                scores.top_ids.extend(ids)
+                scores.top_logprobs.extend(logprobs)
+
+
+def _seed(prompt: list[int], parameters: pb.NextTokenChooserParameters) -> int:
+    return zlib.crc32(array("I", prompt).tobytes(), parameters.seed & 0xFFFFFFFF if parameters.do_sample else 0)
+
+
+def _logprob(seed: int, length: int) -> float:
+    """Of the last of `length` tokens."""
+    return -((seed + length) % LOGPROB_STEPS + 1) / LOGPROB_STEPS

@@ -1,0 +1,43 @@
+"""From a picture to the numbers that a tower reads, as the processors of transformers have them.
+
+Pillow resizes, because its filters are the definition: others differ in the last bits of every pixel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from legato.common.vision import Colours, ImageRules, QwenRules, Size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def pixels_of(picture: Image, rules: ImageRules) -> np.ndarray:
+    return qwen_patches(picture, rules)
+
+
+def qwen_patches(picture: Image, rules: QwenRules) -> np.ndarray:
+    """[N, channels frames patch patch] float32: patches cell by cell, in a cell row by row, every frame the same."""
+    size = rules.resized(Size(picture.height, picture.width))
+    pixels = _numbers(_resized(picture, size), rules.colours)  # [height, width, 3]
+    patch, merge = rules.patch, rules.merge
+    cells = pixels.reshape(size.height // patch // merge, merge, patch, size.width // patch // merge, merge, patch, 3)
+    patches = cells.transpose(0, 3, 1, 4, 6, 2, 5)  # rows and columns of cells, of patches in them, colours, pixels
+    frames = np.broadcast_to(patches[:, :, :, :, :, None], (*patches.shape[:5], rules.frames, patch, patch))
+    return frames.reshape(-1, 3 * rules.frames * patch * patch)
+
+
+def _resized(picture: Image, size: Size) -> np.ndarray:
+    from PIL.Image import Resampling
+
+    return np.asarray(picture.resize((size.width, size.height), Resampling.BICUBIC))
+
+
+def _numbers(colours: np.ndarray, how: Colours) -> np.ndarray:
+    """[..., 3] of bytes -> float32, normalised."""
+    scaled = (colours * how.scale).astype(np.float32)
+    mean, std = (np.array(numbers, dtype=np.float32) for numbers in (how.mean, how.std))
+    return (scaled - mean) / std

@@ -1,0 +1,135 @@
+"""A step that was launched: its tokens on their way to the host, and the answer that they become."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from legato.pb import generate_pb2 as pb
+from legato.sampling.logprobs import PromptScores, TopTokens
+
+NOT_FINITE = "Numerical error: the model's logits for this request are not finite (NaN or infinity)"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The tokens of one forward, on the device or on their way to the host."""
+
+    rows: list[int]
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor  # NaN where the logits of a row were not finite
+    top: TopTokens | None = None
+    # Place -> why the token there means nothing.
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def to_host(self) -> Chosen:
+        """Queue the copies behind the step. Whoever reads them waits for the step's event first."""
+        top = self.top
+        if top is not None:
+            top = replace(top, token_ids=_to_host(top.token_ids), logprobs=_to_host(top.logprobs))
+        return replace(self, token_ids=_to_host(self.token_ids), logprobs=_to_host(self.logprobs), top=top)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a forward came to. A step is one of them, or several in the order of its rows."""
+
+    chosen: Chosen | None
+    # Place of each sampled row in the order of the request: a forward computes decodes first.
+    places: list[int]
+    # What the model thought of the prompts of the rows that asked.
+    prompt_scores: dict[int, list[PromptScores]]
+
+    def to_host(self) -> Outcome:
+        return self if self.chosen is None else replace(self, chosen=self.chosen.to_host())
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """`read` waits for the step."""
+
+    step_id: int
+    started: int
+    clock: StepClock
+    outcomes: list[Outcome]
+
+    def read(self) -> pb.StepResponse:
+        response = pb.StepResponse(id=self.step_id, forward_ns=self.clock.wait())
+        for chosen, places in self._chosen():
+            _read_tokens(chosen, places, response)
+        for row, pieces in self._prompt_scores().items():
+            response.prompt_logprobs.add(
+                row=row,
+                logprobs=torch.cat([piece.logprobs for piece in pieces]).tolist(),
+                top_ids=torch.cat([piece.top_ids for piece in pieces]).flatten().tolist(),
+                top_logprobs=torch.cat([piece.top_logprobs for piece in pieces]).flatten().tolist(),
+            )
+        response.total_ns = time.perf_counter_ns() - self.started
+        return response
+
+    def _chosen(self) -> Iterator[tuple[Chosen, list[int]]]:
+        for outcome in self.outcomes:
+            if outcome.chosen is not None:
+                yield outcome.chosen, outcome.places
+
+    def _prompt_scores(self) -> dict[int, list[PromptScores]]:
+        """By row: a prompt chunk may have been computed in several forwards."""
+        scores: dict[int, list[PromptScores]] = {}
+        for outcome in self.outcomes:
+            for row, pieces in outcome.prompt_scores.items():
+                scores.setdefault(row, []).extend(pieces)
+        return scores
+
+
+def _read_tokens(chosen: Chosen, places: list[int], response: pb.StepResponse) -> None:
+    first = len(response.token_ids)
+    index_of = {place: first + index for index, place in enumerate(places)}
+    ids, logprobs = chosen.token_ids.tolist(), chosen.logprobs.tolist()
+    response.token_ids.extend([ids[place] for place in places])
+    response.logprobs.extend([logprobs[place] for place in places])
+    errors = {place: NOT_FINITE for place in places if not math.isfinite(logprobs[place])} | chosen.errors
+    for place, message in errors.items():
+        response.row_errors.add(index=index_of[place], message=message)
+    if (top := chosen.top) is not None:
+        top_ids, top_logprobs = top.token_ids.tolist(), top.logprobs.tolist()
+        for line, (place, length) in enumerate(zip(top.indices, top.lengths, strict=True)):
+            response.top_tokens.add(
+                index=index_of[place], ids=top_ids[line][:length], logprobs=top_logprobs[line][:length]
+            )
+
+
+class StepClock:
+    """How long the device took for a step: events around it on a GPU, the host's clock where the host computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [_timed_event() for _ in range(2)] if device.type == "cuda" else []
+        self._started = time.perf_counter_ns()
+        if self._events:
+            self._events[0].record()
+        self._duration = 0
+
+    def stop(self) -> None:
+        if self._events:
+            self._events[1].record()
+        self._duration = time.perf_counter_ns() - self._started
+
+    def wait(self) -> int:
+        """Nanoseconds, once everything queued before `stop` is done."""
+        if not self._events:
+            return self._duration
+        self._events[1].synchronize()
+        return int(self._events[0].elapsed_time(self._events[1]) * 1e6)
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

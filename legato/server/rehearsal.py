@@ -1,0 +1,51 @@
+"""Steps that nobody asked for: warm-up runs them to measure memory and to have everything run once."""
+
+from __future__ import annotations
+
+from legato.pb import generate_pb2 as pb
+from legato.server.capacity import RESERVED_BLOCKS, Capacity, Wishes
+from legato.server.memory import largest_step
+
+# Whatever takes memory for each row and each token of the vocabulary.
+COSTLY = pb.NextTokenChooserParameters(
+    temperature=0.9, top_k=50, top_p=0.9, typical_p=0.9, do_sample=True, seed=1,
+    repetition_penalty=1.1, frequency_penalty=0.1, min_p=0.01,
+)  # fmt: skip
+TOP_TOKENS = 5
+
+
+def full_step(wishes: Wishes) -> pb.StepRequest:
+    """The largest step that a router may send. All rows share one block: what is in it does not matter here."""
+    counts = largest_step(wishes.max_rows, wishes.longest, wishes.step_tokens)
+    num_blocks = [wishes.num_blocks(count) for count in counts]
+    admissions = [
+        pb.Admission(
+            row=row, input_ids=[0] * count, parameters=COSTLY, top_n_tokens=TOP_TOKENS, prompt_logprobs=row == 0
+        )
+        for row, count in enumerate(counts)
+    ]
+    return pb.StepRequest(
+        admitted=admissions,
+        rows=range(len(counts)),
+        num_tokens=counts,
+        num_new_blocks=num_blocks,
+        new_blocks=[RESERVED_BLOCKS] * sum(num_blocks),
+    )
+
+
+def first_step(capacity: Capacity, block_size: int) -> pb.StepRequest:
+    """A prompt of a few tokens in row 0, with room for one more."""
+    length = min(8, capacity.max_total_tokens - 1)
+    blocks = list(range(RESERVED_BLOCKS, RESERVED_BLOCKS - (-(length + 1) // block_size)))
+    return pb.StepRequest(
+        admitted=[pb.Admission(row=0, input_ids=[0] * length)],
+        rows=[0],
+        num_tokens=[length],
+        num_new_blocks=[len(blocks)],
+        new_blocks=blocks,
+    )
+
+
+def decode_step() -> pb.StepRequest:
+    """One more token for row 0."""
+    return pb.StepRequest(rows=[0], num_tokens=[1], num_new_blocks=[0])

@@ -1,0 +1,60 @@
+"""Where the shards of a model find each other before they load it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from legato.common.errors import EndpointInUse, OptionError
+from legato.common.options import ServerOptions
+from legato.layers.shard import Shard
+
+# For the others to come, to load what we have loaded, or to finish a step. A shard that ends is noticed at once.
+LONGEST_WAIT = timedelta(minutes=20)
+
+
+def join(options: ServerOptions, device: torch.device) -> Shard:
+    """Meet the other shards: over NCCL on GPUs, over gloo on CPUs. Nobody to meet is no meeting."""
+    rank, world_size = options.rank, options.world_size
+    if world_size == 1:
+        return Shard()
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{options.master_addr}:{options.master_port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=LONGEST_WAIT,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"{options.master_addr}:{options.master_port}"
+        if "address already in use" in str(error).lower():
+            raise EndpointInUse(f"--master-port {options.master_port}: another process listens on {where}") from None
+        reason = str(error).splitlines()[0]
+        raise OptionError(
+            f"shard {rank} cannot meet the others at {where} (--master-addr, --master-port): {reason}"
+        ) from None
+    return Shard(rank, world_size)
+
+
+def end_if_out_of_step(shard: Shard, step_id: int, error: Exception) -> None:
+    """End this process, if `error` may have left the others waiting for us in the middle of step `step_id`.
+
+    What torch raises (no memory, a peer that is gone) happens to one shard; every other error comes of the request, and
+    so to all of them alike.
+    """
+    if shard.world_size > 1 and isinstance(error, RuntimeError):
+        reason = str(error).splitlines()[0]
+        print(f"error: shard {shard.rank} failed in step {step_id}: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def share_cores(world_size: int) -> None:
+    """On a CPU all shards compute at once: each takes its share of the cores, unless somebody has said how many."""
+    if world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // world_size))

@@ -1,0 +1,85 @@
+"""An 8-bit KV cache: what is stored, and that attention reads it as what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from legato.kernels import chunk_attention as chunk
+from legato.kernels import decode_attention as decode
+from legato.kernels import rotary
+from legato.kernels.chunk_attention import ChunkConfig
+from legato.kernels.decode_attention import DecodeConfig
+from legato.kernels.kv_format import EIGHT_BITS, gather, largest, store
+from legato.kernels.paged_attention import PagedContext, paged_attention, paged_attention_reference
+from legato.kernels.paged_kv import Scoring, ragged_attention_torch
+from tests.kernels.paged_case import paged_case
+
+SPLIT = DecodeConfig(num_splits=4, min_split_len=16, block_n=16, num_warps=4, num_stages=2)
+SMALL = ChunkConfig(block_m=32, block_n=16, num_warps=4, num_stages=2)
+formats = pytest.mark.parametrize("cache_dtype", EIGHT_BITS, ids=["e4m3", "e5m2"])
+types = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+
+
+@formats
+def test_what_is_too_large_becomes_the_largest_number(cache_dtype):
+    cache = torch.zeros(4, 1, 3, dtype=cache_dtype)
+    store(cache, torch.tensor([2]), torch.tensor([[[1e6, -float("inf"), 1.5]]]))
+    most = largest(cache_dtype)
+    assert gather(cache, torch.tensor([2]), torch.float32).flatten().tolist() == [most, -most, 1.5]
+
+
+@formats
+def test_a_broken_number_stays_broken(cache_dtype):
+    cache = torch.zeros(1, 1, 1, dtype=cache_dtype)
+    store(cache, torch.tensor([0]), torch.full((1, 1, 1), float("nan")))
+    assert cache.float().isnan().all()
+
+
+@formats
+def test_other_slots_are_left_alone(cache_dtype):
+    cache = torch.full((3, 1, 2), 0.5, dtype=cache_dtype)
+    store(cache, torch.tensor([1]), torch.ones(1, 1, 2))
+    assert cache.float().flatten().tolist() == [0.5, 0.5, 1.0, 1.0, 0.5, 0.5]
+
+
+@formats
+@types
+def test_the_kernel_stores_the_same_bytes_as_torch(randn, device, cache_dtype, dtype):
+    qkv = randn(5, (4 + 2 * 2) * 64, dtype=dtype) * 300  # e4m3 ends at 448
+    positions, slots = torch.arange(5, device=device), torch.tensor([3, 17, 4, 30, 0], device=device)
+    caches = [torch.zeros(2, 16, 2, 64, dtype=cache_dtype, device=device) for _ in range(4)]
+    # Angles of 0: the two versions must round the same numbers.
+    table = torch.cat((torch.ones(8, 32), torch.zeros(8, 32)), dim=-1).to(device)
+    rotary._rotary_and_store_torch(qkv.clone(), positions, table, *caches[:2], slots)
+    rotary._rotary_and_store_triton(qkv.clone(), positions, table, *caches[2:], slots)
+    for expected, actual in zip(caches[:2], caches[2:], strict=True):
+        assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+    assert caches[2].float().abs().max() <= largest(cache_dtype)
+
+
+@formats
+@types
+def test_decode_attention_equals_torch(device, assert_close, cache_dtype, dtype):
+    case = paged_case(device, [1] * 3, [1, 70, 16], kv_heads=1, dtype=dtype, cache_dtype=cache_dtype)
+    actual = decode._decode_attention_triton(case.q, case.kv, Scoring(0.125), config=SPLIT)
+    assert_close(actual, decode._decode_attention_torch(case.q, case.kv, Scoring(0.125)))
+
+
+@formats
+@types
+def test_chunk_attention_equals_torch(device, assert_close, cache_dtype, dtype):
+    case = paged_case(device, [5, 1, 20], [5, 21, 37], kv_heads=1, dtype=dtype, cache_dtype=cache_dtype)
+    actual = chunk._chunk_attention_triton(case.q, case.kv, case.cu_seqlens_q, Scoring(0.125), config=SMALL)
+    assert_close(actual, ragged_attention_torch(case.q, case.kv, case.cu_seqlens_q, Scoring(0.125)))
+
+
+@formats
+def test_attention_on_a_cpu_equals_its_definition(assert_close, cache_dtype):
+    queries, contexts = [1, 1, 4], [9, 30, 22]
+    case = paged_case(torch.device("cpu"), queries, contexts, cache_dtype=cache_dtype)
+    context = PagedContext(queries, contexts, 2, case.kv.block_tables, 16)
+    unused = case.q[:, :2]  # the step's own keys: a chunk with a cached beginning reads the cache
+    caches = case.kv.k_cache, case.kv.v_cache
+    actual = paged_attention(case.q, unused, unused, *caches, context, Scoring(0.125))
+    assert_close(actual, paged_attention_reference(case.q, *caches, context, Scoring(0.125)))

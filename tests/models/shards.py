@@ -1,0 +1,79 @@
+"""Four processes that are the shards of one model after another, over gloo.
+
+They are started once for all tests: a group of the first two of them is a model of two shards.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from legato.layers.shard import Shard
+from tests.models.answers import Answers, answer
+
+MOST_SHARDS = 4
+SECONDS = 60
+
+
+class ShardProcesses:
+    """A context: the processes live inside it. They start with the first model."""
+
+    def __init__(self) -> None:
+        self._started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def __enter__(self) -> ShardProcesses:
+        self._folder = tempfile.TemporaryDirectory()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _, pipe in self._started:
+            pipe.send(None)
+        for process, _ in self._started:
+            process.join(10)
+            process.kill()
+        self._folder.cleanup()
+
+    def answer(self, folder: Path, requests: list[list[int]], world_size: int) -> list[Answers]:
+        """What each of `world_size` shards answers."""
+        if not self._started:
+            self._start()
+        pipes = [pipe for _, pipe in self._started[:world_size]]
+        for pipe in pipes:
+            pipe.send((str(folder), requests, world_size))
+        answers = []
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(SECONDS), f"shard {rank} of {world_size} is silent"
+            result = pipe.recv()
+            assert isinstance(result, Answers), f"shard {rank} of {world_size} failed:\n{result}"
+            answers.append(result)
+        return answers
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # torch is imported once, not four times
+        meeting = f"file://{self._folder.name}/meeting"
+        for rank in range(MOST_SHARDS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, meeting, theirs), daemon=True)
+            process.start()
+            self._started.append((process, ours))
+
+
+def _serve(rank: int, meeting: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=MOST_SHARDS)
+    groups = {size: dist.new_group(list(range(size))) for size in range(2, MOST_SHARDS + 1)}
+    while (job := pipe.recv()) is not None:
+        folder, requests, world_size = job
+        try:
+            pipe.send(answer(Path(folder), requests, Shard(rank, world_size, groups[world_size])))
+        except Exception:
+            pipe.send(traceback.format_exc())
+    dist.destroy_process_group()

@@ -1,0 +1,208 @@
+"""Architectures without a file: through transformers, with the same answers, or refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from legato.common.errors import ModelError, ModelFileError, UnsupportedModel
+from legato.common.model_files import ModelFiles
+from legato.layers.kv_cache import KVShape
+from legato.layers.shard import Shard
+from legato.models import registry
+from legato.models.registry import CausalModel, get_model, model_config
+from legato.router.state import GenerationRequest
+from tests.models.answers import STEP_TOKENS, Answers, prompts, step_logits
+from tests.models.oracle import oracle_logits
+from tests.models.test_architectures import check
+from tests.models.tiny_seeds import write
+from tests.server.local import DEVICE, LocalServer
+from tests.tiny_models import greedy_oracle, tiny_llama
+
+SIZES = dict(
+    hidden_size=96, intermediate_size=128, num_hidden_layers=3, num_attention_heads=6, max_position_embeddings=256
+)
+GROUPED = dict(SIZES, num_key_value_heads=2)
+# Scaled logits, partial rotation, squared activations, a window in three of four layers, experts.
+SERVED: dict[str, dict[str, Any]] = {
+    "cohere": dict(GROUPED, pad_token_id=0),
+    "stablelm": GROUPED,
+    "persimmon": SIZES,
+    "phi": GROUPED,
+    "cohere2": dict(GROUPED, num_hidden_layers=4, sliding_window=20, pad_token_id=0),
+    "granitemoe": dict(GROUPED, num_local_experts=4, num_experts_per_tok=2),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba": (dict(hidden_size=32, num_hidden_layers=2), "it keeps a state"),
+    "lfm2": (dict(GROUPED, layer_types=["conv", "full_attention", "conv"]), "it has layers of the type 'conv'"),
+    "codegen": (dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "its attention is of its own making"),
+    "bert": (SIZES, "its tokens see the ones behind them"),
+    "gpt_oss": (dict(GROUPED, head_dim=16, num_local_experts=4, num_experts_per_tok=2), "its attention has sinks"),
+    "phimoe": (dict(GROUPED, sliding_window=20), "its layers see a window and do not say how wide"),
+}
+# What a repository with code of its own looks like: StableLM under another name, which says when it is imported.
+OWN_CODE = """
+from pathlib import Path
+from transformers import StableLmConfig, StableLmForCausalLM
+Path(RAN).touch()
+class NewConfig(StableLmConfig):
+    model_type = "brand_new"
+class NewForCausalLM(StableLmForCausalLM):
+    config_class = NewConfig
+"""
+
+
+def fallback(folder: Path, **settings: Any) -> CausalModel:
+    files = ModelFiles.open(folder)
+    trust = dict(trust_remote_code=settings.get("trust_remote_code", False))
+    return get_model(files, model_config(files, **trust), torch.float32, DEVICE, **settings)
+
+
+def answer(model: CausalModel, asked: list[list[int]]) -> Answers:
+    server = LocalServer(model, step_tokens=STEP_TOKENS)
+    tokens = server.run([GenerationRequest(i, ids, 48, ignore_eos=True) for i, ids in enumerate(asked)])
+    whole = [ids + tokens[i] for i, ids in enumerate(asked)]
+    logprobs = [[output.logprob for output in server.outputs[i]] for i in range(len(asked))]
+    return Answers([tokens[i] for i in range(len(asked))], logprobs, step_logits(model, whole))
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_tokens_and_logits_equal_transformers(model_type: str, tmp_path: Path) -> None:
+    folder, asked = write(tmp_path, model_type, SERVED[model_type], {}), prompts(320)
+    answers = answer(fallback(folder), asked)
+    whole = [prompt + tokens for prompt, tokens in zip(asked, answers.tokens, strict=True)]
+    check(asked, answers, oracle_logits(folder, whole))
+
+
+def test_tokens_equal_those_that_transformers_generates(tmp_path: Path) -> None:
+    folder, asked = write(tmp_path, "stablelm", GROUPED, {}), prompts(320)
+    assert answer(fallback(folder), asked).tokens == greedy_oracle(folder, asked, 48)
+
+
+def test_none_of_the_served_types_has_a_file_of_its_own() -> None:
+    assert not SERVED.keys() & registry.ARCHITECTURES.keys()
+
+
+def test_the_cache_is_as_wide_as_the_models_keys(tmp_path: Path) -> None:
+    model = fallback(write(tmp_path, "stablelm", GROUPED, {}))
+    assert model.kv_shape == KVShape(3, 2, 16, torch.float32)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_cannot_be_right_is_refused_with_the_reason(model_type: str, tmp_path: Path) -> None:
+    settings, reason = REFUSED[model_type]
+    folder = write(tmp_path, model_type, settings, {})
+    with pytest.raises(UnsupportedModel, match=f"model_type '{model_type}' cannot run through transformers: {reason}"):
+        fallback(folder)
+
+
+def test_a_model_whose_tokens_meet_outside_attention_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that does not say so: found by what it computes."""
+    from transformers.models.stablelm.modeling_stablelm import StableLmMLP
+
+    def leaking(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return original(self, x + x.roll(1, dims=1))
+
+    original: Callable[[Any, torch.Tensor], torch.Tensor] = StableLmMLP.forward
+    monkeypatch.setattr(StableLmMLP, "forward", leaking)
+    with pytest.raises(UnsupportedModel, match="something besides attention looks at other tokens"):
+        fallback(write(tmp_path, "stablelm", GROUPED, {}))
+
+
+def test_several_shards_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, "stablelm", GROUPED, {})
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match="use --num-shard 1"):
+        fallback(folder, shard=Shard(0, 2))
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path, "stablelm", GROUPED, {})
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFileError, match=r"no tensor 'model.layers.1.self_attn.k_proj.weight'"):
+        fallback(folder)
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, "stablelm", GROUPED, {})
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="safetensors"):
+        fallback(folder)
+
+
+def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
+    folder = write(tmp_path, "phi", GROUPED, {})
+    (folder / "model.safetensors").unlink()
+    logits = step_logits(fallback(folder, dummy=True), [[5, 6, 7]])
+    assert logits[0].shape == (3, 320) and logits[0].isfinite().all()
+
+
+def test_without_transformers_the_error_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        return None if name == "transformers" else find_spec(name)
+
+    folder = write(tmp_path, "stablelm", GROUPED, {})
+    monkeypatch.setattr("importlib.util.find_spec", missing)
+    with pytest.raises(
+        UnsupportedModel, match=r"'stablelm' is not supported; supported: .*llama.*legato\[transformers"
+    ):
+        fallback(folder)
+
+
+def test_a_type_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "brand_new"}))
+    with pytest.raises(UnsupportedModel, match="'brand_new' is not supported, nor known to transformers"):
+        fallback(tmp_path)
+
+
+@pytest.fixture
+def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = write(tmp_path / "model", "stablelm", GROUPED, {})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "brand_new",
+        "auto_map": {"AutoConfig": "own.NewConfig", "AutoModelForCausalLM": "own.NewForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(OWN_CODE.replace("RAN", repr(str(tmp_path / "ran"))))
+    return folder
+
+
+def test_code_of_the_model_runs_only_for_who_asked_for_it(with_own_code: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="--trust-remote-code runs it"):
+        fallback(with_own_code)
+    assert not (with_own_code.parent / "ran").exists()
+
+
+def test_code_of_the_model_runs_if_trusted(with_own_code: Path) -> None:
+    model = fallback(with_own_code, trust_remote_code=True)
+    assert (with_own_code.parent / "ran").exists()
+    assert model.config.model_type == "brand_new"
+
+
+def test_a_known_architecture_never_imports_transformers(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path)
+    code = (
+        "import sys, torch; from legato.server import serving; from legato.common.model_files import ModelFiles;"
+        "from legato.models.registry import get_model, model_config;"
+        f"files = ModelFiles.open(__import__('pathlib').Path({str(folder)!r}));"
+        "get_model(files, model_config(files), torch.float32, torch.device('cpu'));"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

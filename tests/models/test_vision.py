@@ -1,0 +1,181 @@
+"""Models that see, against transformers: tokens and logits of prompts with pictures, alone and among others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from legato.common.model_files import ModelFiles
+from legato.common.pictures import decode
+from legato.common.vision import ImageRules, Size, image_rules
+from legato.router.state import GenerationRequest, PromptImage, with_names
+from legato.server.image_pixels import pixels_of
+from legato.server.images import Eyes
+from tests.models import tiny_vision as tiny
+from tests.server.local import DEVICE, LocalServer, load
+
+pytest.importorskip("PIL", reason="pictures need Pillow, the extra `vision`")
+
+NUM_TOKENS = 24
+TOLERANCE = 5e-4
+MAX_ROWS = 16
+
+Oracle = Callable[[Path, list[int], list[bytes], int], tuple[list[int], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Seeing:
+    folder: Path
+    rules: ImageRules
+    oracle: Oracle
+
+    def server(self, **settings: Any) -> LocalServer:
+        model: Any = load(self.folder)
+        server = LocalServer(model, max_rows=MAX_ROWS, **settings)
+        server.engine.eyes = Eyes(model, self.rules, MAX_ROWS, DEVICE)
+        return server
+
+    def request(self, number: int, *parts: int | bytes) -> GenerationRequest:
+        """Token ids and pictures."""
+        ids: list[int] = []
+        images = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            picture = decode(part)
+            count = self.rules.num_tokens(Size(picture.height, picture.width))
+            images.append(PromptImage(part, "image/png", len(ids), count, self.rules.token_id))
+            ids += [self.rules.token_id] * count
+        prompt = tuple(images)
+        return GenerationRequest(number, with_names(ids, prompt), NUM_TOKENS, ignore_eos=True, images=prompt)
+
+    def expected(self, request: GenerationRequest) -> tuple[list[int], torch.Tensor]:
+        ids = [self.rules.token_id if token_id >= 1 << 32 else token_id for token_id in request.input_ids]
+        return self.oracle(self.folder, ids, [image.data for image in request.images], NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    folder = tiny.tiny_qwen2_vl(tmp_path_factory.mktemp("qwen2_vl"))
+    rules = image_rules(ModelFiles.open(folder))
+    assert rules is not None
+    return Seeing(folder, rules, tiny.qwen_oracle)
+
+
+@pytest.fixture(params=["qwen"])
+def seeing(request: pytest.FixtureRequest) -> Seeing:
+    found: Seeing = request.getfixturevalue(request.param)
+    return found
+
+
+def prompts(seeing: Seeing) -> list[GenerationRequest]:
+    """One picture, two, none, and one at the very beginning."""
+    wide, tall, small = tiny.picture(130, 90, 1), tiny.picture(60, 200, 2), tiny.picture(31, 31, 3)
+    texts = [list(np.random.default_rng(seed).integers(64, 320, 12).tolist()) for seed in range(4)]
+    return [
+        seeing.request(0, 1, 20, tiny.BEGIN, wide, tiny.END, *texts[0]),
+        seeing.request(1, 1, tiny.BEGIN, tall, tiny.END, *texts[1], tiny.BEGIN, small, tiny.END, 70),
+        seeing.request(2, 1, *texts[2]),
+        seeing.request(3, small, *texts[3]),
+    ]
+
+
+def logits_of(server: LocalServer, request: GenerationRequest) -> torch.Tensor:
+    """[NUM_TOKENS, vocab], of a request that is alone."""
+    seen: list[torch.Tensor] = []
+    model: Any = server.engine.model
+    compute = model.logits
+    model.logits = lambda hidden: seen.append(compute(hidden)) or seen[-1]
+    server.run([request])
+    return torch.cat(seen).cpu()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_tokens_and_logits_are_those_of_transformers(seeing: Seeing, number: int) -> None:
+    request = prompts(seeing)[number]
+    tokens, logits = seeing.expected(request)
+    server = seeing.server()
+    ours = logits_of(server, request)
+    assert server.tokens(number) == tokens
+    assert (ours[:NUM_TOKENS] - logits).abs().max() < TOLERANCE
+
+
+def test_a_picture_matters(seeing: Seeing) -> None:
+    one, other = (seeing.request(0, 1, tiny.picture(90, 90, seed), 70) for seed in (1, 2))
+    assert one.input_ids[2] != other.input_ids[2]
+    assert (logits_of(seeing.server(), one)[0] - logits_of(seeing.server(), other)[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("step_tokens", [512, 17])
+def test_a_mixed_batch_in_steps_of_any_size_says_what_each_says_alone(seeing: Seeing, step_tokens: int) -> None:
+    requests = prompts(seeing)
+    answers = seeing.server(step_tokens=step_tokens).run(requests)
+    assert [answers[request.id] for request in requests] == [seeing.expected(request)[0] for request in requests]
+
+
+def test_preemption_changes_nothing_and_nothing_is_looked_at_twice(seeing: Seeing) -> None:
+    requests = prompts(seeing)
+    roomy, tight = seeing.server(), seeing.server(num_blocks=14, block_size=8, step_tokens=32, prefix_caching=False)
+    assert tight.run(requests) == roomy.run(requests)
+    assert tight.scheduler.stats.preemptions > 0
+    assert tight.engine.eyes is not None and tight.engine.eyes.num_seen == 3
+
+
+def test_a_picture_in_the_prefix_cache_is_not_looked_at_and_another_one_is(seeing: Seeing) -> None:
+    server = seeing.server(block_size=4)
+    eyes = server.engine.eyes
+    assert eyes is not None
+    text = list(range(100, 120))
+    first = seeing.request(1, 1, tiny.picture(90, 90, 1), *text)
+    server.run([first])
+    eyes._store._kept.clear()  # only what the cache knows counts
+    again = seeing.request(2, 1, tiny.picture(90, 90, 1), *text, 200)
+    other = seeing.request(3, 1, tiny.picture(90, 90, 2), *text, 200)
+    server.run([again])
+    assert eyes.num_seen == 1 and server.outputs[2][0].num_cached > 20
+    server.run([other])
+    assert eyes.num_seen == 2 and server.outputs[3][0].num_cached < 4
+    assert server.tokens(2) == seeing.expected(again)[0]
+    assert server.tokens(3) == seeing.expected(other)[0]
+
+
+def test_embeddings_are_given_up_once_the_prompt_is_computed(seeing: Seeing) -> None:
+    server = seeing.server()
+    server.run(prompts(seeing))
+    assert server.engine.eyes is not None
+    assert all(not scene.pictures for scene in server.engine.eyes._scenes.values())
+
+
+def test_pixels_are_those_of_the_processor(qwen: Seeing) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil.from_pretrained(qwen.folder)
+    for width, height in ((1, 1), (28, 28), (130, 90), (60, 200), (500, 333), (1000, 20)):
+        data = tiny.picture(width, height, 4)
+        expected = processor(tiny.decoded([data]), return_tensors="np")["pixel_values"]
+        ours = pixels_of(decode(data), qwen.rules)
+        assert ours.shape == expected.shape and np.abs(ours - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("width", [1, 27, 56, 99, 640, 1999, 4000])
+@pytest.mark.parametrize("height", [1, 28, 57, 333, 1080])
+def test_tokens_are_counted_as_the_processor_counts(width: int, height: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    from legato.common.vision import Colours, QwenRules, UnfitImage
+
+    rules = QwenRules(tiny.IMAGE, Colours())
+    try:
+        tall, wide = smart_resize(height, width, 28, rules.min_pixels, rules.max_pixels)
+    except ValueError:
+        with pytest.raises(UnfitImage):
+            rules.num_tokens(Size(height, width))
+    else:
+        assert rules.num_tokens(Size(height, width)) == tall * wide // 28 // 28

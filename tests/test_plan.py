@@ -1,0 +1,137 @@
+"""`legato plan`: what it counts is what is loaded, and what it cannot do it says in a sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from legato.common.errors import LegatoError, ModelNotFound, OptionError
+from legato.common.model_files import ModelFiles
+from legato.models.config import ModelConfig
+from legato.models.registry import get_model
+from legato.plan import Device, Shape, stored_in
+from legato.plan_cli import COMMAND, PlanOptions, make_plan, parse_memory
+from tests.tiny_models import tiny_llama
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16)
+
+
+def plan_json(*words: str) -> dict:
+    answer = CliRunner().invoke(COMMAND, [*words, "--json"], standalone_mode=False)
+    assert answer.exception is None, answer.exception
+    return json.loads(answer.output)
+
+
+def test_weights_and_cache_are_those_of_the_loaded_model(folder: Path) -> None:
+    files = ModelFiles.open(folder)
+    made = make_plan(PlanOptions(model_id=str(folder), memory="1GiB"))
+    model = get_model(files, ModelConfig.from_hf(files.config()), torch.bfloat16, torch.device("cpu"))
+    assert made.dtype == "bfloat16"
+    assert made.fits[0].bytes_per_token == model.kv_shape.bytes_per_token
+    assert made.fits[0].weights == (folder / "model.safetensors").stat().st_size - _header_bytes(folder)
+
+
+def _header_bytes(folder: Path) -> int:
+    return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+
+
+def test_a_shape_counts_the_parameters_that_its_files_would_have(folder: Path) -> None:
+    files = ModelFiles.open(folder)
+    assert Shape.of(files.config()).num_parameters() == stored_in(files).num_floats
+
+
+def test_llama_8b_on_80_gib() -> None:
+    plan = plan_json("llama-8b", "--memory", "80GiB")
+    one, two, *_ = plan["shards"]
+    assert one["weights"] == 8_030_261_248 * 2
+    assert (one["bytes_per_token"], two["bytes_per_token"]) == (131_072, 65_536)
+    assert plan["best"] == 1 and 400_000 < one["tokens"] < 540_000
+
+
+def test_an_8_bit_cache_holds_twice_the_tokens() -> None:
+    half, full = (
+        plan_json("llama-8b", "--memory", "80GiB", *more)["shards"][0]["tokens"]
+        for more in (["--kv-cache-dtype", "fp8_e4m3fn"], [])
+    )
+    assert half == pytest.approx(2 * full, abs=32)
+
+
+def test_a_model_that_is_too_large_for_one_device_is_split_over_the_fewest_that_hold_its_longest_text() -> None:
+    plan = plan_json("llama-8b", "--memory", "12GiB")
+    assert [each["fits"] for each in plan["shards"]] == [False, True, True, True]
+    assert plan["best"] == 4
+
+
+def test_the_command_says_what_must_be_said(folder: Path) -> None:
+    small = make_plan(PlanOptions(model_id=str(folder), memory="1GiB"))
+    assert plan_json(str(folder), "--memory", "1GiB")["command"] == f"text-generation-launcher --model-id {folder}"
+    tokens = small.shape.max_positions // 2 // 16 * 16
+    needed = small.device.memory - (small.fits[0].tokens - tokens) * small.fits[0].bytes_per_token
+    command = plan_json(str(folder), "--memory", f"{needed / GIB}GiB", "--dtype", "bfloat16")["command"]
+    assert command.startswith(f"text-generation-launcher --model-id {folder} --dtype bfloat16")
+    assert "--max-total-tokens" in command or "--num-shard" in command
+
+
+def test_what_fits_nowhere_is_said_and_exits_1() -> None:
+    answer = CliRunner().invoke(COMMAND, ["llama-8b", "--memory", "1GiB"], standalone_mode=False)
+    assert answer.return_value == 1
+    assert "does not fit" in answer.output
+
+
+def test_the_table_has_a_line_for_each_number_of_shards() -> None:
+    output = CliRunner().invoke(COMMAND, ["llama-8b", "--memory", "80GiB"], standalone_mode=False).output
+    assert [f"│ {count} " in output for count in (1, 2, 4, 8)] == [True] * 4
+    assert "It fits on 1 shard." in output and "legato bench engine --model llama-8b" in output
+
+
+def test_shards_on_a_cpu_share_its_memory() -> None:
+    assert Device("cpu", "CPU", 8 * GIB).room(4) == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 * GIB), ("24 GB", 24 * 10**9), ("512mib", GIB // 2), ("8", 8 * GIB), ("1.5G", 15 * 10**8)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-3GiB", "0", "80XiB", "i"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="--memory"):
+        parse_memory(text)
+
+
+@pytest.mark.parametrize("model_id", ["nobody/has-this", "pypi:no-such-model"])
+def test_a_model_that_is_not_here_is_not_fetched(model_id: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="download-weights"):
+        make_plan(PlanOptions(model_id=model_id, huggingface_hub_cache=str(tmp_path), memory="1GiB"))
+
+
+@pytest.mark.parametrize("config", ["{}", "[]", '{"num_attention_heads": 0, "hidden_size": 5}'])
+def test_a_configuration_without_sense_is_a_typed_error(config: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(LegatoError, match=r"config\.json"):
+        make_plan(PlanOptions(model_id=str(tmp_path), memory="1GiB"))
+
+
+def test_a_plan_needs_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from legato.plan_cli import PlanOptions, make_plan\n"
+        f"assert make_plan(PlanOptions(model_id={str(folder)!r}, memory='1GiB')).best\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
