@@ -12,7 +12,11 @@ from legato import __version__
 from legato.common.program import run_program
 
 # Whole programs that are subcommands as well: name -> (module, command).
-PROGRAMS = {"serve": ("legato.launcher.cli", "COMMAND"), "bench": ("legato.benchmark.engine", "bench")}
+PROGRAMS = {
+    "serve": ("legato.launcher.cli", "COMMAND"),
+    "bench": ("legato.benchmark.commands", "bench"),
+    "plan": ("legato.plan_cli", "COMMAND"),
+}
 
 
 class _Group(click.Group):

@@ -23,6 +23,7 @@ from legato.benchmark.options import (
 )
 from legato.benchmark.session import Figures, Session, connect, opened
 from legato.benchmark.shard import Shard, running, spawned
+from legato.benchmark.soak import MemoryGrew, Soak, soak
 from legato.benchmark.tables import markdown
 from legato.benchmark.workloads import Workload, check_names, custom, make_workloads
 from legato.common.errors import OptionError
@@ -59,6 +60,7 @@ class Results:
     # Seconds from starting the shard, or from connecting to one that was there.
     ready: float
     first_token: float
+    soak: Soak | None = None
 
     def ratio(self, result: Result) -> float | None:
         """The time of a workload in terms of its baseline's."""
@@ -79,6 +81,8 @@ def run(options: EngineOptions) -> None:
     print(summary(results), flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(to_json(circumstances(), options, results), indent=2) + "\n")
+    if results.soak is not None and results.soak.problems:
+        raise MemoryGrew("; ".join(results.soak.problems))
 
 
 async def benchmark(options: EngineOptions, names: Sequence[str], shard: Shard, started: float) -> Results:
@@ -90,8 +94,11 @@ async def benchmark(options: EngineOptions, names: Sequence[str], shard: Shard, 
             _check_lengths(workloads, session)
             await session.run(PROBE, lambda count: None)
             first_token = time.perf_counter() - started
-            results = [await _repeat(session, workload, options.repeat) for workload in workloads]
-            return Results(results, _describe(info, session), ready, first_token)
+            if options.duration is None:
+                results = [await _repeat(session, workload, options.repeat) for workload in workloads]
+                return Results(results, _describe(info, session), ready, first_token)
+            results, soaked = await _soak(session, workloads, options.duration, shard)
+            return Results(results, _describe(info, session), ready, first_token, soaked)
     finally:
         await shards.close()
 
@@ -100,6 +107,22 @@ async def _repeat(session: Session, workload: Workload, repeat: int) -> Result:
     total = len(workload.prompts) * repeat
     with progress(workload.name, total, unit="requests") as advance:
         return Result(workload, [await session.run(workload, advance) for _ in range(repeat)])
+
+
+async def _soak(
+    session: Session, workloads: Sequence[Workload], duration: int, shard: Shard
+) -> tuple[list[Result], Soak]:
+    """All workloads in turn, for as long as it takes."""
+    results = [Result(workload, []) for workload in workloads]
+
+    async def run_all() -> list[int]:
+        for result in results:
+            result.runs.append(await session.run(result.workload, lambda count: None))
+        advance(len(results))
+        return [result.runs[-1].blocks_held for result in results]
+
+    with progress("soak", 0, unit="runs") as advance:
+        return results, await soak(run_all, duration, shard.socket)
 
 
 def _names(options: EngineOptions) -> list[str]:
@@ -123,6 +146,7 @@ def _router_options(options: EngineOptions, workloads: Sequence[Workload], info:
     needed = max(workload.cache_tokens(info.block_size) for workload in workloads)
     return RouterOptions(
         max_concurrent_requests=options.max_rows,
+        max_batch_size=options.max_rows,
         max_total_tokens=options.max_total_tokens,
         max_batch_total_tokens=max(needed, options.max_total_tokens),
         max_batch_prefill_tokens=options.step_tokens,
@@ -170,6 +194,8 @@ def summary(results: Results) -> str:
     """A table with the best run of each workload, and what concerns all of them."""
     lines = [markdown(HEADER, [_row(result) for result in results.workloads])]
     lines.append(f"Ready after {results.ready:.1f} s, first token after {results.first_token:.1f} s.")
+    if results.soak is not None:
+        lines.append(results.soak.summary())
     for result in results.workloads:
         if (ratio := results.ratio(result)) is not None:
             lines.append(f"{result.workload.name}: {ratio:.2f} times the time of its parts without the cache.")
@@ -197,6 +223,7 @@ def to_json(around: dict[str, Any], options: EngineOptions, results: Results) ->
         "scale": options.scale,
         "ready_seconds": results.ready,
         "first_token_seconds": results.first_token,
+        "soak": None if results.soak is None else results.soak.to_json(),
         "workloads": {
             result.workload.name: {
                 "requests": len(result.workload.prompts),

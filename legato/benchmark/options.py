@@ -86,6 +86,12 @@ class EngineWork(Options):
         env=None,
     )
     repeat: int = option(3, "Runs of each workload; the best is reported.", env=None, minimum=1)
+    duration: int | None = option(
+        None,
+        "Repeat all of it for so many seconds instead, and fail if the shard's memory has grown. For leaks, not speed.",
+        env=None,
+        minimum=1,
+    )
     scale: int = option(1, "Divide the workloads' counts and lengths by this, for small machines.", env=None, minimum=1)
     requests: int | None = option(None, "A workload of your own: how many requests.", env=None, minimum=1)
     prompt: int | None = option(None, "A workload of your own: tokens of each prompt.", env=None, minimum=1)

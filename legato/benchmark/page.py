@@ -37,7 +37,20 @@ svg .grid { stroke: var(--grid); }
 
 def page(circumstances: dict[str, Any], asked: dict[str, object], results: Sequence[Measured]) -> str:
     """One file that stands for itself."""
-    title = f"Benchmark of {asked['Model']}"
+    body = f"""<div class="charts">
+{_charts(results)}
+</div>
+<h2>Latency</h2>
+{html_table(LATENCY_HEADER, latency_rows(results))}
+<h2>Throughput</h2>
+{html_table(THROUGHPUT_HEADER, throughput_rows(results))}
+<h2>Parameters</h2>
+{html_table(PARAMETER_HEADER, parameter_rows(asked))}"""
+    return document(f"Benchmark of {asked['Model']}", body, circumstances)
+
+
+def document(title: str, body: str, circumstances: dict[str, Any]) -> str:
+    """The frame of every report: title and style above, where it was measured below."""
     machine = {name: value for name, value in circumstances["machine"].items() if value}
     facts = {"Date": circumstances["date"], "Command": circumstances["command"], "Legato": circumstances["legato"]}
     return f"""<!doctype html>
@@ -47,17 +60,9 @@ def page(circumstances: dict[str, Any], asked: dict[str, object], results: Seque
 <title>{escape(title)}</title>
 <style>{STYLE}</style>
 <h1>{escape(title)}</h1>
-<div class="charts">
-{_charts(results)}
-</div>
-<h2>Latency</h2>
-{_table(LATENCY_HEADER, latency_rows(results))}
-<h2>Throughput</h2>
-{_table(THROUGHPUT_HEADER, throughput_rows(results))}
-<h2>Parameters</h2>
-{_table(PARAMETER_HEADER, parameter_rows(asked))}
+{body}
 <h2>Machine</h2>
-{_table(("Fact", "Value"), [(name, _spell(value)) for name, value in (facts | machine).items()])}
+{html_table(("Fact", "Value"), [(name, _spell(value)) for name, value in (facts | machine).items()])}
 </html>
 """
 
@@ -87,7 +92,7 @@ def _throughput(results: Sequence[Measured], step: str) -> list[Curve]:
     return [Curve("average", [None if summary is None else summary.average for summary in summaries])]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table>\n<tr>{head}</tr>\n{body}\n</table>"

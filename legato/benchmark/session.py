@@ -39,6 +39,7 @@ class Figures:
     round_trip: Summary
     num_preempted: int
     num_cached: int  # prompt tokens that came from the prefix cache
+    blocks_held: int  # KV blocks that nobody has given back
 
     @property
     def in_per_second(self) -> float:
@@ -146,6 +147,7 @@ class _Run:
             round_trip=_milliseconds(self.round_trips),
             num_preempted=scheduler.stats.preemptions,
             num_cached=scheduler.stats.cached_tokens,
+            blocks_held=scheduler.pool.total - scheduler.pool.available - scheduler.tree.num_evictable,
         )
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+# How a space is written in the vocabulary of a tokenizer of bytes.
+SPACE = "\u0120"
+
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -29,12 +32,89 @@ _LLAMA_3: dict[str, Any] = _LLAMA | {
     "num_key_value_heads": 8,
 }
 
-# Name -> config.json. The first two have the dimensions of Llama 3.1 8B and Llama 3.2 1B.
+_QWEN_3_8B: dict[str, Any] = _LLAMA | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+}
+
+_FALCON_7B: dict[str, Any] = {
+    "architectures": ["FalconForCausalLM"],
+    "model_type": "falcon",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 65_024,
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "num_key_value_heads": 1,
+    "multi_query": True,
+    "parallel_attn": True,
+    "new_decoder_architecture": False,
+    "alibi": False,
+    "bias": False,
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 11,
+    "eos_token_id": 11,
+}
+
+_STARCODER_15B: dict[str, Any] = {
+    "architectures": ["GPTBigCodeForCausalLM"],
+    "model_type": "gpt_bigcode",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 49_152,
+    "n_embd": 6144,
+    "n_inner": 24_576,
+    "n_layer": 40,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 1,
+    "multi_query": True,
+    "n_positions": 8192,
+    "activation_function": "gelu",
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+_MIXTRAL_8X7B: dict[str, Any] = _LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "rope_theta": 1_000_000.0,
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "max_position_embeddings": 32_768,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# Name -> config.json. The first two have the dimensions of Llama 3.1 8B and Llama 3.2 1B, `tiny` those of nothing;
+# the others are as published.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": _LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "head_dim": 128},
     "llama-1b": _LLAMA_3
     | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
     | {"tie_word_embeddings": True},
+    "qwen3-8b": _QWEN_3_8B,
+    "falcon-7b": _FALCON_7B,
+    "starcoder-15b": _STARCODER_15B,
+    "mixtral-8x7b": _MIXTRAL_8X7B,
     "tiny": _LLAMA
     | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096}
@@ -43,12 +123,23 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """A model's folder without weights. Its tokenizer knows bytes only: enough for calls that answer with text."""
+    """A model's folder without weights. Its tokenizer has a made-up word for every number, so that answers are text."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    words = (f"{SPACE}{_word(number)}" for number in range(len(alphabet), SHAPES[name]["vocab_size"]))
+    vocabulary = {token: number for number, token in enumerate([*alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def _word(number: int) -> str:
+    """The number in letters."""
+    letters = ""
+    while number:
+        number, digit = divmod(number, 26)
+        letters = chr(ord("a") + digit) + letters
+    return letters

@@ -90,7 +90,8 @@ class Model(Options):
         None, "Flat folder with the model's files, used instead of the Hub's cache."
     )
     trust_remote_code: bool = option(
-        False, "Run Python code that comes with the model.", later="running code from model repositories"
+        False,
+        "Run Python code that comes with the model, where transformers asks for it. Without it no such code ever runs.",
     )
 
 
@@ -117,7 +118,9 @@ class Loading(Options):
         | None
     ) = option(None, "Quantization method of the weights.", later="choosing a quantization method")
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
-        None, "Number format of the KV cache. Without it that of the model.", later="an 8-bit KV cache"
+        None,
+        "Number format of the KV cache. Without it that of the model. Eight bits hold twice the tokens of sixteen, a"
+        " little less exactly.",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto", "`dummy` skips the weight files and fills the model with random numbers, to measure speed alone."
@@ -145,7 +148,11 @@ class Computing(Options):
 
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to compute. `auto` takes a GPU when there is one.")
     cuda_memory_fraction: float = option(
-        1.0, "Share of the device's memory that weights and KV cache may take.", minimum=0.01, maximum=1
+        1.0,
+        "Share of the device's memory that weights, steps and KV cache may take. Of a GPU one percent is kept in"
+        " reserve besides; on a CPU the KV cache gets this share of half the free memory.",
+        minimum=0.01,
+        maximum=1,
     )
     disable_custom_kernels: bool = option(False, "Use plain torch operations instead of Triton kernels.")
     cuda_graphs: tuple[int, ...] = option(
@@ -165,7 +172,7 @@ class Limits(Options):
     """Memory and batching"""
 
     max_concurrent_requests: int = option(
-        128, "Requests in the house at once, running or queued. One more is answered with 429.", minimum=1
+        4096, "Requests in the house at once, running or queued. One more is answered with 429.", minimum=1
     )
     max_input_tokens: int | None = option(
         None,
@@ -177,13 +184,25 @@ class Limits(Options):
         None, "Longest prompt and answer together. Without it what the model and the memory allow.", minimum=2
     )
     max_batch_prefill_tokens: int | None = option(
-        None, "Tokens that one step may compute; longer prompts are computed in several steps.", minimum=1
+        None,
+        "Most prompt tokens of one step; longer prompts are computed in several. Without it 8192 on a GPU and 512 on a"
+        " CPU, and fewer while others decode: 2048 or what takes 50 ms, and 256.",
+        minimum=1,
     )
     max_batch_total_tokens: int | None = option(
         None, "Tokens that the KV cache may hold. Without it what memory allows.", minimum=1
     )
     max_batch_size: int | None = option(
-        None, "Requests in one step, for hardware that pads.", minimum=1, later="limiting the requests of one step"
+        None, "Requests that one step computes together. Without it 128 on a CPU and 512 on a GPU.", minimum=1
+    )
+    queue_timeout: float = option(
+        0.0, "Seconds that a request may wait for its turn; then it is answered with 504. 0 is no limit.", minimum=0
+    )
+    request_timeout: float = option(
+        0.0,
+        "Seconds that a request may take, waiting included; then it ends with an error, which is 504 where nothing was"
+        " sent yet. 0 is no limit.",
+        minimum=0,
     )
     waiting_served_ratio: float = option(
         0.3,
@@ -206,6 +225,9 @@ class Requests(Options):
     max_top_n_tokens: int = option(5, "Most alternatives to list for each token.")
     max_client_batch_size: int = option(4, "Most prompts in one completions request.", minimum=1)
     max_image_fetch_size: int = option(1 << 30, "Largest image, in bytes, that is fetched for a prompt.")
+    max_image_bytes: int = option(1 << 24, "Largest image of a prompt, in bytes, sent or fetched.", minimum=1)
+    max_image_pixels: int = option(1 << 24, "Largest image of a prompt, in pixels.", minimum=1)
+    image_url_allow: tuple[str, ...] = option((), "Hosts to fetch images from; repeat it or separate by commas.")
     payload_limit: int = option(2_000_000, "Largest request body, in bytes.", minimum=1)
     validation_workers: int = option(2, "Threads that tokenize prompts.")
     enable_prefill_logprobs: bool = option(
@@ -230,6 +252,12 @@ class Http(Options):
 
     hostname: str = option("0.0.0.0", "Address to listen on. A name that is no address means 0.0.0.0, with a warning.")
     port: int = option(3000, "Port to listen on.", short="p", minimum=1, maximum=65535)
+    http_workers: int | None = option(
+        None,
+        "Processes that speak HTTP, tokenize and write text, beside the one that schedules. Without it half as many as"
+        " there are cores, and 8 at most.",
+        minimum=1,
+    )
     prometheus_port: int = option(
         9000, "Port for metrics.", maximum=65535, no_effect="Legato serves /metrics on the main port"
     )
@@ -283,14 +311,28 @@ class Rendezvous(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LauncherOptions(Model, Loading, Computing, Limits, Requests, Http, Logs, Rendezvous):
+class Pretending(Options):
+    """A shard without a model"""
+
+    fake: bool = option(
+        False,
+        "Make tokens up instead of computing them, to measure or test everything else. Reads the model's configuration"
+        " and tokenizer, no weights; without further options as fast as it can.",
+        env=None,
+    )
+    fake_step_ms: float = option(0.0, "Milliseconds that a step of a fake shard takes.", env=None, minimum=0)
+    fake_token_ms: float = option(
+        0.0, "Milliseconds that a fake shard takes besides for each token that the step computes.", env=None, minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherOptions(Model, Loading, Computing, Limits, Requests, Http, Logs, Rendezvous, Pretending):
     """Processes"""
 
-    sharded: bool | None = option(
-        None, "`true` splits the model over all devices, `false` uses one.", later="tensor parallelism", served=(False,)
-    )
+    sharded: bool | None = option(None, "`true` splits the model over all devices, `false` uses one.")
     num_shard: int | None = option(
-        None, "Devices to split the model over.", later="tensor parallelism", served=(1,), minimum=1
+        None, "Devices to split the model over. Without it all that are visible, or one.", minimum=1
     )
     shard_uds_path: str = option(
         "/tmp/text-generation-server", "Unix sockets of the shards, without the `-RANK` that ends each name."
@@ -308,7 +350,7 @@ class RouterOptions(Model, Limits, Requests, Http, Logs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(Model, Loading, Computing, Logs, Rendezvous):
+class ServerOptions(Model, Loading, Computing, Logs, Rendezvous, Pretending):
     """This shard"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
@@ -325,6 +367,12 @@ class DownloadOptions(Model, Logs):
     """Download"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
+
+    auto_convert: bool = option(
+        True,
+        "Write safetensors where a model has only PyTorch's pickles. Without it such a model is an error.",
+        env=None,
+    )
 
 
 PROGRAMS: dict[str, type[Options]] = {"launcher": LauncherOptions, "router": RouterOptions, "server": ServerOptions}

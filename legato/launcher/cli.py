@@ -103,14 +103,10 @@ async def _announce_shard(rank: int, path: str, start: float) -> None:
 
 
 def _num_shards(options: LauncherOptions) -> int:
-    """Shards to start; devices that this version cannot use are mentioned, not counted."""
-    if options.num_shard is not None or options.sharded is False:
-        return sizing.num_shards(options.sharded, options.num_shard, devices=None)
-    count = sizing.num_shards(options.sharded, None, sizing.num_devices(os.environ, sizing.installed_gpus))
-    if count > 1:
-        logger.warning("%d devices are visible; this version of Legato uses the first one", count)
-        return 1
-    return count
+    devices = None
+    if options.num_shard is None and options.sharded is not False:
+        devices = sizing.num_devices(os.environ, sizing.installed_gpus)
+    return sizing.num_shards(options.sharded, options.num_shard, devices)
 
 
 def _show_stderr(child: Child) -> None:

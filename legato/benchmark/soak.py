@@ -1,0 +1,120 @@
+"""A workload for minutes on end: what does a shard hold at the end that it did not hold once it had settled?"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from legato.common.errors import LegatoError
+
+MIB = 2**20
+# The first part of the time is not judged: caches fill, and graphs are captured for the sizes that come up.
+SETTLING = 0.25
+# What may come and go without being a leak: fragments of the allocators.
+TOLERANCE_SHARE, TOLERANCE_BYTES = 0.03, 64 * MIB
+
+
+class MemoryGrew(LegatoError):
+    """The shard holds more than it did."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes; None where nobody can tell."""
+
+    seconds: float
+    host: int | None  # resident memory of the shard's process
+    device: int | None  # all that is taken of the GPUs
+    blocks: int  # KV blocks that nobody gave back after the last request had ended
+
+
+@dataclass
+class Soak:
+    duration: float
+    usages: list[Usage] = field(default_factory=list)
+
+    @property
+    def start(self) -> Usage:
+        """Once it had settled. A single reading is both start and end."""
+        settled = [usage for usage in self.usages if usage.seconds >= SETTLING * self.duration]
+        return (settled or self.usages)[0]
+
+    @property
+    def end(self) -> Usage:
+        return self.usages[-1]
+
+    @property
+    def problems(self) -> list[str]:
+        found = []
+        for name in ("host", "device"):
+            before, after = getattr(self.start, name), getattr(self.end, name)
+            if before is not None and after is not None and after > before + tolerance(before):
+                found.append(f"{name} memory grew from {before // MIB} to {after // MIB} MiB")
+        if held := max(usage.blocks for usage in self.usages):
+            found.append(f"{held} KV blocks were never given back")
+        return found
+
+    def summary(self) -> str:
+        readings = [
+            f"{name} {_mib(getattr(self.start, name))} → {_mib(getattr(self.end, name))}" for name in ("host", "device")
+        ]
+        runs = len(self.usages)
+        return f"Soak: {runs} rounds in {self.end.seconds:.0f} s; {', '.join(readings)}; {self.end.blocks} blocks held."
+
+    def to_json(self) -> dict[str, Any]:
+        return {"duration": self.duration, "problems": self.problems, "usages": [asdict(each) for each in self.usages]}
+
+
+def tolerance(before: int) -> int:
+    return max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * before))
+
+
+async def soak(run_all: Callable[[], Awaitable[Sequence[int]]], duration: float, path: str) -> Soak:
+    """Repeat `run_all`, which tells how many blocks each of its runs has kept, until the time is over."""
+    started = time.perf_counter()
+    result = Soak(duration)
+    while not result.usages or result.end.seconds < duration:
+        held = sum(await run_all())
+        result.usages.append(
+            Usage(time.perf_counter() - started, resident_bytes(process_behind(path)), device_bytes(), held)
+        )
+    return result
+
+
+def process_behind(path: str) -> int | None:
+    """The process that listens on a unix socket."""
+    try:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(5)
+            peer.connect(path)
+            process: int = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            return process or None
+    except (OSError, AttributeError):
+        return None
+
+
+def resident_bytes(process: int | None) -> int | None:
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def device_bytes() -> int | None:
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        return sum(map(int, answer.split())) * MIB
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes // MIB:,} MiB"

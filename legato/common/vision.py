@@ -1,0 +1,117 @@
+"""How large a picture becomes for a model, and how many tokens that makes: arithmetic from width and height.
+
+The router counts with it, because a prompt's length must be known before anybody looks at a picture; the server cuts
+pictures by it. `image_rules` says which rules a model has, if it sees at all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from legato.common.errors import LegatoError, ModelFileError
+from legato.common.model_files import ModelFiles, read_json
+
+# What CLIP was trained with: the mean and the spread of each colour.
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+class UnfitImage(LegatoError):
+    """No model of this family takes pictures of this shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Colours:
+    """A colour from 0 to 255 becomes (colour * scale - mean) / std."""
+
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+
+    @classmethod
+    def of(cls, processor: dict[str, Any]) -> Colours:
+        return cls(
+            float(processor.get("rescale_factor") or 1 / 255),
+            tuple(map(float, processor.get("image_mean") or CLIP_MEAN)),
+            tuple(map(float, processor.get("image_std") or CLIP_STD)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class QwenRules:
+    """Qwen2-VL: a picture keeps its shape. Its sides become multiples of a cell, and each cell is one token."""
+
+    token_id: int
+    colours: Colours
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    patch: int = 14
+    merge: int = 2  # patches along each side of a cell
+    frames: int = 2  # a picture is a film of so many equal frames
+    # What stands for a picture in a prompt that has no chat template around it.
+    marker: str = "<|vision_start|><|image_pad|><|vision_end|>"
+    # Thinner ones would become a line of cells longer than any other picture.
+    most_elongated = 200
+
+    @classmethod
+    def of(cls, config: dict[str, Any], processor: dict[str, Any]) -> QwenRules:
+        size = processor.get("size") or {}
+        vision = config.get("vision_config") or {}
+        said = {
+            "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
+            "max_pixels": processor.get("max_pixels") or size.get("longest_edge"),
+            "patch": vision.get("patch_size"),
+            "merge": vision.get("spatial_merge_size"),
+            "frames": vision.get("temporal_patch_size"),
+        }
+        given = {name: int(value) for name, value in said.items() if value}
+        return cls(int(config.get("image_token_id", 151655)), Colours.of(processor), **given)
+
+    def resized(self, size: Size) -> Size:
+        """The nearest size in whole cells whose area is between the smallest and the largest."""
+        height, width, cell = size.height, size.width, self.patch * self.merge
+        if max(height, width) > self.most_elongated * min(height, width):
+            raise UnfitImage(f"one side is more than {self.most_elongated} times as long as the other")
+        tall, wide = round(height / cell) * cell, round(width / cell) * cell
+        if tall * wide > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            tall, wide = (max(cell, math.floor(side / shrink / cell) * cell) for side in (height, width))
+        elif tall * wide < self.min_pixels:
+            stretch = math.sqrt(self.min_pixels / (height * width))
+            tall, wide = (math.ceil(side * stretch / cell) * cell for side in (height, width))
+        return Size(tall, wide)
+
+    def shape(self, size: Size) -> Size:
+        """Of the picture in the language model: its cells."""
+        resized, cell = self.resized(size), self.patch * self.merge
+        return Size(resized.height // cell, resized.width // cell)
+
+    def num_tokens(self, size: Size) -> int:
+        shape = self.shape(size)
+        return shape.height * shape.width
+
+
+ImageRules = QwenRules
+
+
+def image_rules(files: ModelFiles) -> ImageRules | None:
+    """Those of the model, or None if it does not see."""
+    config = files.config()
+    family = {"qwen2_vl": QwenRules}.get(str(config.get("model_type")))
+    if family is None or files.weight_format != "safetensors":
+        return None
+    processor = read_json(files.path / "preprocessor_config.json", optional=True)
+    if not processor:
+        processor = read_json(files.path / "processor_config.json", optional=True).get("image_processor") or {}
+    try:
+        return family.of(config, processor)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelFileError(f"{files.path}: the description of the image processor makes no sense: {error}") from None

@@ -1,0 +1,88 @@
+"""`legato bench engine --duration`: it repeats, it reads, and growth is an error."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from legato.benchmark.engine import benchmark, summary, to_json
+from legato.benchmark.options import EngineOptions
+from legato.benchmark.shard import running
+from legato.benchmark.soak import MIB, Soak, Usage, process_behind, resident_bytes, soak
+from tests.benchmark.fake_shard import FakeService, listening
+
+
+def readings(*hosts: int, duration: float = 100.0, blocks: int = 0) -> Soak:
+    """Evenly over the time, in MiB."""
+    step = duration / len(hosts)
+    usages = [Usage((i + 1) * step, host * MIB, None, blocks) for i, host in enumerate(hosts)]
+    return Soak(duration, usages)
+
+
+def test_memory_that_stays_is_no_problem() -> None:
+    assert readings(1000, 1010, 1005, 1020).problems == []
+
+
+def test_memory_that_grows_is_one() -> None:
+    (problem,) = readings(1000, 1100, 1200, 1300).problems
+    assert problem == "host memory grew from 1000 to 1300 MiB"
+
+
+def test_what_grows_while_the_shard_settles_is_not_judged() -> None:
+    assert readings(400, 1000, 1000, 1000, 1000, 1000, 1000, 1000).problems == []
+
+
+def test_growth_within_the_tolerance_is_not_judged() -> None:
+    assert readings(100, 160).problems == []
+    assert readings(10_000, 10_000, 10_290).problems == []
+
+
+def test_a_block_that_is_never_given_back_is_a_problem() -> None:
+    assert readings(1, 1, blocks=3).problems == ["3 KV blocks were never given back"]
+
+
+def test_the_work_is_repeated_until_the_time_is_over(tmp_path: Path) -> None:
+    calls = 0
+
+    async def work() -> list[int]:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(0.02)
+        return [0, 0]
+
+    result = asyncio.run(soak(work, 0.1, str(tmp_path / "nobody")))
+    assert calls == len(result.usages) >= 3
+    assert result.end.seconds >= 0.1 and result.end.host is None
+
+
+def test_the_process_behind_a_socket_is_found(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        assert process_behind(str(tmp_path / "socket")) == os.getpid()
+    assert (resident_bytes(os.getpid()) or 0) > MIB
+
+
+def test_a_soak_of_a_shard_reports_every_round(tmp_path: Path) -> None:
+    service = FakeService(f"{tmp_path}/shard-0")
+    options = EngineOptions(scale=64, duration=1, max_rows=8, max_total_tokens=64, step_tokens=32)
+
+    async def conversation():  # type: ignore[no-untyped-def]
+        async with listening(service):
+            return await benchmark(options, ["G4"], running(service.path), started=0.0)
+
+    results = asyncio.run(conversation())
+    assert results.soak is not None and results.soak.problems == []
+    assert len(results.workloads[0].runs) == len(results.soak.usages) > 1
+    assert "Soak:" in summary(results)
+    assert to_json({}, options, results)["soak"]["usages"][0]["blocks"] == 0
+
+
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_the_worst_round_counts_for_blocks(blocks: int) -> None:
+    soaked = Soak(1.0, [Usage(0.5, None, None, blocks), Usage(1.0, None, None, 0)])
+    assert bool(soaked.problems) == bool(blocks)
