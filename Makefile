@@ -72,7 +72,8 @@ faults: setup ## the fault tests with as many cases as they are meant to have
 # Without a device these tests would skip or interpret, and look green.
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch finds no CUDA device')"
-	$(BIN)/pytest tests/kernels tests/sampling -m ""
+	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
+		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py tests/models/test_bf16_on_gpu.py
 
 chaos: setup ## ten thousand clients that hang up at random times
 	LEGATO_DISCONNECTS=10000 $(BIN)/pytest tests/integration/test_workers.py -k disconnects
@@ -86,6 +87,7 @@ proto: setup ## regenerate the stubs from the .proto files
 docs: setup ## regenerate the reference pages
 	$(BIN)/legato options > docs/launcher.md
 	$(BIN)/legato api > docs/api.md
+	$(BIN)/legato models > docs/models.md
 
 bench: setup ## measure the engine with the default model (SCALE=1 for large machines)
 	mkdir -p $(dir $(BENCH_RESULT))

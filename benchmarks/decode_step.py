@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ from legato.kernels.sample import greedy_sample
 from legato.kernels.small_linear import small_linear
 
 NUM_LAYERS = 32
+Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -65,37 +67,25 @@ class DecodeStep:
         rotary_and_store(qkv, self.positions, self.angles, kv.k_cache, kv.v_cache, self.slots)
         return decode_attention(qkv.view(qkv.shape[0], -1, HEAD_DIM)[:, :HEADS], kv, SCORING).flatten(1)
 
-    def fused(self) -> Tensor:
-        """Six launches a layer. Returns the logits, which keep more of an error than tokens do."""
-        x = self.x
-        for layer, kv in zip(self.layers, self.caches, strict=True):
-            qkv = small_linear(x, layer.qkv, norm_weight=layer.norms[0], eps=EPS)
-            x = small_linear(self.attend(qkv, kv), layer.output, residual=x)
-            gated = small_linear(x, layer.gate_up, norm_weight=layer.norms[1], eps=EPS, activation="silu")
-            x = small_linear(gated, layer.down, residual=x)
-        logits = small_linear(x, self.head, norm_weight=self.norm, eps=EPS)
-        greedy_sample(logits)
-        return logits
-
-    def apart(self) -> Tensor:
-        """Nine launches a layer, the products through cuBLAS."""
+    def run(self, linear: Linear) -> Tensor:
+        """Nine launches a layer. Returns the logits, which keep more of an error than tokens do."""
         x, total = torch.zeros_like(self.x), self.x.clone()
         for layer, kv in zip(self.layers, self.caches, strict=True):
             x, total = add_rms_norm(x, total, layer.norms[0], EPS, inplace=True)
-            x = F.linear(self.attend(F.linear(x, layer.qkv), kv), layer.output)
+            x = linear(self.attend(linear(x, layer.qkv), kv), layer.output)
             x, total = add_rms_norm(x, total, layer.norms[1], EPS, inplace=True)
-            x = F.linear(silu_and_mul(F.linear(x, layer.gate_up)), layer.down)
-        logits = F.linear(rms_norm(x + total, self.norm, EPS), self.head)
+            x = linear(silu_and_mul(linear(x, layer.gate_up)), layer.down)
+        logits = linear(rms_norm(x + total, self.norm, EPS), self.head)
         greedy_sample(logits)
         return logits
 
     def error(self) -> float:
-        """Between the two ways through; NaN if overlapping launches change a single bit."""
-        logits = self.fused().clone()
+        """Between the two products; NaN if overlapping launches change a single bit."""
+        logits = self.run(small_linear).clone()
         overlap.OVERLAP_LAUNCHES = True
-        same = all(torch.equal(logits, self.fused()) for _ in range(5))
+        same = all(torch.equal(logits, self.run(small_linear)) for _ in range(5))
         overlap.OVERLAP_LAUNCHES = False
-        return distance(logits, self.apart().double()) if same else float("nan")
+        return distance(logits, self.run(F.linear).double()) if same else float("nan")
 
 
 def step_cases() -> Iterator[Case]:
@@ -113,10 +103,10 @@ def step_cases() -> Iterator[Case]:
     weights = 2 * (NUM_LAYERS * HIDDEN * (QKV + HIDDEN + 3 * INNER) + VOCAB * HIDDEN)
     for batch, context in ((1, 256), (8, 256), (64, 256), (256, 256)):
         step = DecodeStep(layers, head, batch, context)
-        ways = {"cuBLAS": step.apart} if batch > 8 else {"fused": step.fused, "cuBLAS": step.apart}
+        products: dict[str, Linear] = {"small_linear": small_linear} if batch <= 8 else {}
         variants = [
-            Variant(f"{name}, overlapping launches" if overlapping else name, [way], overlapping)
-            for name, way in ways.items()
+            Variant(f"{name}, overlapping launches" if overlapping else name, [partial(step.run, linear)], overlapping)
+            for name, linear in (products | {"cuBLAS": F.linear}).items()
             for overlapping in (False, True)
         ]
         yield Case(

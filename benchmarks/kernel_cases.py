@@ -22,7 +22,7 @@ from legato.kernels.chunk_attention import ChunkConfig, chunk_attention
 from legato.kernels.decode_attention import DecodeConfig, decode_attention
 from legato.kernels.paged_kv import PagedKV, Scoring, ragged_attention_torch
 from legato.kernels.prompt_attention import prompt_attention
-from legato.kernels.small_linear import LinearConfig, _small_linear_torch, small_linear
+from legato.kernels.small_linear import LinearConfig, small_linear
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 128256, 16
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -282,8 +282,6 @@ def linear_cases() -> Iterator[Case]:
         weights = randn(num_sets(2 * out_features * in_features), out_features, in_features)
         for rows in (1, 4, 8):
             yield linear_case(name, randn(rows, in_features), weights)
-        if name == "gate_up":
-            yield gated_case(randn(1, HIDDEN), weights)
 
 
 def linear_case(name: str, x: Tensor, weights: Tensor) -> Case:
@@ -314,28 +312,3 @@ def linear_candidates(num_rows: int) -> list[LinearConfig]:
     vectors = [LinearConfig(rows, *block) for rows, block in product((2, 4, 8), blocks)]
     splits = [LinearConfig(rows, 1024, 4, split_k=split) for rows, split in product((4, 8), (2, 4))]
     return [*vectors, *splits, *dots[1::6]]
-
-
-def gated_case(x: Tensor, weights: Tensor) -> Case:
-    """Norm, product and gate in one launch, against three."""
-    norm_weight = randn(HIDDEN)
-
-    def fused(weight: Tensor, config: LinearConfig | None = None) -> Tensor:
-        return small_linear(x, weight, norm_weight=norm_weight, eps=EPS, activation="silu", config=config)
-
-    def apart(weight: Tensor) -> Tensor:
-        return activation.silu_and_mul(F.linear(norm.rms_norm(x, norm_weight, EPS), weight))
-
-    def error() -> float:
-        wide = [tensor.double() for tensor in (x, weights[0], norm_weight)]
-        return distance(fused(weights[0]), _small_linear_torch(wide[0], wide[1], None, wide[2], EPS, "silu", None))
-
-    candidates = [config for config in linear_candidates(1) if config.split_k == 1]
-    return Case(
-        "small_linear",
-        "norm, gate_up, silu, 1 row",
-        [each("legato", fused, weights), each("three launches", apart, weights)],
-        error,
-        bytes=weights[0].nbytes,
-        sweep=[each(config, partial(fused, config=config), weights) for config in candidates],
-    )

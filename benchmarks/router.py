@@ -33,6 +33,8 @@ SCRIPTS = Path(sys.executable).parent
 START_PATIENCE = 60.0
 STREAMS, NEW_TOKENS = 64, 256
 MANY, MANY_TOKENS = 2000, 1000
+# All of them in every step: 20,000 tokens a second.
+PACED_TOKENS, PACED_STEP_MS = 200, 100
 SLOW, BYTES_PER_SECOND = 100, 1
 
 
@@ -65,12 +67,14 @@ def started(port: int, *words: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
-def router(max_requests: int, workers: int | None, model: str | None) -> Iterator[tuple[int, psutil.Process]]:
+def router(
+    max_requests: int, workers: int | None, model: str | None, *extra: str
+) -> Iterator[tuple[int, psutil.Process]]:
     """A launcher with a fake shard; the port, and the router's first process."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--port={port}", "--hostname=127.0.0.1", f"--shard-uds-path={folder}/shard", "--fake"]
-        words += [f"--max-concurrent-requests={max_requests}", "--logger-level=warn"]
+        words += [f"--max-concurrent-requests={max_requests}", "--logger-level=warn", *extra]
         words += [f"--http-workers={workers}"] if workers else []
         words += [f"--model-id={model}"] if model else []
         with started(port, str(SCRIPTS / "text-generation-launcher"), *words) as launcher:
@@ -130,11 +134,22 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def many(options: argparse.Namespace) -> dict[str, Any]:
+    """As fast as the cores allow: the shard never waits, most streams do."""
+    return _many(options, MANY_TOKENS)
+
+
+def paced(options: argparse.Namespace) -> dict[str, Any]:
+    """All streams at once in every step, at the pace of a device."""
+    pace = (f"--max-batch-size={MANY}", f"--fake-step-ms={PACED_STEP_MS}")
+    return {"step_ms": PACED_STEP_MS, **_many(options, PACED_TOKENS, *pace)}
+
+
+def _many(options: argparse.Namespace, num_tokens: int, *extra: str) -> dict[str, Any]:
     with (
-        router(MANY + 10, options.http_workers, options.model_id) as (port, process),
+        router(MANY + 10, options.http_workers, options.model_id, *extra) as (port, process),
         watching(lambda: probe_health(port)) as probes,
     ):
-        load = Load(port, MANY, lambda number: generate_stream(f"stream {number}", MANY_TOKENS), once=True)
+        load = Load(port, MANY, lambda number: generate_stream(f"stream {number}", num_tokens), once=True)
         num_answers, megabytes, started_at = 0, 0.0, time.perf_counter()
         while load.num_open and time.perf_counter() < started_at + 120:
             num_answers += load.run(0.5).num_answers
@@ -143,10 +158,10 @@ def many(options: argparse.Namespace) -> dict[str, Any]:
         load.close()
     return {
         "streams": MANY,
-        "new_tokens": MANY_TOKENS,
+        "new_tokens": num_tokens,
         "answered": num_answers,
         "seconds": round(seconds, 1),
-        "tokens_per_second": round(num_answers * MANY_TOKENS / seconds),
+        "tokens_per_second": round(num_answers * num_tokens / seconds),
         "router_megabytes": round(megabytes),
         "health_ms": {**gaps_of(probes), "max": round(max(probes) * 1000, 1), "num": len(probes)},
     }
@@ -230,7 +245,7 @@ def read_slowly(port: int) -> Iterator[float]:
             time.sleep(1 / SLOW)
 
 
-SCENARIOS = {"throughput": throughput, "many": many, "slow": slow}
+SCENARIOS = {"throughput": throughput, "many": many, "paced": paced, "slow": slow}
 
 
 def main() -> None:

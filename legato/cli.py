@@ -62,6 +62,14 @@ def api() -> None:
     click.echo(reference_page(), nl=False)
 
 
+@legato.command()
+def models() -> None:
+    """Print the reference page of the models, in Markdown."""
+    from legato.models.catalogue import reference_page
+
+    click.echo(reference_page(), nl=False)
+
+
 def main() -> None:
     sys.exit(run_program(legato))
 

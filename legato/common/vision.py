@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from legato.common.errors import LegatoError, ModelFileError
 from legato.common.model_files import ModelFiles, read_json
@@ -16,6 +16,8 @@ from legato.common.model_files import ModelFiles, read_json
 # What CLIP was trained with: the mean and the spread of each colour.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+# Height and width of LLaVA-NeXT's formats, where config.json does not say.
+LLAVA_FORMATS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 
 
 class UnfitImage(LegatoError):
@@ -57,9 +59,9 @@ class QwenRules:
     merge: int = 2  # patches along each side of a cell
     frames: int = 2  # a picture is a film of so many equal frames
     # What stands for a picture in a prompt that has no chat template around it.
-    marker: str = "<|vision_start|><|image_pad|><|vision_end|>"
+    marker: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
     # Thinner ones would become a line of cells longer than any other picture.
-    most_elongated = 200
+    most_elongated: ClassVar[int] = 200
 
     @classmethod
     def of(cls, config: dict[str, Any], processor: dict[str, Any]) -> QwenRules:
@@ -98,15 +100,85 @@ class QwenRules:
         shape = self.shape(size)
         return shape.height * shape.width
 
+    def largest(self, max_tokens: int) -> Size:
+        """Shape of the largest picture that fits into so many tokens, more or less."""
+        side = math.isqrt(min(max_tokens, self.max_pixels // (self.patch * self.merge) ** 2))
+        return Size(side, side)
 
-ImageRules = QwenRules
+
+@dataclass(frozen=True, slots=True)
+class LlavaNextRules:
+    """LLaVA-NeXT: a picture is fitted into the best of a few formats, which are made of square tiles."""
+
+    token_id: int
+    colours: Colours
+    formats: tuple[Size, ...]
+    tile: int = 336
+    patch: int = 14
+    marker: ClassVar[str] = "<image>"
+
+    @classmethod
+    def of(cls, config: dict[str, Any], processor: dict[str, Any]) -> LlavaNextRules:
+        vision = config.get("vision_config") or {}
+        formats = config.get("image_grid_pinpoints") or LLAVA_FORMATS
+        said = {"tile": vision.get("image_size"), "patch": vision.get("patch_size")}
+        return cls(
+            int(config.get("image_token_index", config.get("image_token_id", 32000))),
+            Colours.of(processor),
+            tuple(Size(int(height), int(width)) for height, width in formats),
+            **{name: int(value) for name, value in said.items() if value},
+        )
+
+    def best(self, size: Size) -> Size:
+        """The format that shows most of a picture's pixels, and of equals the one with the least waste."""
+
+        def worth(form: Size) -> tuple[int, int]:
+            scale = min(form.width / size.width, form.height / size.height)
+            shown = min(int(size.width * scale) * int(size.height * scale), size.width * size.height)
+            return shown, shown - form.width * form.height
+
+        return max(self.formats, key=worth)
+
+    def resized(self, size: Size) -> Size:
+        """What a picture becomes inside its format; the rest is padding."""
+        form = self.best(size)
+        across, down = form.width / size.width, form.height / size.height
+        if across < down:
+            return Size(min(math.ceil(size.height * across), form.height), form.width)
+        return Size(form.height, min(math.ceil(size.width * down), form.width))
+
+    def padding(self, size: Size) -> tuple[int, int]:
+        """Rows and columns of patches, on either side, that are left out because they show nothing."""
+        form = self.best(size)
+        rows, columns = form.height // self.patch, form.width // self.patch
+        if size.width / size.height > columns / rows:
+            return (rows - int(round(size.height * (columns / size.width), 7))) // 2, 0
+        return 0, (columns - int(round(size.width * (rows / size.height), 7))) // 2
+
+    def shape(self, size: Size) -> Size:
+        return size
+
+    def num_tokens(self, size: Size) -> int:
+        form, (top, left) = self.best(size), self.padding(size)
+        rows, columns = form.height // self.patch - 2 * top, form.width // self.patch - 2 * left
+        return (self.tile // self.patch) ** 2 + rows * (columns + 1)
+
+    def largest(self, max_tokens: int) -> Size:
+        """One that fills the largest format; there is none much smaller."""
+        return max(self.formats, key=lambda form: form.height * form.width)
+
+
+ImageRules = QwenRules | LlavaNextRules
 
 
 def image_rules(files: ModelFiles) -> ImageRules | None:
     """Those of the model, or None if it does not see."""
+    if files.weight_format != "safetensors":
+        return None  # GGUF files have no eyes: theirs are in a second file
     config = files.config()
-    family = {"qwen2_vl": QwenRules}.get(str(config.get("model_type")))
-    if family is None or files.weight_format != "safetensors":
+    families: dict[str, type[QwenRules] | type[LlavaNextRules]] = {"qwen2_vl": QwenRules, "llava_next": LlavaNextRules}
+    family = families.get(str(config.get("model_type")))
+    if family is None:
         return None
     processor = read_json(files.path / "preprocessor_config.json", optional=True)
     if not processor:

@@ -7,12 +7,13 @@ what it does not count is watched by the process that checks grammars first (`ch
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits
 
 from legato.grammar.errors import GrammarError, TooComplex, from_message
-from legato.grammar.kinds import Grammar, GrammarKind
+from legato.grammar.kinds import EMBEDDED_SCHEMA, Grammar, GrammarKind
 from legato.grammar.vocabulary import TokenTrie
 
 # Bytes of a grammar's text. The largest schemas in use are a tenth of that.
@@ -20,6 +21,13 @@ MAX_BYTES: Final = 256 << 10
 # Models that run out of ideas write white space, too; JSON never needs this much in one place.
 JSON_OPTIONS: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}"}
 _ANY_OBJECT: Final = '{"type":"object"}'
+_OPTIONS: Final = "x-guidance"
+# In a Lark grammar: comments, strings and regular expressions, in which anything may stand, and what begins a schema.
+# Those that lack their end are matched, too: else the search would begin anew at every escaped quote.
+_LARK_TOKEN: Final = re.compile(
+    rf'(?://|#)[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])+/?|(?P<schema>{EMBEDDED_SCHEMA}\s*(?={{))'
+)
+_DECODER: Final = json.JSONDecoder()
 
 LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=500_000,  # some 10 ms
@@ -50,7 +58,7 @@ def source(grammar: Grammar) -> str:
     if grammar.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(_complete_regex(grammar.value))
     # As a list with one grammar: text that happens to begin with a brace would be taken for such a list itself.
-    lark = _alternatives(grammar.value) if grammar.kind is GrammarKind.CHOICE else grammar.value
+    lark = _alternatives(grammar.value) if grammar.kind is GrammarKind.CHOICE else _with_options(grammar.value)
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
@@ -70,9 +78,9 @@ def lenient(grammar: Grammar) -> Grammar:
     schema = _parse(grammar.value)
     if not isinstance(schema, dict):
         return grammar
-    options = schema.get("x-guidance")
+    options = schema.get(_OPTIONS)
     options = {**(options if isinstance(options, dict) else {}), "lenient": True}
-    return Grammar(grammar.kind, json.dumps({**schema, "x-guidance": options}))
+    return Grammar(grammar.kind, json.dumps({**schema, _OPTIONS: options}))
 
 
 def _schema_source(text: str) -> str:
@@ -99,6 +107,26 @@ def _alternatives(text: str) -> str:
         raise GrammarError("a choice must be a list of at least one string")
     # One terminal, in upper case: a rule of its own for each would make the parser try them one by one.
     return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
+
+
+def _with_options(lark: str) -> str:
+    """llguidance has no default options for the schemas in a Lark grammar, so they are written into each, unless its
+    author did so. What is no JSON is left for llguidance to complain about."""
+    parts, place = [], 0
+    while (found := _LARK_TOKEN.search(lark, place)) is not None:
+        parts.append(lark[place : found.end()])
+        place = found.end()
+        if found["schema"]:
+            try:
+                schema, end = _DECODER.raw_decode(lark, place)
+            except (ValueError, RecursionError):
+                continue
+            if _OPTIONS not in schema:
+                parts.append(f'{{"{_OPTIONS}": {json.dumps(JSON_OPTIONS)}' + (", " if schema else ""))
+                place += 1
+            parts.append(lark[place:end])
+            place = end
+    return "".join([*parts, lark[place:]])
 
 
 def _parse(text: str) -> Any:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
+
+# What stands before a schema in a Lark grammar.
+EMBEDDED_SCHEMA: Final = "%json"
 
 
 class GrammarKind(Enum):
@@ -24,5 +28,8 @@ class Grammar:
     value: str = ""
 
     @property
-    def is_json(self) -> bool:
+    def has_json(self) -> bool:
+        """Whether the text is JSON or has some in it, the numbers of which must end."""
+        if self.kind is GrammarKind.LARK:
+            return EMBEDDED_SCHEMA in self.value
         return self.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)

@@ -16,9 +16,9 @@ from legato.grammar.vocabulary import Bitmask, TokenTrie
 class Matcher:
     """One text. Not for two threads at once. An error is for ever: the text cannot go on."""
 
-    def __init__(self, compiled: LLMatcher, *, is_json: bool) -> None:
+    def __init__(self, compiled: LLMatcher, *, has_json: bool) -> None:
         self.position = compiled.deep_copy()
-        self.digit_count = DigitCount() if is_json else None
+        self.digit_count = DigitCount() if has_json else None
         self.error: str | None = None
         # What may come next; written by `fill_masks`.
         self.mask: Bitmask | None = None

@@ -16,7 +16,10 @@ _OTHER_NUMBER_PARTS = frozenset(b"+-.eE")
 
 
 class DigitCount:
-    """Follows a JSON text and counts the digits of the number at its end."""
+    """Follows a JSON text and counts the digits of the number at its end.
+
+    Text around the JSON, as a Lark grammar may have it, is read as if it were JSON.
+    """
 
     def __init__(self) -> None:
         self.digits = 0

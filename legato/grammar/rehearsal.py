@@ -22,7 +22,7 @@ _STEPS: Final = 16
 def rehearse(grammar: Grammar, trie: TokenTrie, writer: MaskWriter) -> list[str]:
     """Raises GrammarError, or returns what a lenient reading of the schema leaves out."""
     compiled = compile_grammar(grammar, trie)
-    matcher = Matcher(compiled, is_json=grammar.is_json)
+    matcher = Matcher(compiled, has_json=grammar.has_json)
     for _ in range(_STEPS):
         writer.fill_masks([matcher])
         if matcher.error is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, padded, runs_triton, tl, widened
 from legato.kernels.overlap import launch_options, wait_for_previous
-from legato.kernels.small_linear import _multiply_vector
+from legato.kernels.small_linear import multiply_vector
 
 # Rows that a program of the grouping looks at in one go.
 GROUPING_BLOCK = 1024
@@ -203,7 +203,7 @@ def _single_token_kernel(
     # Beyond the last feature the last is computed again, which spares the loads a mask.
     matrix = weight + (expert * WIDTH + tl.minimum(feature, WIDTH - 1)) * IN_FEATURES
     vector = x + row // SHARE * x_stride
-    product = _multiply_vector(vector, matrix, None, 0.0, 0, IN_FEATURES, IN_FEATURES, BLOCK_K, False)
+    product = multiply_vector(vector, matrix, 0, IN_FEATURES, IN_FEATURES, BLOCK_K, False)
     if scale is not None:
         product *= tl.load(scale + row).to(tl.float32)
     pointers = out + row * WIDTH + feature[:, None]

@@ -159,7 +159,8 @@ class Supervisor:
         asked.cancel()
         if self.stopping.is_set():
             return None
-        return next(child for child in children if not child.is_running)
+        # Of several one that was killed: shards that lose another end on their own, but not by a signal.
+        return min((child for child in children if not child.is_running), key=lambda child: child.exited.result() >= 0)
 
     async def stop(self, *children: Child, grace: float) -> None:
         """End the children: they get `grace` seconds to do it themselves."""

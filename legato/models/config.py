@@ -17,7 +17,11 @@ _GEMMA3 = dict(
     vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131_072
 )
 # Sizes that a config.json leaves out where they are those that transformers knows by heart.
-LEFT_OUT: dict[str, dict[str, Any]] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
+_LLAVA_NEXT = dict(
+    hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32064,
+    max_position_embeddings=4096,
+)  # fmt: skip
+LEFT_OUT: dict[str, dict[str, Any]] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3, "llava_next": _LLAVA_NEXT}
 
 
 @dataclass(frozen=True, slots=True)

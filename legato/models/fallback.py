@@ -30,6 +30,7 @@ from legato.layers.kv_cache import KVCache, KVShape
 from legato.layers.shard import Heads, Shard
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
+from legato.models.registry import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +275,7 @@ def _config(files: ModelFiles, trust_remote_code: bool) -> Any:
                 f"model_type '{kind}' is not supported without the Python code that comes with the model; "
                 "--trust-remote-code runs it"
             )
-        raise UnsupportedModel(f"model_type '{kind}' is not supported, nor known to transformers")
+        raise _unsupported(kind, "transformers does not know it either")
     with _naming(kind):
         return transformers.AutoConfig.from_pretrained(
             files.path, trust_remote_code=trust_remote_code, local_files_only=True
@@ -325,11 +326,14 @@ def _naming(model_type: str) -> Iterator[None]:
     try:
         yield
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"model_type '{model_type}' cannot run through transformers: {error}") from None
+        raise _unsupported(model_type, f"transformers has it, but {error}") from None
     except (ModelFileError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        raise UnsupportedModel(
-            f"model_type '{model_type}' cannot run through transformers: {type(error).__name__}: {reason}"
-        ) from None
+        raise _unsupported(model_type, f"transformers fails with {type(error).__name__}: {reason}") from None
+
+
+def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
+    known = ", ".join(sorted(ARCHITECTURES))
+    return UnsupportedModel(f"model_type '{model_type}' is not supported: {reason}. Supported: {known}")

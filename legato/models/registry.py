@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "gptj": "legato.models.gptj:GPTJ",
     "granite": "legato.models.granite:Granite",
     "llama": "legato.models.llama:Llama",
+    "llava_next": "legato.models.llava_next:LlavaNext",
     "mistral": "legato.models.mistral:Mistral",
     "mixtral": "legato.models.mixtral:Mixtral",
     "mpt": "legato.models.mpt:MPT",

@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint come from. One class per file format; GGUF has a file of its own."""
+"""Where the bytes of a checkpoint come from, and how they get to a GPU. GGUF files have a module of their own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from legato.common.errors import ModelFileError
+
+# Two of them are on the way at once: enough that neither side waits, and little beside any model.
+STAGED_BYTES = 64 << 20
+# Below this one copy is sooner done than two.
+DIRECT_BYTES = 1 << 20
 
 
 class TensorSource(Protocol):
@@ -63,3 +68,50 @@ class SafetensorsSource:
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"{file}: tensor {name} cannot be read: {error}") from None
         return tensor
+
+
+class Staging:
+    """Copies to a device through two pinned buffers: one is filled while the other one is sent.
+
+    Straight from a mapped file the driver would fault in the pages one by one, in one thread, and the bus would wait.
+    Into a buffer torch copies with all its threads, and the bus runs at its own speed beside them.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = STAGED_BYTES) -> None:
+        self.device = device
+        self._num_bytes = num_bytes
+        self._buffers: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []  # made for the first tensor
+        self._turn = 0
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device. It may be gone from the host as soon as this returns."""
+        if self.device.type == "cpu" or tensor.nbytes < DIRECT_BYTES:
+            return tensor.to(self.device)
+        return self.staged(tensor)
+
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        source = tensor.contiguous().view(-1).view(torch.uint8)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        pieces = zip(
+            source.split(self._num_bytes), target.view(-1).view(torch.uint8).split(self._num_bytes), strict=True
+        )
+        for there, here in pieces:
+            buffer, sent = self._next_buffer()
+            staged = buffer[: there.numel()].copy_(there)
+            here.copy_(staged, non_blocking=True)
+            if sent is not None:
+                sent.record()
+        return target
+
+    def _next_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """The one that was used longer ago, once it has been sent."""
+        is_cuda = self.device.type == "cuda"
+        if not self._buffers:
+            for _ in range(2):
+                buffer = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+                self._buffers.append((buffer, torch.cuda.Event() if is_cuda else None))
+        self._turn = 1 - self._turn
+        buffer, sent = self._buffers[self._turn]
+        if sent is not None:
+            sent.synchronize()
+        return buffer, sent

@@ -30,7 +30,7 @@ from legato.common.errors import ModelFileError
 from legato.layers.linear import Embedding, Head, Linear, RowLinear
 from legato.layers.norm import LayerNorm
 from legato.layers.shard import Heads, Shard
-from legato.models.sources import TensorSource
+from legato.models.sources import Staging, TensorSource
 from legato.quantization.base import Weight
 from legato.quantization.dense import dense_weight
 
@@ -71,6 +71,7 @@ class Weights:
         self._names = source.names()
         self._unused = set(self._names)
         self._progress = progress
+        self._staging = Staging(device)
         self._total = source.nbytes() // self.shard.world_size
         self._read_bytes = 0
 
@@ -103,7 +104,7 @@ class Weights:
         self._read_bytes += raw.nbytes
         if self._progress is not None:
             self._progress(self._read_bytes, self._total)
-        return raw.to(device=self.device, dtype=dtype or self.dtype)
+        return self._staging.copy(raw).to(dtype or self.dtype)
 
     def _read(
         self, name: str, shape: tuple[int, ...], cut: Mapping[int, Ranges], index: tuple[slice, ...] = ()

@@ -74,7 +74,8 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
     sizes = step_sizes(info.device_type, options.max_batch_prefill_tokens)
     rows = min(options.max_batch_size or sizes.max_rows, options.max_concurrent_requests)
     step_tokens, longest_input = sizes.max_tokens, None
-    if not info.support_chunking:
+    start = info.decoder_start_token_id if info.HasField("decoder_start_token_id") else None
+    if start is not None:
         prompt_tokens = whole_prompt_tokens(sizes, options)
         # Beside everybody's decodes: a prompt that cannot be cut would wait for ever for a step with room for it.
         step_tokens, longest_input = prompt_tokens + rows, prompt_tokens - 1
@@ -96,7 +97,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             mixed_step_time=sizes.mixed_time,
             queue_timeout=options.queue_timeout,
             request_timeout=options.request_timeout,
-            decoder_start_token_id=info.decoder_start_token_id if info.HasField("decoder_start_token_id") else None,
+            decoder_start_token_id=start,
         )
     )
     limits = Limits(
@@ -106,6 +107,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
         vocab_size=info.vocab_size,
         block_size=info.block_size,
         eos_token_ids=eos,
+        has_encoder=start is not None,
     )
     logger.info(
         "Connected to the shards",

@@ -174,7 +174,7 @@ class Inference:
     def stream(self, request: ValidRequest, seed: int, tenant: str) -> Stream:
         transcript = Transcript(
             self.vocabulary,
-            request.input_ids,
+            () if self.backend.limits.has_encoder else request.input_ids,
             request.stop,
             include_stop=request.include_stop,
             min_tokens=request.sampling.min_new_tokens,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
@@ -15,6 +16,8 @@ import msgspec
 M = TypeVar("M")
 
 _HEAD = 4
+# Of the event loop, that may be spent on messages before it is somebody else's.
+TURN_SECONDS = 0.002
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -34,6 +37,8 @@ class Link(asyncio.Protocol, Generic[M]):
         self._transport: asyncio.Transport | None = None
         self._outbox: list[msgspec.Struct] = []
         self._received = bytearray()
+        self._handled = 0  # bytes of it
+        self._resting = False
 
     async def open(self, connection: socket.socket) -> None:
         """The connection is ours from here on."""
@@ -64,21 +69,40 @@ class Link(asyncio.Protocol, Generic[M]):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        received = self._received
-        received += data
-        start = 0
-        while len(received) >= (begin := start + _HEAD):
-            end = begin + int.from_bytes(received[start:begin])
-            if end > len(received):
-                break
-            for message in self._decoder.decode(bytes(received[begin:end])):
-                self._on_message(message)
-            start = end
-        del received[:start]
+        self._received += data
+        if not self._resting:
+            self._work(TURN_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._work(float("inf"))
         self._on_lost()
+
+    def _work(self, seconds: float) -> None:
+        """Handle what has arrived, for so long; the rest when everybody else had a turn.
+
+        A socket's buffer holds dozens of steps. Whoever asks for our health would wait for the tokens of all of them.
+        """
+        self._resting = False
+        deadline = time.perf_counter() + seconds
+        while (frame := self._next_frame()) is not None:
+            for message in self._decoder.decode(frame):
+                self._on_message(message)
+            if time.perf_counter() > deadline:
+                self._resting = True
+                self._loop.call_soon(self._work, seconds)
+                return
+
+    def _next_frame(self) -> bytes | None:
+        received, begin = self._received, self._handled + _HEAD
+        if len(received) >= begin:
+            end = begin + int.from_bytes(received[self._handled : begin])
+            if end <= len(received):
+                self._handled = end
+                return bytes(received[begin:end])
+        del received[: self._handled]
+        self._handled = 0
+        return None
 
 
 def decoder_for(kind: Any) -> msgspec.msgpack.Decoder[Any]:

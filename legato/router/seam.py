@@ -19,6 +19,8 @@ class Limits:
     vocab_size: int
     block_size: int = 16
     eos_token_ids: frozenset[int] = frozenset()
+    # An encoder reads the prompt: the answer is a text of its own, not the prompt's continuation.
+    has_encoder: bool = False
 
 
 class Sink(Protocol):

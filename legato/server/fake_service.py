@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,24 +16,21 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
-from grpc_reflection.v1alpha import reflection
 
-from legato.common.errors import EndpointInUse, ModelFileError
+from legato.common.errors import ModelFileError
 from legato.common.milestones import WARM
 from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
-from legato.common.sockets import claim_socket, remove_socket
 from legato.grammar.wire import from_pb
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.fake import BrokenContract, FakeEngine, FakeLimits
-from legato.server.interceptor import ExceptionInterceptor, RequestRefused
+from legato.server.interceptor import RequestRefused
+from legato.server.listening import serve, socket_paths, socket_urls
 
 logger = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-FLAG = "--uds-path"
-UNLIMITED_MESSAGES = [("grpc.max_send_message_length", 2**31 - 1), ("grpc.max_receive_message_length", 2**31 - 1)]
 DEFAULT_ROWS = 128
 DEFAULT_POSITIONS = 2048
 RESERVED_BLOCKS = 1
@@ -247,38 +242,7 @@ def _only_steps(method: str) -> RequestRefused:
 
 
 def run(files: ModelFiles, options: ServerOptions) -> None:
-    paths = [os.path.abspath(f"{options.uds_path}-{rank}") for rank in range(options.world_size)]
     cost = StepCost(options.fake_step_ms / 1e3, options.fake_token_ms / 1e3)
-    urls = [f"unix://{path}" for path in paths]
-    service = FakeService(FakeModel.read(files), urls, cost, options.block_size, options.prefix_caching)
-    asyncio.run(serve(service, paths[options.rank]))
-
-
-async def serve(service: FakeService, path: str) -> None:
-    server = await listen(service, path)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stopping.set)
-    logger.info("Fake server started", extra={"fields": {"socket": path}})
-    await stopping.wait()
-    await service.stop()
-    await server.stop(grace=1.0)
-    remove_socket(path, FLAG)
-
-
-async def listen(service: FakeService, path: str) -> grpc.aio.Server:
-    server = grpc.aio.server(interceptors=[ExceptionInterceptor()], options=UNLIMITED_MESSAGES)
-    pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
-    name = pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
-    reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
-    claim_socket(path, FLAG)
-    old_mask = os.umask(0o177)
-    try:
-        server.add_insecure_port(f"unix://{path}")
-        await server.start()
-    except RuntimeError:
-        raise EndpointInUse(f"{FLAG}: cannot listen on {path}") from None
-    finally:
-        os.umask(old_mask)
-    return server
+    model, urls = FakeModel.read(files), socket_urls(options)
+    service = FakeService(model, urls, cost, options.block_size, options.prefix_caching)
+    asyncio.run(serve(service, socket_paths(options)[options.rank]))

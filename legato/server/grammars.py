@@ -168,7 +168,7 @@ class Grammars:
     def _begin(self, state: RowGrammar, compiled: Future[LLMatcher], generated_ids: list[int]) -> None:
         """The text so far, and the first mask."""
         try:
-            matcher = Matcher(compiled.result(), is_json=state.grammar.is_json)
+            matcher = Matcher(compiled.result(), has_json=state.grammar.has_json)
             matcher.accept(generated_ids, self._trie)
             self._writer.fill_masks([matcher])
             state.matcher = matcher

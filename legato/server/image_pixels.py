@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from legato.common.vision import Colours, ImageRules, QwenRules, Size
+from legato.common.vision import Colours, ImageRules, LlavaNextRules, QwenRules, Size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
 def pixels_of(picture: Image, rules: ImageRules) -> np.ndarray:
-    return qwen_patches(picture, rules)
+    return qwen_patches(picture, rules) if isinstance(rules, QwenRules) else llava_tiles(picture, rules)
+
+
+def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
+    """Shape of what `pixels_of` makes of a picture that has this shape in the language model."""
+    if not isinstance(rules, QwenRules):
+        form = rules.best(shape)
+        return 1 + form.height * form.width // rules.tile**2, 3, rules.tile, rules.tile
+    num_patches = shape.height * shape.width * rules.merge**2
+    return num_patches, 3 * rules.frames * rules.patch**2
 
 
 def qwen_patches(picture: Image, rules: QwenRules) -> np.ndarray:
@@ -28,6 +37,18 @@ def qwen_patches(picture: Image, rules: QwenRules) -> np.ndarray:
     patches = cells.transpose(0, 3, 1, 4, 6, 2, 5)  # rows and columns of cells, of patches in them, colours, pixels
     frames = np.broadcast_to(patches[:, :, :, :, :, None], (*patches.shape[:5], rules.frames, patch, patch))
     return frames.reshape(-1, 3 * rules.frames * patch * patch)
+
+
+def llava_tiles(picture: Image, rules: LlavaNextRules) -> np.ndarray:
+    """[1 + n, 3, tile, tile] float32: the whole picture, then its format row by row. Padding is black."""
+    size, tile = Size(picture.height, picture.width), rules.tile
+    form, fitted = rules.best(size), rules.resized(size)
+    top, left = (form.height - fitted.height) // 2, (form.width - fitted.width) // 2
+    page = np.zeros((form.height, form.width, 3), dtype=np.uint8)
+    page[top : top + fitted.height, left : left + fitted.width] = _resized(picture, fitted)
+    cut = page.reshape(form.height // tile, tile, form.width // tile, tile, 3)
+    tiles = np.concatenate((_resized(picture, Size(tile, tile))[None], cut.swapaxes(1, 2).reshape(-1, tile, tile, 3)))
+    return np.ascontiguousarray(_numbers(tiles, rules.colours).transpose(0, 3, 1, 2))
 
 
 def _resized(picture: Image, size: Size) -> np.ndarray:

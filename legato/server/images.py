@@ -20,7 +20,7 @@ from legato.common.vision import ImageRules, Size
 from legato.layers.step import Seen, Step
 from legato.models.vision import ImageSpan, SeeingModel
 from legato.pb import generate_pb2 as pb
-from legato.server.image_pixels import pixels_of
+from legato.server.image_pixels import num_pixels, pixels_of
 from legato.server.rows import RowStep, to_device
 
 # Image tokens whose embeddings are kept for requests to come: 64 MiB for a 7B model in 16 bits.
@@ -96,6 +96,12 @@ class Eyes:
         # The row beyond the last is the one that captured decodes are filled up with.
         self._shifts = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         model.position_shifts = self._shifts
+
+    @torch.inference_mode()
+    def rehearse(self, max_tokens: int) -> None:
+        """Look at the largest picture that a prompt of so many tokens may have, so that its memory is measured."""
+        shape = self._rules.largest(max_tokens)
+        self._model.see(torch.zeros(num_pixels(shape, self._rules), device=self._device), shape)
 
     def admit(self, admission: pb.Admission) -> None:
         row, num_tokens = admission.row, len(admission.input_ids)

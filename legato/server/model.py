@@ -60,6 +60,11 @@ class Model:
         return self._capacity
 
     @property
+    def decoder_start_token_id(self) -> int | None:
+        """Of encoder-decoder models: what stands behind a prompt, which is then computed whole and never shared."""
+        return self.loaded.model.config.decoder_start_token_id
+
+    @property
     def alone(self) -> bool:
         """Whether this shard is the whole model: then it need not do as others do, at the same time."""
         return self.options.world_size == 1
@@ -147,6 +152,8 @@ class Model:
     def _rehearse(self, wishes: Wishes) -> None:
         """The largest step that a router may send, in an engine that is thrown away."""
         engine = self._make_engine(REHEARSAL_BLOCKS, wishes, wishes.longest, graphs=False)
+        if engine.eyes is not None:
+            engine.eyes.rehearse(wishes.longest)
         engine.launch(full_step(wishes)).read()
 
     def _make_engine(self, num_blocks: int, wishes: Wishes, longest: int, graphs: bool = True) -> Engine:

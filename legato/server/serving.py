@@ -1,68 +1,22 @@
-"""A shard as a process: load, listen on the socket, stop on a signal."""
+"""A shard as a process: load, then serve."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
-from grpc_reflection.v1alpha import reflection
-
-from legato.common.errors import EndpointInUse
 from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
-from legato.common.sockets import claim_socket, remove_socket
-from legato.pb import generate_pb2 as pb
-from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.allocator import keep_freed_memory
-from legato.server.interceptor import ExceptionInterceptor
+from legato.server.listening import serve, socket_paths, socket_urls
 from legato.server.loading import load
 from legato.server.model import Model
 from legato.server.service import TextGenerationService
 
-logger = logging.getLogger(__name__)
-
-FLAG = "--uds-path"
-UNLIMITED_MESSAGES = [("grpc.max_send_message_length", 2**31 - 1), ("grpc.max_receive_message_length", 2**31 - 1)]
-
 
 def run(files: ModelFiles, options: ServerOptions) -> None:
-    paths = [os.path.abspath(f"{options.uds_path}-{rank}") for rank in range(options.world_size)]
     keep_freed_memory()
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
     model = engine.submit(lambda: Model(load(files, options), options)).result()
-    service = TextGenerationService(model, [f"unix://{path}" for path in paths], engine)
-    asyncio.run(serve(service, paths[options.rank]))
-
-
-async def serve(service: TextGenerationService, path: str) -> None:
-    server = await listen(service, path)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stopping.set)
-    logger.info("Server started", extra={"fields": {"socket": path}})
-    await stopping.wait()
-    await service.stop()
-    await server.stop(grace=1.0)
-    remove_socket(path, FLAG)
-
-
-async def listen(service: TextGenerationService, path: str) -> grpc.aio.Server:
-    server = grpc.aio.server(interceptors=[ExceptionInterceptor()], options=UNLIMITED_MESSAGES)
-    pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
-    name = pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
-    reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
-    claim_socket(path, FLAG)  # again: gRPC would take the path away from a server that came while we were loading
-    old_mask = os.umask(0o177)  # the socket is made with mode 0600: only this user may drive the model
-    try:
-        server.add_insecure_port(f"unix://{path}")
-        await server.start()
-    except RuntimeError:
-        raise EndpointInUse(f"{FLAG}: cannot listen on {path}") from None
-    finally:
-        os.umask(old_mask)
-    return server
+    service = TextGenerationService(model, socket_urls(options), engine)
+    asyncio.run(serve(service, socket_paths(options)[options.rank]))

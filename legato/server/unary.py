@@ -110,7 +110,8 @@ class UnaryBatches:
 
     def _chunk(self, member: Member) -> int:
         """The caller sizes the first chunk of a prompt; the rest follows in one."""
-        if not member.admitted and member.request.HasField("chunk_len") and member.request.chunk_len:
+        can_cut = self._model.decoder_start_token_id is None
+        if can_cut and not member.admitted and member.request.HasField("chunk_len") and member.request.chunk_len:
             return min(int(member.request.chunk_len), member.num_to_compute)
         return member.num_to_compute
 
@@ -182,7 +183,8 @@ class UnaryBatches:
         except RequestRefused:
             self._places.give_back(row, [])
             raise
-        detokenizer, stops = self._vocabulary.detokenizer(ids), StopMatcher(stopping.stop_sequences)
+        context = ids if self._model.decoder_start_token_id is None else ()  # a decoder's text begins afresh
+        detokenizer, stops = self._vocabulary.detokenizer(context), StopMatcher(stopping.stop_sequences)
         return Member(request, ids, row, blocks, detokenizer, stops, num_computed=0 if own else request.cache_len)
 
     def _check(self, request: pb.Request, ids: list[int]) -> None:
@@ -205,7 +207,8 @@ class UnaryBatches:
         else:
             text = request.inputs or "".join(chunk.text for chunk in request.input_chunks.chunks)
             ids = self._tokenizer.encode(text, add_special_tokens=request.add_special_tokens).ids
-        return ids[-request.truncate :] if request.truncate else ids
+        ids, start = ids[-request.truncate :] if request.truncate else ids, self._model.decoder_start_token_id
+        return ids if start is None or not ids else [*ids, start]
 
     def _keep(self, batch: Batch) -> pb.CachedBatch | None:
         if not batch.members:

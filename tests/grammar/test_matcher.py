@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legato.grammar.compile import compile_grammar
+from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.matcher import MaskWriter, Matcher
 from legato.grammar.numbers import MAX_DIGITS
@@ -95,9 +96,9 @@ def test_where_a_text_may_end_or_go_on_the_end_is_one_of_the_choices(trie: Token
 @pytest.mark.parametrize("wanted", SCHEMAS[:4], ids=json.dumps)
 def test_a_text_that_comes_back_with_its_tokens_goes_on_as_if_it_had_never_left(wanted: object) -> None:
     compiled = compile_grammar(schema(wanted), TRIE)
-    stayed, ids, choose = Matcher(compiled, is_json=True), [], at_random(3, TRIE)
+    stayed, ids, choose = Matcher(compiled, has_json=True), [], at_random(3, TRIE)
     for _ in range(25):
-        back = Matcher(compiled, is_json=True)
+        back = Matcher(compiled, has_json=True)
         back.accept(ids, TRIE)
         WRITER.fill_masks([stayed, back])
         assert allowed_ids(stayed) == allowed_ids(back)
@@ -107,7 +108,7 @@ def test_a_text_that_comes_back_with_its_tokens_goes_on_as_if_it_had_never_left(
 
 def test_a_token_that_was_not_allowed_is_an_error_of_its_text_alone(trie: TokenTrie, writer: MaskWriter) -> None:
     compiled = compile_grammar(Grammar(GrammarKind.REGEX, "a*"), trie)
-    broken, sound = Matcher(compiled, is_json=False), Matcher(compiled, is_json=False)
+    broken, sound = Matcher(compiled, has_json=False), Matcher(compiled, has_json=False)
     broken.accept(json_tokenizer().encode("b").ids, trie)
     writer.fill_masks([broken, sound])
     assert broken.error is not None and broken.mask is None
@@ -166,3 +167,37 @@ def test_white_space_ends_whatever_the_model_wishes(trie: TokenTrie, writer: Mas
 
     text = walk(schema({"type": "array", "items": {"enum": [1]}, "maxItems": 3}), blank, trie, writer)
     assert max(map(len, re.findall(r"\s+", text))) == 8
+
+
+def between_tags(*values: object) -> Grammar:
+    """Schemas in a Lark grammar, among things that only look like schemas."""
+    schemas = " ".join(f"%json {json.dumps(value)}" for value in values)
+    lines = ["// %json {}", f'start: "<" TAG ">" {schemas} "</%json {{}}>"', "TAG: /%json [{]/"]
+    return Grammar(GrammarKind.LARK, "\n".join(lines))
+
+
+def test_a_number_in_a_lark_grammar_ends_whatever_the_model_wishes(trie: TokenTrie, writer: MaskWriter) -> None:
+    otherwise = at_random(1, trie)
+
+    def zeros(allowed: list[int]) -> int:
+        return stubborn("0") if stubborn("0") in allowed else otherwise(allowed)
+
+    text = walk(between_tags({"type": "array", "items": {"type": "number"}, "maxItems": 2}), zeros, trie, writer)
+    assert max(map(len, re.findall(r"\d+", text))) <= MAX_DIGITS
+    assert text.startswith("<%json {>[") and text.endswith("]</%json {}>")
+
+
+def test_white_space_in_a_lark_grammar_ends_whatever_the_model_wishes(trie: TokenTrie, writer: MaskWriter) -> None:
+    otherwise = at_random(1, trie)
+
+    def blank(allowed: list[int]) -> int:
+        return stubborn(" ") if stubborn(" ") in allowed else otherwise(allowed)
+
+    numbers = {"type": "array", "items": {"enum": [1]}, "minItems": 1, "maxItems": 2}
+    text = walk(between_tags({}, numbers), blank, trie, writer)
+    assert sorted(map(len, re.findall(r"\s+", text)))[-2:] == [8, 8]
+
+
+def test_a_lark_grammar_that_never_ends_its_strings_is_read_in_one_go(trie: TokenTrie) -> None:
+    with pytest.raises(GrammarError):
+        compile_grammar(Grammar(GrammarKind.LARK, 'start: "' + '\\"' * 100_000), trie)

@@ -60,7 +60,7 @@ def allowed_ids(matcher: Matcher) -> list[int]:
 
 
 def begin(grammar: Grammar, trie: TokenTrie) -> Matcher:
-    return Matcher(compile_grammar(grammar, trie), is_json=grammar.is_json)
+    return Matcher(compile_grammar(grammar, trie), has_json=grammar.has_json)
 
 
 def accepts(grammar: Grammar, text: str, trie: TokenTrie, writer: MaskWriter) -> bool:

@@ -24,6 +24,7 @@ from legato.kernels import (
     rotary,
     sample,
     small_linear,
+    span_attention,
 )
 from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.paged_kv import PagedKV, Scoring
@@ -103,13 +104,17 @@ def compile_all() -> None:
         q, starts = torch.zeros(512, HEADS, HEAD_DIM, dtype=BF16), torch.tensor([0, 512], dtype=torch.int32)
         decode_attention._decode_attention_triton(q[:2], kv, Scoring(0.1))
         chunk_attention._chunk_attention_triton(q, paged(1, dtype), starts, Scoring(0.1))
+    q, bias = torch.zeros(2, KV_HEADS, HEAD_DIM, dtype=BF16), torch.zeros(KV_HEADS, 129)
+    for dtype in (BF16, *EIGHT_BITS):
+        span_attention._span_attention_triton(q, paged(2, dtype), None, None)
+        span_attention._span_attention_triton(q, paged(2, dtype), torch.zeros(2, dtype=torch.int32), bias)
     logits = torch.zeros(2, VOCAB, dtype=BF16)
     sample._sample_triton(logits)
     sample._sample_triton(logits, torch.ones(2), places, places)
     packed = torch.zeros(2 * INNER, HIDDEN, dtype=BF16)
     for rows in (1, 2):
-        small_linear._small_linear_triton(x[:rows], packed, None, weight, 1e-5, "silu", None)
-        small_linear._small_linear_triton(x[:rows], packed[:HIDDEN], None, None, 0.0, None, x[:rows])
+        small_linear._small_linear_triton(x[:rows], packed, None)
+        small_linear._small_linear_triton(x[:rows], packed[:HIDDEN], weight)
     for tokens in (1, 4, 20, 40, 512):
         ids = torch.tensor([[0, 1]] * tokens)
         grouped_linear._group_rows_triton(ids, 2)

@@ -41,6 +41,7 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_chunk_kernel",
         "_sample_kernel",
         "_small_linear_kernel",
+        "_span_kernel",
         "_group_rows_kernel",
         "_grouped_linear_kernel",
         "_single_token_kernel",

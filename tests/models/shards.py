@@ -46,13 +46,11 @@ class ShardProcesses:
         pipes = [pipe for _, pipe in self._started[:world_size]]
         for pipe in pipes:
             pipe.send((str(folder), requests, world_size))
-        answers = []
-        for rank, pipe in enumerate(pipes):
-            assert pipe.poll(SECONDS), f"shard {rank} of {world_size} is silent"
-            result = pipe.recv()
-            assert isinstance(result, Answers), f"shard {rank} of {world_size} failed:\n{result}"
-            answers.append(result)
-        return answers
+        # All are heard before any is judged: a reply that stays in its pipe would pass for that to the next model.
+        replies = [pipe.recv() if pipe.poll(SECONDS) else "silent" for pipe in pipes]
+        failures = [f"shard {rank}: {text}" for rank, text in enumerate(replies) if not isinstance(text, Answers)]
+        assert not failures, f"of {world_size} shards failed:\n" + "\n".join(failures)
+        return replies
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")

@@ -39,7 +39,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "persimmon": SIZES,
     "phi": GROUPED,
     "cohere2": dict(GROUPED, num_hidden_layers=4, sliding_window=20, pad_token_id=0),
-    "granitemoe": dict(GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": dict(GROUPED, num_experts=4, num_experts_per_tok=2),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": (dict(hidden_size=32, num_hidden_layers=2), "it keeps a state"),
@@ -101,7 +101,7 @@ def test_the_cache_is_as_wide_as_the_models_keys(tmp_path: Path) -> None:
 def test_what_cannot_be_right_is_refused_with_the_reason(model_type: str, tmp_path: Path) -> None:
     settings, reason = REFUSED[model_type]
     folder = write(tmp_path, model_type, settings, {})
-    with pytest.raises(UnsupportedModel, match=f"model_type '{model_type}' cannot run through transformers: {reason}"):
+    with pytest.raises(UnsupportedModel, match=f"'{model_type}' is not supported: transformers has it, but {reason}"):
         fallback(folder)
 
 
@@ -165,7 +165,7 @@ def test_without_transformers_the_error_names_the_cure(tmp_path: Path, monkeypat
 
 def test_a_type_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "brand_new"}))
-    with pytest.raises(UnsupportedModel, match="'brand_new' is not supported, nor known to transformers"):
+    with pytest.raises(UnsupportedModel, match="'brand_new' is not supported: transformers does not know it either"):
         fallback(tmp_path)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from legato.common.model_files import ModelFiles
 from legato.common.pictures import decode
 from legato.common.vision import ImageRules, Size, image_rules
 from legato.router.state import GenerationRequest, PromptImage, with_names
-from legato.server.image_pixels import pixels_of
+from legato.server.image_pixels import num_pixels, pixels_of
 from legato.server.images import Eyes
 from tests.models import tiny_vision as tiny
 from tests.server.local import DEVICE, LocalServer, load
@@ -69,7 +71,15 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     return Seeing(folder, rules, tiny.qwen_oracle)
 
 
-@pytest.fixture(params=["qwen"])
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    folder = tiny.tiny_llava_next(tmp_path_factory.mktemp("llava_next"))
+    rules = image_rules(ModelFiles.open(folder))
+    assert rules is not None
+    return Seeing(folder, rules, tiny.llava_oracle)
+
+
+@pytest.fixture(params=["qwen", "llava"])
 def seeing(request: pytest.FixtureRequest) -> Seeing:
     found: Seeing = request.getfixturevalue(request.param)
     return found
@@ -122,7 +132,9 @@ def test_a_mixed_batch_in_steps_of_any_size_says_what_each_says_alone(seeing: Se
 
 def test_preemption_changes_nothing_and_nothing_is_looked_at_twice(seeing: Seeing) -> None:
     requests = prompts(seeing)
-    roomy, tight = seeing.server(), seeing.server(num_blocks=14, block_size=8, step_tokens=32, prefix_caching=False)
+    longest = max(len(request.input_ids) for request in requests) + NUM_TOKENS
+    roomy = seeing.server()
+    tight = seeing.server(num_blocks=longest // 8 + 3, block_size=8, step_tokens=32, prefix_caching=False)
     assert tight.run(requests) == roomy.run(requests)
     assert tight.scheduler.stats.preemptions > 0
     assert tight.engine.eyes is not None and tight.engine.eyes.num_seen == 3
@@ -179,3 +191,56 @@ def test_tokens_are_counted_as_the_processor_counts(width: int, height: int) -> 
             rules.num_tokens(Size(height, width))
     else:
         assert rules.num_tokens(Size(height, width)) == tall * wide // 28 // 28
+
+
+def test_a_captured_decode_reads_how_far_each_row_has_moved(qwen: Seeing) -> None:
+    """A graph knows nothing of pictures but the rows' numbers."""
+    server = qwen.server()
+    model: Any = server.engine.model
+    for request in prompts(qwen):
+        server.submit(request)
+    server.step()
+    scenes = server.engine.eyes._scenes  # type: ignore[union-attr]
+    rows = torch.tensor(sorted(scenes), dtype=torch.int32, device=DEVICE)
+    decode_step: Any = SimpleNamespace(seen=None, positions=torch.full((4,), 100, device=DEVICE), rows=rows)
+    expected = [100 + scenes[row].shift for row in sorted(scenes)]
+    assert model.positions(decode_step).tolist() == [expected] * 3
+    assert min(expected) < 100 and 100 in expected
+
+
+def test_the_largest_picture_is_rehearsed_in_its_own_shape(qwen: Seeing) -> None:
+    shapes: list[tuple[int, ...]] = []
+    server = qwen.server()
+    model: Any = server.engine.model
+    see = model.see
+    model.see = lambda pixels, shape: shapes.append((*see(pixels, shape).shape, shape.height)) or None
+    assert server.engine.eyes is not None
+    with torch.inference_mode():
+        server.engine.eyes.rehearse(50)
+        server.engine.eyes.rehearse(5000)
+    assert shapes == [(49, 96, 7), (64, 96, 8)]
+
+
+def test_tiles_are_those_of_the_processor_and_as_many_tokens_as_it_counts(llava: Seeing) -> None:
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+    from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+
+    processor = LlavaNextImageProcessorPil.from_pretrained(llava.folder)
+    counter: Any = LlavaNextProcessor.__new__(LlavaNextProcessor)
+    counter.image_processor, counter.patch_size, counter.num_additional_image_tokens = processor, 7, 0
+    for width, height in ((1, 1), (28, 28), (130, 90), (60, 200), (57, 56), (300, 20), (29, 31)):
+        data = tiny.picture(width, height, 4)
+        expected = processor(tiny.decoded([data]), return_tensors="np")["pixel_values"][0]
+        ours = pixels_of(decode(data), llava.rules)
+        assert ours.shape == expected.shape == num_pixels(Size(height, width), llava.rules)
+        assert np.abs(ours - expected).max() < 1e-5
+        assert llava.rules.num_tokens(Size(height, width)) == counter._get_number_of_features(height, width, 28, 28)
+
+
+def test_a_mistral_may_have_eyes_too(tmp_path: Path) -> None:
+    folder = tiny.tiny_llava_next(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"model_type": "mistral", "sliding_window": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    model: Any = load(folder)
+    assert {layer.attention.attention.scoring.window for layer in model.layers} == {8}

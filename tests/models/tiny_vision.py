@@ -109,3 +109,50 @@ def qwen_oracle(
             logits.append(out.logits[0, -1])
             tokens = out.logits[:, -1:].argmax(-1)
     return [int(row.argmax()) for row in logits], torch.stack(logits)
+
+
+def tiny_llava_next(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Tiles of 28, in five formats."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    torch.manual_seed(seed)
+    text = LlamaConfig(
+        vocab_size=320, hidden_size=96, intermediate_size=128, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, initializer_range=0.3, eos_token_id=2,
+    )  # fmt: skip
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=28, patch_size=7,
+        initializer_range=0.3, projection_dim=16,
+    )  # fmt: skip
+    formats = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+    config = LlavaNextConfig(
+        text_config=text, vision_config=vision, image_token_index=IMAGE, image_grid_pinpoints=formats, **changes
+    )
+    LlavaNextForConditionalGeneration(config).save_pretrained(folder)
+    size = dict(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=formats)
+    (folder / "preprocessor_config.json").write_text(json.dumps(size))
+    write_tokenizer(folder, {IMAGE: "<image>"})
+    return folder
+
+
+def llava_oracle(
+    folder: Path, input_ids: list[int], images: list[bytes], num_tokens: int
+) -> tuple[list[int], torch.Tensor]:
+    """As `qwen_oracle`."""
+    from transformers import LlavaNextForConditionalGeneration
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    model = LlavaNextForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    seen: dict[str, Any] = {}
+    if images:
+        seen = dict(LlavaNextImageProcessorPil.from_pretrained(folder)(decoded(images), return_tensors="pt"))
+    tokens, cache, logits = torch.tensor([input_ids]), None, []
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            out = model(tokens, past_key_values=cache, use_cache=True, **seen)
+            cache, seen = out.past_key_values, {}
+            logits.append(out.logits[0, -1])
+            tokens = out.logits[:, -1:].argmax(-1)
+    return [int(row.argmax()) for row in logits], torch.stack(logits)

@@ -133,7 +133,7 @@ def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest
 def test_a_url_of_somebody_who_is_not_on_the_list_costs_no_packet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("a question to a name server left"))
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("a packet left"))
-    with pytest.raises(FetchRefused, match="--image-url-allow|makes no sense"):
+    with pytest.raises(FetchRefused, match=r"--image-url-allow|makes no sense"):
         Fetcher(("good.example",), 100, ANYBODY).fetch(url.replace("{port}", "80"))
 
 
@@ -170,6 +170,8 @@ def test_who_sends_drop_by_drop_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_answer_that_is_no_http_is_a_refusal() -> None:
-    with host(lambda handler: handler.wfile.write(b"SSH-2.0\r\n\r\n") and None) as (url, _):  # type: ignore[func-returns-value]
-        with pytest.raises(FetchRefused, match="cannot be fetched from localhost"):
-            Fetcher(("localhost",), 100, ANYBODY).fetch(url)
+    def babble(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"SSH-2.0\r\n\r\n")
+
+    with host(babble) as (url, _), pytest.raises(FetchRefused, match="cannot be fetched from localhost"):
+        Fetcher(("localhost",), 100, ANYBODY).fetch(url)

@@ -14,10 +14,10 @@ from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
+from legato.server.listening import listen
 from legato.server.loading import LoadedModel, load
 from legato.server.model import Model
 from legato.server.service import TextGenerationService
-from legato.server.serving import listen
 
 OPTIONS = ServerOptions(device="cpu", block_size=4)
 

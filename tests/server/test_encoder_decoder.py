@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -15,13 +16,14 @@ from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
 from legato.router.state import GenerationRequest
+from legato.server.capacity import Wishes
 from legato.server.model import Model
 from legato.server.prepare import halves
 from legato.server.rows import RowStep
 from tests.models.tiny_t5 import START, generated, tiny_flan_t5, tiny_t5
 from tests.server.faults import FaultyServer
 from tests.server.local import LocalServer, load
-from tests.server.shard import OPTIONS, load_model, warmup
+from tests.server.shard import OPTIONS, Log, finish, load_model, prefill, request, serving, warmup
 
 NUM_TOKENS = 20
 LENGTHS = (1, 5, 16, 33, 7, 24)
@@ -133,6 +135,12 @@ def test_warm_up_runs_first_steps(folder, max_total_tokens) -> None:
     assert shard.capacity.max_total_tokens == max_total_tokens
 
 
+def test_the_largest_step_can_be_rehearsed(folder) -> None:
+    """Most of its rows bring one token, which leaves their encoder nothing to read."""
+    shard = Model(load_model(folder), OPTIONS)
+    shard._rehearse(Wishes(warmup(), max_positions=128, block_size=4, bytes_per_token=shard.kv_shape.bytes_per_token))
+
+
 def test_fp16_has_room_for_what_the_layers_add_up_to(tmp_path) -> None:
     """A product of T5's feed-forward layers may be larger than any fp16 number; only its share of the sum counts."""
     file = tiny_t5(tmp_path) / "model.safetensors"
@@ -160,3 +168,19 @@ def test_a_configuration_that_cannot_be_served_is_an_error_that_names_the_key(tm
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises((UnsupportedModel, ModelFileError), match=problem):
         load(tmp_path)
+
+
+def test_tgis_calls_get_the_tokens_of_transformers(folder, tmp_path) -> None:
+    prompts = [[9, 8, 7, 30, 31], [40]]
+
+    async def talk() -> Log:
+        log = Log()
+        async with serving(load_model(folder), tmp_path / "s") as shard:
+            await shard.Warmup(warmup())
+            first = log.add(await shard.Prefill(prefill(1, request(1, prompts[0], 8, chunk_len=2))))
+            both = log.add(await shard.Prefill(prefill(2, request(2, prompts[1], 8), join=first)))
+            await finish(shard, log, both)
+        return log
+
+    log = asyncio.run(talk())
+    assert [log.tokens[1], log.tokens[2]] == generated(folder, prompts, 8)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from legato.router.openai.requests import ChatRequest, CompletionRequest
 from legato.router.state import Output
 from tests.router.asgi import Call, FakeBackend, get, post, until
-from tests.router.openai.fakes import CHAT, COMPLETIONS, HI, Server, chat, complete, problem
+from tests.router.openai.fakes import CHAT, COMPLETIONS, HI, FakeTemplate, Server, chat, complete, problem
 
 TEN_TOKENS = "0123456789"  # digits are never merged; <s> makes it eleven
 
@@ -121,6 +121,18 @@ def test_failures_are_counted() -> None:
         assert "tgi_request_count 3.0" in metrics
         assert 'tgi_request_failure{err="generation"} 2.0' in metrics
         assert 'tgi_request_failure{err="validation"} 1.0' in metrics
+
+    asyncio.run(main())
+
+
+def test_a_template_that_fails_is_counted_as_such() -> None:
+    async def main() -> None:
+        app = Server(template=FakeTemplate(fails=True)).app
+        answer = await post(app, CHAT, {"messages": HI})
+        assert answer.status == 422
+        metrics = (await get(app, "/metrics")).body.decode()
+        assert 'tgi_request_failure{err="template"} 1.0' in metrics
+        assert 'tgi_request_failure{err="validation"} 1.0' not in metrics
 
     asyncio.run(main())
 

@@ -10,6 +10,8 @@ from tokenizers import AddedToken, Tokenizer
 from legato.grammar.compile import compile_grammar
 from legato.grammar.errors import GrammarError, UnsupportedKeyword
 from legato.grammar.kinds import GrammarKind
+from legato.grammar.matcher import MaskWriter, Matcher
+from legato.grammar.numbers import MAX_DIGITS
 from legato.grammar.vocabulary import TokenTrie
 from legato.router.tools.dialects import DIALECTS, HERMES, JSON, Dialect
 from legato.router.tools.enforcement import call_grammar, call_schema
@@ -167,3 +169,25 @@ def test_a_reference_to_nowhere_is_an_error() -> None:
     lost = tools(f={"type": "object", "properties": {"a": {"$ref": "#/$defs/nowhere"}}})
     with pytest.raises(GrammarError):
         compile_grammar(call_grammar(JSON, lost, tokens, several=False), trie)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_call_whose_number_has_no_bounds_ends(name: str) -> None:
+    """The model wishes for nothing but zeros, and takes what it must where it cannot have them."""
+    tokenizer, trie, tokens = vocabulary()
+    among = tools(wait={"type": "object", "properties": {"seconds": {"type": "number"}}, "required": ["seconds"]})
+    grammar = call_grammar(DIALECTS[name], among, tokens, several=False)
+    beginning = ONE[name].partition('"')[0] + f'"name": "wait", "{DIALECTS[name].arguments}": {{"seconds": '
+    ids = tokenizer.encode(beginning, add_special_tokens=False).ids
+    matcher, writer = Matcher(compile_grammar(grammar, trie), has_json=grammar.has_json), MaskWriter(trie, 1)
+    matcher.accept(ids, trie)
+    zero, one = (tokenizer.token_to_id(digit) for digit in "01")
+    allowed_zeros = 0
+    while allowed_zeros <= MAX_DIGITS:
+        writer.fill_masks([matcher])
+        assert matcher.mask is not None, matcher.error
+        if not matcher.mask[zero // 32] >> zero % 32 & 1:
+            break
+        matcher.accept([zero if allowed_zeros else one], trie)
+        allowed_zeros += 1
+    assert allowed_zeros == MAX_DIGITS

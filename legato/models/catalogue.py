@@ -1,0 +1,115 @@
+"""What is known about each architecture, and which test knows it: docs/models.md is written from this table.
+
+Keyed by model_type like `ARCHITECTURES`; a test holds the two together, and another sees that every test named exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TESTS = "tests/models"
+SHARDS = f"{TESTS}/test_architectures.py::test_tokens_and_logits_equal_transformers"
+GGUF = f"{TESTS}/test_gguf_families.py::test_a_gguf_file_is_the_model_it_was_made_from"
+VISION = f"{TESTS}/test_vision.py::test_tokens_and_logits_are_those_of_transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    name: str
+    examples: tuple[str, ...]  # checkpoints on the Hub
+    case: str  # of the test of architectures; empty: `test` proves one shard
+    shards: tuple[int, ...] = (1, 2)
+    gguf: str = ""  # the test that reads one; empty: not read
+    test: str = SHARDS
+
+    def shard_test(self, world_size: int) -> str:
+        return f"{self.test}[{self.case}-{world_size}]" if self.case else self.test
+
+
+FOUR = (1, 2, 4)
+CATALOGUE = {
+    "bloom": Entry("BLOOM", ("bigscience/bloom-560m", "bigscience/bloomz-7b1"), "bloom", FOUR),
+    "deepseek_v2": Entry("DeepSeek V2", ("deepseek-ai/DeepSeek-V2-Lite-Chat",), "deepseek-v2"),
+    "falcon": Entry("Falcon", ("tiiuae/falcon-7b-instruct", "tiiuae/falcon-40b"), "falcon-40b", FOUR),
+    "gemma": Entry("Gemma", ("google/gemma-2b-it", "google/gemma-7b-it"), "gemma", gguf=f"{GGUF}[gemma]"),
+    "gemma2": Entry("Gemma 2", ("google/gemma-2-2b-it", "google/gemma-2-9b-it"), "gemma2", gguf=f"{GGUF}[gemma2]"),
+    "gemma3": Entry("Gemma 3, text alone", ("google/gemma-3-4b-it",), "gemma3-with-eyes"),
+    "gemma3_text": Entry("Gemma 3", ("google/gemma-3-1b-it",), "gemma3", gguf=f"{GGUF}[gemma3]"),
+    "gpt2": Entry("GPT-2", ("openai-community/gpt2", "openai-community/gpt2-xl"), "gpt2"),
+    "gpt_bigcode": Entry("StarCoder, SantaCoder", ("bigcode/starcoder", "bigcode/gpt_bigcode-santacoder"),
+                         "starcoder", FOUR),
+    "gpt_neox": Entry("GPT-NeoX, Pythia, Dolly", ("EleutherAI/pythia-1.4b", "EleutherAI/gpt-neox-20b"),
+                      "gpt-neox", FOUR),
+    "gptj": Entry("GPT-J", ("EleutherAI/gpt-j-6b",), "gptj"),
+    "granite": Entry("Granite", ("ibm-granite/granite-3.1-8b-instruct",), "granite"),
+    "llama": Entry("Llama 1 to 3, Code Llama, SmolLM2", ("meta-llama/Llama-3.1-8B-Instruct",
+                   "HuggingFaceTB/SmolLM2-135M-Instruct"), "llama", FOUR,
+                   f"{TESTS}/test_gguf_source.py::test_a_part_equals_that_part_of_the_whole"),
+    "llava_next": Entry("LLaVA-NeXT", ("llava-hf/llava-v1.6-mistral-7b-hf",), "", (1,), test=VISION),
+    "mistral": Entry("Mistral, Nemo", ("mistralai/Mistral-7B-Instruct-v0.3",), "mistral", FOUR),
+    "mixtral": Entry("Mixtral", ("mistralai/Mixtral-8x7B-Instruct-v0.1",), "mixtral", FOUR),
+    "mpt": Entry("MPT", ("mosaicml/mpt-7b-instruct",), "mpt"),
+    "mt5": Entry("mT5, mT0", ("google/mt5-base", "bigscience/mt0-base"), "mt5"),
+    "olmo2": Entry("OLMo 2", ("allenai/OLMo-2-1124-7B-Instruct",), "olmo2", FOUR),
+    "opt": Entry("OPT, Galactica", ("facebook/opt-125m", "facebook/galactica-1.3b"), "opt"),
+    "phi3": Entry("Phi-3, Phi-4", ("microsoft/Phi-3-mini-4k-instruct", "microsoft/phi-4"), "phi3",
+                  gguf=f"{GGUF}[phi3]"),
+    "qwen2": Entry("Qwen2, Qwen2.5", ("Qwen/Qwen2.5-7B-Instruct",), "qwen2", gguf=f"{GGUF}[qwen2]"),
+    "qwen2_moe": Entry("Qwen2 MoE", ("Qwen/Qwen1.5-MoE-A2.7B-Chat",), "qwen2-moe"),
+    "qwen2_vl": Entry("Qwen2-VL", ("Qwen/Qwen2-VL-2B-Instruct",), "", (1,), test=VISION),
+    "qwen3": Entry("Qwen3", ("Qwen/Qwen3-8B",), "qwen3", FOUR, f"{GGUF}[qwen3]"),
+    "qwen3_moe": Entry("Qwen3 MoE", ("Qwen/Qwen3-30B-A3B",), "qwen3-moe"),
+    "RefinedWeb": Entry("Falcon 40B as first published", ("tiiuae/falcon-40b",), "falcon-40b", FOUR),
+    "RefinedWebModel": Entry("Falcon 7B as first published", ("tiiuae/falcon-7b",), "falcon-refined-web"),
+    "starcoder2": Entry("StarCoder2", ("bigcode/starcoder2-3b",), "starcoder2"),
+    "t5": Entry("T5, Flan-T5", ("google-t5/t5-small", "google/flan-t5-large"), "t5", FOUR),
+}  # fmt: skip
+
+INTRODUCTION = f"""\
+# Models
+
+<!-- Written by `legato models > docs/models.md`. Edit legato/models/catalogue.py instead. -->
+
+An architecture is what `model_type` in a model's config.json says. Each line below is computed by Legato's own code
+and compared with transformers: 48 greedy tokens for each of eight prompts of different lengths in one batch, and all
+logits. The numbers are those of shards with which that was done; the case is the name of the test,
+`{SHARDS}[CASE-SHARDS]`
+unless it is written out. Names of checkpoints are examples: any with the same `model_type` runs.
+
+Weights are safetensors; `text-generation-server download-weights` converts PyTorch's pickles. GGUF files are decoded
+to the format that is computed in. No other quantised format is read yet, and no adapters.
+"""
+
+OTHERS = f"""\
+## All others
+
+A `model_type` that is not above runs through transformers, if that is installed (`pip install 'legato[transformers]'`):
+everything but attention is transformers' own code, keys and values are in Legato's cache. It is slower, has no CUDA
+graphs and runs on one shard. Cohere, Cohere 2, OLMoE, Persimmon, Phi-2 and StableLM are compared like the others, by
+`{TESTS}/test_fallback.py::test_tokens_and_logits_equal_transformers`.
+
+Models that remember anything but keys and values (state spaces, linear attention, convolutions), see tokens behind
+their own, have attention sinks, or keep a window from attention are refused with the reason:
+`{TESTS}/test_fallback.py::test_what_cannot_be_right_is_refused_with_the_reason`.
+
+Code that comes with a model runs with `--trust-remote-code` and never without.
+"""
+
+
+def reference_page() -> str:
+    """docs/models.md, in Markdown."""
+    header = "| architecture | model_type | for example | shards | case | GGUF |\n|---|---|---|---|---|---|"
+    rows = [_row(model_type, CATALOGUE[model_type]) for model_type in sorted(CATALOGUE, key=str.lower)]
+    return "\n".join([INTRODUCTION, "## Architectures\n", header, *rows, "", OTHERS])
+
+
+def _row(model_type: str, entry: Entry) -> str:
+    cells = [
+        entry.name,
+        f"`{model_type}`",
+        ", ".join(f"`{example}`" for example in entry.examples),
+        ", ".join(map(str, entry.shards)),
+        f"`{entry.case or entry.test}`",
+        f"`{entry.gguf}`" if entry.gguf else "",
+    ]
+    return "| " + " | ".join(cells) + " |"

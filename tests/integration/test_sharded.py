@@ -1,0 +1,46 @@
+"""One model over two shards, as a person starts them: it answers as over one, and neither shard outlives the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.client import Client
+from tests.integration.processes import Launched, free_port, launched
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Launched]:
+    folder = tmp_path_factory.mktemp("sharded")
+    with launched(folder, model, "--num-shard=2", f"--master-port={free_port()}") as running:
+        yield running
+
+
+def greedy_ids(client: Client) -> list[int]:
+    events = client.stream("Once upon a time", max_new_tokens=32, ignore_eos=True)
+    return [event["token"]["id"] for event in events]
+
+
+def shard_of(server: Launched, rank: int) -> psutil.Process:
+    return next(child for child in server.children() if child.environ().get("RANK") == str(rank))
+
+
+def test_two_shards_answer_as_one_does(sharded: Launched, client: Client) -> None:
+    assert shard_of(sharded, 0) != shard_of(sharded, 1)
+    assert greedy_ids(sharded.client) == greedy_ids(client)
+
+
+def test_a_shard_that_dies_ends_everything_and_is_named(sharded: Launched) -> None:
+    """The last test of this module: nothing is left of the server afterwards."""
+    events = iter(sharded.client.stream("a", max_new_tokens=4000, ignore_eos=True))
+    next(events)
+    shard_of(sharded, 1).kill()
+    *_, last = events
+    assert last["error_type"] == "generation"
+    assert sharded.wait() == 1
+    assert sharded.stderr.startswith("error: shard-1 was killed by SIGKILL")
+    assert sharded.stderr.count("\n") == 1
+    assert sharded.leftovers() == []
