@@ -134,7 +134,10 @@ async def record(batch: int, process: subprocess.Popen[bytes], shard: Shard, tra
     shards, info = await connect(shard)
     tokens = batch * (PROMPT + NEW + info.block_size)
     options = RouterOptions(
-        max_concurrent_requests=batch, max_batch_size=batch, max_total_tokens=PROMPT + NEW + 1, max_batch_total_tokens=tokens
+        max_concurrent_requests=batch,
+        max_batch_size=batch,
+        max_total_tokens=PROMPT + NEW + 1,
+        max_batch_total_tokens=tokens,
     )
     try:
         async with opened(shards, info, options) as session:

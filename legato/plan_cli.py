@@ -23,7 +23,8 @@ from legato.common.hub_index import PREFIX, cached_package_model
 from legato.common.model_files import ModelFiles
 from legato.common.options import Model, option
 from legato.common.program import command
-from legato.plan import Device, Fit, Plan, Shape, Stored, choose_dtype, stored_in
+from legato.plan import Device, Fit, Plan, Stored, choose_dtype, stored_in
+from legato.plan_shape import Shape
 from legato.router.budget import step_sizes
 from legato.server.reserve import HOST_SHARE
 
@@ -71,7 +72,8 @@ def make_plan(options: PlanOptions) -> Plan:
         stored = Stored(num_floats=shape.num_parameters())
     else:
         files = ModelFiles.open(find(options))
-        shape, stored = Shape.of(files.config()), stored_in(files)
+        shape = Shape.of(files.config())
+        stored = stored_in(files, shape)
     device = _device(options.memory)
     dtype = choose_dtype(options.dtype, shape, device)
     return Plan(

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from legato.benchmark.shapes import SHAPES
 from legato.common.errors import LegatoError, ModelNotFound, OptionError
 from legato.common.model_files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
-from legato.plan import Device, Shape, stored_in
+from legato.plan import Device, stored_in
 from legato.plan_cli import COMMAND, PlanOptions, make_plan, parse_memory
+from legato.plan_shape import Shape
+from tests.models import tiny_experts as experts
+from tests.models import tiny_seeds as seeds
+from tests.models import tiny_today as today
 from tests.tiny_models import tiny_llama
 
 GIB = 2**30
@@ -48,7 +55,60 @@ def _header_bytes(folder: Path) -> int:
 
 def test_a_shape_counts_the_parameters_that_its_files_would_have(folder: Path) -> None:
     files = ModelFiles.open(folder)
-    assert Shape.of(files.config()).num_parameters() == stored_in(files).num_floats
+    shape = Shape.of(files.config())
+    assert shape.num_parameters() == stored_in(files, shape).num_floats
+
+
+# Parameters that a shard allocates, in billions.
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-8b", 8.03),
+        ("llama-1b", 1.236),
+        ("qwen3-8b", 8.19),
+        ("falcon-7b", 6.92),
+        ("starcoder-15b", 15.52),
+        ("mixtral-8x7b", 46.70),
+    ],
+)
+def test_the_parameters_of_shapes_without_files_are_right_within_a_percent(name: str, billions: float) -> None:
+    assert Shape.of(SHAPES[name]).num_parameters() / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+Make = Callable[[Path], Path]
+MODELS: dict[str, Make] = {
+    "gemma3-with-eyes": today.tiny_gemma3_with_eyes,
+    "tied-head-copied": seeds.with_own_head(seeds.tiny_bloom, "transformer.word_embeddings.weight"),
+    "mixtral": experts.tiny_mixtral,
+    "mixtral-fused": experts.fused(experts.tiny_mixtral, "w1", "w3", "w2", "block_sparse_moe"),
+    "qwen2-moe": experts.tiny_qwen2_moe,
+    "qwen3-moe": experts.tiny_qwen3_moe,
+    "deepseek-v2-lite": experts.tiny_deepseek,
+    "deepseek-v2": partial(experts.tiny_deepseek, q_lora_rank=24),
+    "falcon-7b": seeds.tiny_falcon,
+    "falcon-40b": partial(seeds.tiny_falcon, new_decoder_architecture=True, num_kv_heads=3),
+    "starcoder": seeds.tiny_gpt_bigcode,
+    "gpt2": seeds.tiny_gpt2,
+    "opt": seeds.tiny_opt,
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_every_architecture_loads_and_caches_what_was_planned(make: Make, tmp_path: Path) -> None:
+    files = ModelFiles.open(make(tmp_path))
+    made = make_plan(PlanOptions(model_id=str(tmp_path), memory="1GiB", dtype="float32"))
+    read = [0]
+    config = ModelConfig.from_hf(files.config())
+    model = get_model(
+        files, config, torch.float32, torch.device("cpu"), progress=lambda done, _: read.__setitem__(0, done)
+    )
+    assert made.fits[0].weights == read[0]
+    assert made.fits[0].bytes_per_token == model.kv_shape.bytes_per_token
+
+
+def test_heads_need_no_even_split() -> None:
+    plan = plan_json("falcon-7b", "--memory", "80GiB")
+    assert [each["num_shards"] for each in plan["shards"]] == [1, 2, 4, 8]
 
 
 def test_llama_8b_on_80_gib() -> None:

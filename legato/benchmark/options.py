@@ -8,11 +8,13 @@ from pathlib import Path
 
 import click
 
+from legato.benchmark.shapes import SHAPES
 from legato.common.errors import OptionError
 from legato.common.options import Options, option
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 DEFAULT_WORKLOADS = ("G1", "G2", "G3", "G4")
+SHAPE_NAMES = ", ".join(f"`{name}`" for name in SHAPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class BenchmarkOptions(Work, Choosing):
     spawn: str | None = option(
         None,
         "Start a shard for this model instead, with the arguments after `--`, and end it afterwards. Takes what"
-        " text-generation-server serves, or `llama-8b`, `llama-1b` or `tiny` for random weights of that shape.",
+        f" text-generation-server serves, or one of {SHAPE_NAMES} for random weights of that shape.",
         env=None,
     )
     json: str | None = option(None, "Write all figures to this file.", env=None)
@@ -108,8 +110,8 @@ class EngineOptions(EngineWork):
 
     model: str | None = option(
         None,
-        "What the shard serves: a folder, a GGUF file, a Hub id, or `llama-8b`, `llama-1b` or `tiny` for random"
-        " weights of that shape. Without it the default model.",
+        f"What the shard serves: a folder, a GGUF file, a Hub id, or one of {SHAPE_NAMES} for random weights of that"
+        " shape. Without it the default model.",
         env=None,
     )
     socket: str | None = option(None, "Measure the shard on this unix socket instead of starting one.", env=None)

@@ -188,7 +188,8 @@ class ModelFolder(ModelFiles):
         files = [single] if single.exists() else sorted(self.path.glob("*.safetensors"))
         if not files:
             pickled = sorted(file.name for file in self.path.glob("*.bin"))
-            reason = f"; {pickled[0]} is a pickle, which Legato does not load" if pickled else ""
+            cure = "`text-generation-server download-weights` converts it"
+            reason = f"; {pickled[0]} is a pickle, which Legato does not load: {cure}" if pickled else ""
             raise ModelFileError(f"{self.path} has no weights (*.safetensors){reason}")
         return files
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from legato.benchmark.cli import COMMAND
 from legato.benchmark.engine import bench
 from legato.benchmark.machine import commit
+from legato.benchmark.options import BenchmarkOptions, EngineOptions
 from legato.benchmark.shapes import SHAPES, write_shape
 from legato.common.model_files import ModelFiles
 from legato.common.program import run_program
@@ -138,6 +140,15 @@ def test_a_shape_is_the_folder_of_a_model(name: str, tmp_path: Path) -> None:
     assert config["vocab_size"] > files.tokenizer().get_vocab_size() - 1
     assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
     assert files.eos_token_ids() == [config["eos_token_id"]]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_help_and_documentation_name_every_shape(name: str) -> None:
+    document = Path(__file__).parents[2] / "docs" / "benchmark.md"
+    assert f"| `{name}` |" in document.read_text()
+    for options, field in ((BenchmarkOptions, "spawn"), (EngineOptions, "model")):
+        (found,) = [each for each in fields(options) if each.name == field]
+        assert f"`{name}`" in str(found.metadata)
 
 
 def test_the_tokenizer_of_a_shape_gives_back_any_text(tmp_path: Path) -> None:

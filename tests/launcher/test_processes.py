@@ -55,6 +55,19 @@ def test_an_exit_is_described(code: str, expected: str) -> None:
     assert ended(code).describe_exit() == expected
 
 
+def test_of_several_that_have_ended_the_killed_one_is_named() -> None:
+    """Shards that lose another end as well, perhaps before we look."""
+
+    async def body(supervisor: Supervisor) -> tuple[Child | None, Child]:
+        mourner = supervisor.start(python("raise SystemExit(1)", "shard-0"))
+        killed = supervisor.start(python("import os; os.kill(os.getpid(), 9)", "shard-1"))
+        await asyncio.wait([mourner.exited, killed.exited])
+        return await supervisor.first_exit(mourner, killed), killed
+
+    named, killed = supervised(body)
+    assert named is killed
+
+
 def test_only_the_end_of_stderr_is_kept() -> None:
     child = ended(f"import sys; [print(i, file=sys.stderr) for i in range({KEPT_LINES + 100})]")
     assert list(child.stderr) == [str(i) for i in range(100, KEPT_LINES + 100)]

@@ -1,0 +1,151 @@
+"""The numbers of a config.json that decide about memory, under whichever names the architecture has for them.
+
+What the model classes read for themselves is read here once more, because they bring in torch. Tests hold the two
+together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from legato.models.keys import Keys
+from legato.server.captures import all_sizes
+from legato.server.reserve import GRAPH_BYTES
+
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3fn": 1, "fp8_e5m2": 1}
+# Copies of the logits in float32 that sampling with filters and penalties makes.
+SAMPLING_COPIES = 6
+FALCONS = {"falcon", "RefinedWeb", "RefinedWebModel"}
+GEMMA3 = {"gemma3", "gemma3_text"}
+# Whose head is the embedding unless config.json says otherwise.
+TIED = FALCONS | GEMMA3 | {"bloom", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2", "t5"}
+# Whose MLP is two matrices; that of all others has a gate, which is a third.
+WITHOUT_GATE = FALCONS | {"bloom", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "starcoder2"}
+# Sizes that transformers knows by heart and leaves out.
+LEFT_OUT = dict(
+    vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131_072
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Of one layer."""
+
+    count: int
+    inner: int  # the width of each
+    chosen: int  # by a token
+
+    @classmethod
+    def of(cls, keys: Keys, inner: int) -> Experts | None:
+        count = keys.get("num_local_experts", "num_experts", "n_routed_experts")
+        if not isinstance(count, int) or count < 1:
+            return None
+        width = keys.count("moe_intermediate_size", default=inner)
+        return cls(count, width, keys.count("num_experts_per_tok", default=2))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    is_tied: bool
+    has_gate: bool
+    experts: Experts | None
+    dtype: str | None
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Shape:
+        model_type = str(config.get("model_type"))
+        left_out = LEFT_OUT if model_type in GEMMA3 else {}
+        keys = Keys({**left_out, **config, **Keys(config).below("text_config").raw})
+        num_heads = keys.count("num_attention_heads", "n_head", "n_heads", "num_heads")
+        hidden = keys.count("hidden_size", "n_embd", "n_embed", "d_model")
+        inner = keys.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff", default=4 * hidden)
+        return cls(
+            model_type=model_type,
+            num_layers=keys.count("num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_heads=num_heads,
+            num_kv_heads=_num_kv_heads(keys, model_type, num_heads),
+            head_dim=_head_dim(keys, model_type, max(1, hidden // num_heads)),
+            vocab_size=keys.count("vocab_size"),
+            max_positions=keys.count(
+                "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=2048
+            ),
+            is_tied=keys.flag("tie_word_embeddings", default=model_type in TIED),
+            has_gate=model_type not in WITHOUT_GATE,
+            experts=Experts.of(keys, inner),
+            dtype=str(keys.get("torch_dtype", "dtype") or "") or None,
+        )
+
+    def bytes_per_token(self, dtype: str, num_shards: int = 1) -> int:
+        """Of the KV cache of one shard. Heads that cannot be split are kept by several."""
+        heads = -(-self.num_kv_heads // num_shards)
+        return 2 * self.num_layers * heads * self.head_dim * SIZES[dtype]
+
+    def num_parameters(self) -> int:
+        """For a shape that has no files to look at: matrices and norms. Biases and learned positions, which some
+        have, are less than 1 % of any."""
+        hidden = self.hidden_size
+        attention = hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        matrices = 3 if self.has_gate else 2
+        mlp = matrices * hidden * self.intermediate_size
+        if self.experts is not None:
+            mlp = self.experts.count * (matrices * hidden * self.experts.inner + hidden)
+        embeddings = (1 if self.is_tied else 2) * self.vocab_size * hidden
+        return self.num_layers * (attention + mlp + 2 * hidden) + embeddings + hidden
+
+    def step_bytes(self, num_tokens: int, num_rows: int, dtype: str, num_shards: int) -> int:
+        """The residual stream, one layer's projections, and the logits with what sampling makes of them."""
+        heads = self.num_heads + 2 * self.num_kv_heads
+        inner = self.intermediate_size
+        if self.experts is not None:
+            inner = max(inner, self.experts.chosen * self.experts.inner)
+        wide = (heads * self.head_dim + (3 if self.has_gate else 2) * inner) // num_shards
+        layer = num_tokens * (3 * self.hidden_size + wide) * SIZES[dtype]
+        return layer + num_rows * self.vocab_size * (SIZES[dtype] + 4 * SAMPLING_COPIES)
+
+    def graph_bytes(self, num_rows: int, dtype: str) -> int:
+        sizes = all_sizes(num_rows)
+        return sum(sizes) * self.vocab_size * SIZES[dtype] + len(sizes) * GRAPH_BYTES
+
+    def reads(self, tensor: str) -> bool:
+        """Whether the model loads the tensor of this name, if its files have it."""
+        if self.is_tied and tensor in ("lm_head.weight", "output.weight"):
+            return False
+        return self.model_type not in GEMMA3 or not tensor.removeprefix("model.").startswith(
+            ("vision_tower.", "multi_modal_projector.")
+        )
+
+
+def _num_kv_heads(keys: Keys, model_type: str, num_heads: int) -> int:
+    """Older families say in words what a number would say."""
+    if model_type == "deepseek_v2":  # every head has its own once it is out of the latent vector
+        return num_heads
+    if model_type in FALCONS and keys.flag("new_decoder_architecture", default=model_type == "RefinedWeb"):
+        return keys.count("num_kv_heads", "n_head_kv", default=num_heads)
+    if model_type in FALCONS | {"gpt_bigcode"}:
+        return 1 if keys.flag("multi_query", default=True) else num_heads
+    if model_type == "gpt2":
+        return 1 if keys.get("attention_head_type") == "multiquery" else num_heads
+    if model_type == "mpt":
+        attention = keys.below("attn_config")
+        kind = attention.text("attn_type", default="multihead_attention")
+        return 1 if kind == "multiquery_attention" else attention.count("kv_n_heads", default=num_heads)
+    return keys.count("num_key_value_heads", "num_kv_heads", default=num_heads)
+
+
+def _head_dim(keys: Keys, model_type: str, default: int) -> int:
+    """Of a key in the cache, which has room for as much of a value."""
+    if model_type == "deepseek_v2":
+        return keys.count("qk_nope_head_dim", default=128) + keys.count("qk_rope_head_dim", default=64)
+    return keys.count("head_dim", "d_kv", default=default)
