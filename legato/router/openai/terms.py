@@ -133,12 +133,14 @@ def _sampling(request: SharedFields) -> Sampling:
     if not -1 <= top_k < 2**31:
         raise InvalidRequest(f"`top_k` must be >= -1 and < {2**31}. Given: {top_k}", "top_k")
     # What is zero for a shard is the most likely token, as in OpenAI's API; so is the smallest share of the mass.
-    greedy = as_float32("temperature", temperature) == 0 or request.top_p == 0
+    top_p = request.top_p
+    greedy = as_float32("temperature", temperature) == 0
+    greedy = greedy or (top_p is not None and top_p >= 0 and as_float32("top_p", top_p) == 0)
     return Sampling(
         do_sample=not greedy,
         temperature=1.0 if greedy else temperature,
         top_k=max(top_k, 0),
-        top_p=1.0 if greedy else share("top_p", request.top_p),
+        top_p=1.0 if greedy else share("top_p", top_p),
         typical_p=share("typical_p", request.typical_p),
         min_p=probability("min_p", request.min_p),
         repetition_penalty=positive("repetition_penalty", request.repetition_penalty),
