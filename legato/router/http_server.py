@@ -7,6 +7,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,6 +18,8 @@ from legato.router.exchange import ABORT
 # Connections to take in one turn of the event loop. uvloop takes one: when thousands come at once and each turn has a
 # step's tokens to write, the last of them, perhaps somebody's health check, would wait for seconds.
 ACCEPTED_PER_TURN = 128
+# Bytes to read from a connection at once, and of a body to keep for an application that is busy.
+READ_SIZE = 16 * 1024
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -25,6 +28,44 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # scopes may have more keys
+
+    def on_body(self, body: bytes) -> None:
+        """Reads on when the application has taken what is here."""
+        super().on_body(body)
+        if len(self.cycle.body) > READ_SIZE:
+            self.flow.pause_reading()
+
+
+class SmallReads(asyncio.BufferedProtocol):
+    """Hands a connection to its protocol in pieces. The event loop would read 256 KB at once, of a body, too, that the
+    application refuses after the first kilobyte."""
+
+    # Filled and emptied without a pause in between, so that all connections can share it.
+    _buffer = bytearray(READ_SIZE)
+
+    def __init__(self, protocol: HttpProtocol) -> None:
+        self._protocol = protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._protocol.connection_made(cast(asyncio.Transport, transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._protocol.connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._protocol.data_received(bytes(self._buffer[:nbytes]))
 
 
 class HttpServer(uvicorn.Server):
@@ -76,5 +117,5 @@ class HttpServer(uvicorn.Server):
             self._arriving.add(arriving)
             arriving.add_done_callback(self._arriving.discard)
 
-    def _protocol(self) -> HttpProtocol:
-        return HttpProtocol(self.config, self.server_state, self.lifespan.state)
+    def _protocol(self) -> SmallReads:
+        return SmallReads(HttpProtocol(self.config, self.server_state, self.lifespan.state))
