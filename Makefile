@@ -8,7 +8,7 @@ PORT ?= 3000
 SCALE ?= 16
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help setup serve test lint types imports unit test-models test-clients test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help setup serve test lint types imports unit test-models test-shards test-clients test-gpu fuzz faults chaos proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,6 +42,9 @@ unit: setup
 
 test-models: setup ## the tests that need real weights, fetched once
 	$(BIN)/pytest -m weights
+
+test-shards: setup ## every architecture and variant in two shards
+	$(BIN)/pytest -m shards tests/models
 
 # Published clients, each set in an environment of its own: what they depend on excludes each other.
 CLIENTS := .clients

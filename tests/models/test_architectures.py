@@ -143,9 +143,18 @@ CASES = [
 ]  # fmt: skip
 
 
+def marks(case: Case, world_size: int) -> list[pytest.MarkDecorator]:
+    """Variants are cut like the model that they are variants of: two shards of every one are for `make test-shards`."""
+    return [pytest.mark.shards] if world_size == 2 and case.shards == (2,) else []
+
+
 @pytest.mark.parametrize(
     ("case", "world_size"),
-    [pytest.param(case, size, id=f"{case.name}-{size}") for case in CASES for size in (1, *case.shards)],
+    [
+        pytest.param(case, size, id=f"{case.name}-{size}", marks=marks(case, size))
+        for case in CASES
+        for size in (1, *case.shards)
+    ],
 )
 def test_tokens_and_logits_equal_transformers(
     case: Case, world_size: int, tmp_path: Path, shards: ShardProcesses
