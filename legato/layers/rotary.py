@@ -53,9 +53,12 @@ class Rotary:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn [T, heads, dim]. The sign of the swapped half is in `sin` already."""
+    """Turn [T, heads, dim]. The sign of the swapped half is in `sin` already.
+
+    Both products are rounded before they are added, as transformers does; a fused sum shows in the logits.
+    """
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+    return (x * cos).add_(swapped.mul_(sin))
 
 
 def rope_angles(config: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:

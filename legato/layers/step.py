@@ -65,6 +65,11 @@ class Step:
     seen: Seen | None = None  # of models with eyes only
     _memo: dict[Hashable, object] = field(default_factory=dict)
 
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence brings one token."""
+        return self.num_decodes == len(self.rows)
+
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What every layer needs and only the first one computes."""
         if key not in self._memo:

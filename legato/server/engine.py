@@ -16,6 +16,7 @@ from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
 from legato.models.vision import SeeingModel
 from legato.pb import generate_pb2 as pb
+from legato.quantization.dense import SlicedWeight
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.params import SamplingParams
 from legato.sampling.sampler import Sampler
@@ -165,7 +166,8 @@ class Engine:
         step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
         if self.eyes is not None:
             step = self.eyes.look(step, parts)
-        hidden = self.model.forward(step, self.cache)
+        with SlicedWeight.in_one_sum(step.is_decode):
+            hidden = self.model.forward(step, self.cache)
         if self.graphs is not None:
             self.rows.lengths[step.rows] = step.context_lens
             self.rows.adrift.difference_update(part.row for part in parts)
