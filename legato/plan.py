@@ -85,8 +85,9 @@ class Plan:
 
     @property
     def fits(self) -> list[Fit]:
-        """For every number of shards that leaves none without a head."""
-        return [self._fit(count) for count in SHARDS if count <= self.shape.num_heads]
+        """For every number of shards that leaves none without a head. transformers' own models know but one."""
+        most = self.shape.num_heads if self.shape.is_native else 1
+        return [self._fit(count) for count in SHARDS if count <= most]
 
     def _fit(self, count: int) -> Fit:
         step = self.shape.step_bytes(self.step_tokens, self.num_rows, self.dtype, count)

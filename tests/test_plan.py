@@ -18,12 +18,13 @@ from legato.common.errors import LegatoError, ModelNotFound, OptionError
 from legato.common.model_files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
-from legato.plan import Device, stored_in
+from legato.plan import Device, Fit, stored_in
 from legato.plan_cli import COMMAND, PlanOptions, make_plan, parse_memory
 from legato.plan_shape import Shape
 from tests.models import tiny_experts as experts
 from tests.models import tiny_seeds as seeds
 from tests.models import tiny_today as today
+from tests.models.tiny_vision import tiny_qwen2_vl
 from tests.tiny_models import tiny_llama
 
 GIB = 2**30
@@ -90,6 +91,7 @@ MODELS: dict[str, Make] = {
     "starcoder": seeds.tiny_gpt_bigcode,
     "gpt2": seeds.tiny_gpt2,
     "opt": seeds.tiny_opt,
+    "qwen2-vl": tiny_qwen2_vl,
 }
 
 
@@ -104,6 +106,24 @@ def test_every_architecture_loads_and_caches_what_was_planned(make: Make, tmp_pa
     )
     assert made.fits[0].weights == read[0]
     assert made.fits[0].bytes_per_token == model.kv_shape.bytes_per_token
+
+
+def test_sizes_that_a_configuration_leaves_out_are_those_of_the_model() -> None:
+    config = {"model_type": "llava_next", "text_config": {"model_type": "llama"}}
+    planned, served = Shape.of(config), ModelConfig.from_hf(config)
+    assert (planned.num_layers, planned.head_dim) == (served.num_layers, served.head_dim) == (32, 128)
+
+
+def test_a_model_that_runs_through_transformers_has_one_shard_and_no_graphs(tmp_path: Path) -> None:
+    config = json.loads((tiny_llama(tmp_path) / "config.json").read_text())
+
+    def fits(model_type: str) -> list[Fit]:
+        (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+        return make_plan(PlanOptions(model_id=str(tmp_path), memory="8GiB")).fits
+
+    through, own = fits("stablelm"), fits("llama")
+    assert [fit.num_shards for fit in through] == [1] and len(own) > 1
+    assert own[0].step - through[0].step == Shape.of(config).graph_bytes(128, "float16") > 0
 
 
 def test_heads_need_no_even_split() -> None:

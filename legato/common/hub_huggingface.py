@@ -17,15 +17,25 @@ from legato.common.hub_cache import Progress, naming_folder
 from legato.common.model_files import ModelFiles
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+# Comes along only for who trusts it (--trust-remote-code): nobody else has any use for it.
+CODE = ["*.py"]
 # The same weights once more, in the layouts of other programs.
 UNWANTED = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
 
 
-def hub_model(repo_id: str, revision: str | None, cache_dir: Path | None, progress: Progress, timeout: float) -> Path:
-    """A snapshot of the repository. When the Hub does not give one within `timeout`, one that was downloaded before."""
+def hub_model(
+    repo_id: str,
+    revision: str | None,
+    cache_dir: Path | None,
+    progress: Progress,
+    timeout: float,
+    code: bool = False,
+) -> Path:
+    """A snapshot of the repository, with its Python code if `code`. When the Hub does not give one within `timeout`,
+    one that was downloaded before."""
     problem = _problem(repo_id, revision, timeout)
     if problem is None:
-        return _download(repo_id, revision, cache_dir, progress)
+        return _download(repo_id, revision, cache_dir, progress, WANTED + CODE if code else WANTED)
     cached = cached_hub_model(repo_id, revision, cache_dir)
     if cached is None:
         raise ModelNotFound(f"{repo_id}: {problem}, and there is no copy in the cache")
@@ -92,7 +102,9 @@ def _ask_hub(repo_id: str, revision: str | None, timeout: float) -> str | None:
     return None
 
 
-def _download(repo_id: str, revision: str | None, cache_dir: Path | None, progress: Progress) -> Path:
+def _download(
+    repo_id: str, revision: str | None, cache_dir: Path | None, progress: Progress, wanted: list[str]
+) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     with naming_folder(cache_dir or Path(constants.HF_HUB_CACHE), "HF_HUB_CACHE"):
@@ -101,7 +113,7 @@ def _download(repo_id: str, revision: str | None, cache_dir: Path | None, progre
                 repo_id,
                 revision=revision,
                 cache_dir=cache_dir,
-                allow_patterns=WANTED,
+                allow_patterns=wanted,
                 ignore_patterns=UNWANTED,
                 tqdm_class=_relay_class(f"Downloading {repo_id}", progress),
             )

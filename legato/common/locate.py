@@ -22,7 +22,9 @@ def locate(options: Model) -> Path:
     with Downloads() as shown:
         if options.model_id is None:
             return hub.resolve_default(cache_dir=cache, progress=shown)
-        return hub.resolve(options.model_id, options.revision, cache_dir=cache, progress=shown)
+        return hub.resolve(
+            options.model_id, options.revision, cache_dir=cache, progress=shown, code=options.trust_remote_code
+        )
 
 
 class Downloads(ExitStack):

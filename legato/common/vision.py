@@ -7,6 +7,7 @@ pictures by it. `image_rules` says which rules a model has, if it sees at all.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -169,6 +170,19 @@ class LlavaNextRules:
 
 
 ImageRules = QwenRules | LlavaNextRules
+
+
+def spread_marks(ids: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """A prompt in which each mark `token_id` has become as many as its picture has tokens, and where each begins."""
+    spread: list[int] = []
+    starts: list[int] = []
+    for number in ids:
+        if number != token_id:
+            spread.append(number)
+            continue
+        starts.append(len(spread))
+        spread += [token_id] * counts[len(starts) - 1]
+    return spread, starts
 
 
 def image_rules(files: ModelFiles) -> ImageRules | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.layers.step import Step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,15 @@ class RopeConfig:
     def kind(self) -> str:
         return str(self.scaling.get("rope_type", self.scaling.get("type", "default")))
 
+    @property
+    def is_long(self) -> bool:
+        """Has two sets of divisors. `su` is what Phi-3 called it first."""
+        return self.kind in ("longrope", "su")
+
+    def chosen(self, longest: int) -> str:
+        """The one of those sets to turn with where sequences may have `longest` tokens."""
+        return "long" if longest > int(self.scaling["original_max_position_embeddings"]) else "short"
+
 
 class Rotary:
     """cos and sin for every position, computed in fp32 and rounded once to the dtype of the model.
@@ -34,10 +46,19 @@ class Rotary:
     """
 
     def __init__(self, config: RopeConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles, factor = rope_angles(config, num_positions)
         self.dim = config.dim
+        self._config = config
         # For kernels: [positions, dim], cosines and then sines.
-        self.cos_sin = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1).to(dtype=dtype, device=device)
+        self.cos_sin = _table(config, num_positions, num_positions).to(dtype=dtype, device=device)
+
+    def limit(self, longest: int) -> None:
+        """No sequence will have more tokens than this. In place, while the KV cache is empty: keys in it would stay
+        as they were turned."""
+        if self._config.is_long:
+            self.cos_sin.copy_(_table(self._config, len(self.cos_sin), longest))
+            logger.info(
+                "Sequences of up to %d tokens: the rope has its %s factors", longest, self._config.chosen(longest)
+            )
 
     def turn(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [T, heads, head_dim], turned; dimensions from `dim` on stay as they are."""
@@ -61,18 +82,20 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return (x * cos).add_(swapped.mul_(sin))
 
 
-def rope_angles(config: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
-    """Angles [num_positions, dim / 2] and the factor on their cosines and sines."""
+def _table(config: RopeConfig, num_positions: int, longest: int) -> torch.Tensor:
+    angles, factor = rope_angles(config, num_positions, longest)
+    return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+
+
+def rope_angles(config: RopeConfig, num_positions: int, longest: int) -> tuple[torch.Tensor, float]:
+    """Angles [num_positions, dim / 2] and the factor on their cosines and sines, for sequences of up to `longest`."""
     scalings = {"default": _plain, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
     known = [*scalings, "longrope"]
-    kind = {"su": "longrope"}.get(config.kind, config.kind)  # what Phi-3 called it first
-    if kind not in known:
+    if not config.is_long and config.kind not in scalings:
         raise UnsupportedModel(f"rope scaling '{config.kind}' is not supported; known: {', '.join(known)}")
     positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
     try:
-        if kind == "longrope":
-            return _longrope(config, positions)
-        frequencies, factor = scalings[kind](config)
+        frequencies, factor = _longrope(config, longest) if config.is_long else scalings[config.kind](config)
         return positions * frequencies, factor
     except (KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
         raise ModelFileError(f"config.json: rope scaling '{config.kind}' is incomplete or wrong: {error!r}") from None
@@ -137,16 +160,16 @@ def yarn_factor(stretch: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(stretch) + 1.0 if stretch > 1 else 1.0
 
 
-def _longrope(config: RopeConfig, positions: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Two sets of divisors: one for the positions of the original context, one for those behind it.
+def _longrope(config: RopeConfig, longest: int) -> tuple[torch.Tensor, float]:
+    """Two sets of divisors: one for texts within the original context, one for longer ones.
 
-    By position and not, as elsewhere, by the length of the text so far: keys in the cache must not change.
+    transformers changes the set when a text grows out of that context, and computes all of its keys again. Keys in a
+    cache that other texts share cannot change, so here one set serves them all: that of the longest text there may be.
     """
     s, original = config.scaling, int(config.scaling["original_max_position_embeddings"])
-    frequencies = _inverse(config.theta, config.dim)
-    short, long = (frequencies / torch.tensor(s[f"{length}_factor"]) for length in ("short", "long"))
+    divisors = {name: torch.tensor(s[f"{name}_factor"]) for name in ("short", "long")}
     stretch = s.get("factor") or config.trained_positions / original
     attention = s.get("attention_factor")
     if attention is None:
         attention = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    return positions * torch.where(positions < original, short, long), float(attention)
+    return _inverse(config.theta, config.dim) / divisors[config.chosen(longest)], float(attention)

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 TESTS = "tests/models"
 SHARDS = f"{TESTS}/test_architectures.py::test_tokens_and_logits_equal_transformers"
 GGUF = f"{TESTS}/test_gguf_families.py::test_a_gguf_file_is_the_model_it_was_made_from"
-VISION = f"{TESTS}/test_vision.py::test_tokens_and_logits_are_those_of_transformers"
+VISION = f"{TESTS}/test_vision.py::test_tokens_and_logits_equal_transformers"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     name: str
     examples: tuple[str, ...]  # checkpoints on the Hub
-    case: str  # of the test of architectures; empty: `test` proves one shard
+    case: str  # of `test`
     shards: tuple[int, ...] = (1, 2)
     gguf: str = ""  # the test that reads one; empty: not read
     test: str = SHARDS
 
     def shard_test(self, world_size: int) -> str:
-        return f"{self.test}[{self.case}-{world_size}]" if self.case else self.test
+        return f"{self.test}[{self.case}-{world_size}]"
 
 
 FOUR = (1, 2, 4)
@@ -41,27 +41,28 @@ CATALOGUE = {
     "gpt_neox": Entry("GPT-NeoX, Pythia, Dolly", ("EleutherAI/pythia-1.4b", "EleutherAI/gpt-neox-20b"),
                       "gpt-neox", FOUR),
     "gptj": Entry("GPT-J", ("EleutherAI/gpt-j-6b",), "gptj"),
-    "granite": Entry("Granite", ("ibm-granite/granite-3.1-8b-instruct",), "granite"),
+    "granite": Entry("Granite", ("ibm-granite/granite-3.1-8b-instruct",), "granite",
+                     gguf=f"{GGUF}[granite]"),
     "llama": Entry("Llama 1 to 3, Code Llama, SmolLM2", ("meta-llama/Llama-3.1-8B-Instruct",
                    "HuggingFaceTB/SmolLM2-135M-Instruct"), "llama", FOUR,
                    f"{TESTS}/test_gguf_source.py::test_a_part_equals_that_part_of_the_whole"),
-    "llava_next": Entry("LLaVA-NeXT", ("llava-hf/llava-v1.6-mistral-7b-hf",), "", (1,), test=VISION),
+    "llava_next": Entry("LLaVA-NeXT", ("llava-hf/llava-v1.6-mistral-7b-hf",), "llava-next", test=VISION),
     "mistral": Entry("Mistral, Nemo", ("mistralai/Mistral-7B-Instruct-v0.3",), "mistral", FOUR),
     "mixtral": Entry("Mixtral", ("mistralai/Mixtral-8x7B-Instruct-v0.1",), "mixtral", FOUR),
     "mpt": Entry("MPT", ("mosaicml/mpt-7b-instruct",), "mpt"),
     "mt5": Entry("mT5, mT0", ("google/mt5-base", "bigscience/mt0-base"), "mt5"),
-    "olmo2": Entry("OLMo 2", ("allenai/OLMo-2-1124-7B-Instruct",), "olmo2", FOUR),
+    "olmo2": Entry("OLMo 2", ("allenai/OLMo-2-1124-7B-Instruct",), "olmo2", FOUR, f"{GGUF}[olmo2]"),
     "opt": Entry("OPT, Galactica", ("facebook/opt-125m", "facebook/galactica-1.3b"), "opt"),
     "phi3": Entry("Phi-3, Phi-4", ("microsoft/Phi-3-mini-4k-instruct", "microsoft/phi-4"), "phi3",
                   gguf=f"{GGUF}[phi3]"),
     "qwen2": Entry("Qwen2, Qwen2.5", ("Qwen/Qwen2.5-7B-Instruct",), "qwen2", gguf=f"{GGUF}[qwen2]"),
     "qwen2_moe": Entry("Qwen2 MoE", ("Qwen/Qwen1.5-MoE-A2.7B-Chat",), "qwen2-moe"),
-    "qwen2_vl": Entry("Qwen2-VL", ("Qwen/Qwen2-VL-2B-Instruct",), "", (1,), test=VISION),
+    "qwen2_vl": Entry("Qwen2-VL", ("Qwen/Qwen2-VL-2B-Instruct",), "qwen2-vl", test=VISION),
     "qwen3": Entry("Qwen3", ("Qwen/Qwen3-8B",), "qwen3", FOUR, f"{GGUF}[qwen3]"),
     "qwen3_moe": Entry("Qwen3 MoE", ("Qwen/Qwen3-30B-A3B",), "qwen3-moe"),
     "RefinedWeb": Entry("Falcon 40B as first published", ("tiiuae/falcon-40b",), "falcon-40b", FOUR),
     "RefinedWebModel": Entry("Falcon 7B as first published", ("tiiuae/falcon-7b",), "falcon-refined-web"),
-    "starcoder2": Entry("StarCoder2", ("bigcode/starcoder2-3b",), "starcoder2"),
+    "starcoder2": Entry("StarCoder2", ("bigcode/starcoder2-3b",), "starcoder2", gguf=f"{GGUF}[starcoder2]"),
     "t5": Entry("T5, Flan-T5", ("google-t5/t5-small", "google/flan-t5-large"), "t5", FOUR),
 }  # fmt: skip
 
@@ -80,6 +81,24 @@ Weights are safetensors; `text-generation-server download-weights` converts PyTo
 to the format that is computed in. No other quantised format is read yet, and no adapters.
 """
 
+PICTURES = f"""\
+## Pictures
+
+LLaVA-NeXT and Qwen2-VL see what a chat, a native prompt or a chunk of the unary `Prefill` call shows them:
+`{TESTS}/test_vision_processes.py`, `{TESTS}/test_vision_unary.py`. All other architectures read text alone.
+"""
+
+LONG_CONTEXTS = f"""\
+## Long contexts
+
+Phi-3 and its like (rope of the type `longrope`) have two sets of factors: one for texts within the original context and
+one for longer texts. transformers takes the one or the other by the length of each text. A server keeps keys that other
+texts share, and cannot turn them again when a text grows; so all its texts have one set, by the longest that it takes:
+the short factors where `--max-total-tokens` is at most the original context, else the long ones. Whoever serves short
+texts alone gets the most of such a model with that limit. Texts on the limit's side of the original context are those
+of transformers: `{TESTS}/test_long_rope.py`.
+"""
+
 OTHERS = f"""\
 ## All others
 
@@ -92,7 +111,8 @@ Models that remember anything but keys and values (state spaces, linear attentio
 their own, have attention sinks, or keep a window from attention are refused with the reason:
 `{TESTS}/test_fallback.py::test_what_cannot_be_right_is_refused_with_the_reason`.
 
-Code that comes with a model runs with `--trust-remote-code` and never without.
+Code that comes with a model is fetched and runs with `--trust-remote-code` and never without:
+`{TESTS}/test_remote_code.py`.
 """
 
 
@@ -100,7 +120,7 @@ def reference_page() -> str:
     """docs/models.md, in Markdown."""
     header = "| architecture | model_type | for example | shards | case | GGUF |\n|---|---|---|---|---|---|"
     rows = [_row(model_type, CATALOGUE[model_type]) for model_type in sorted(CATALOGUE, key=str.lower)]
-    return "\n".join([INTRODUCTION, "## Architectures\n", header, *rows, "", OTHERS])
+    return "\n".join([INTRODUCTION, "## Architectures\n", header, *rows, "", PICTURES, LONG_CONTEXTS, OTHERS])
 
 
 def _row(model_type: str, entry: Entry) -> str:
@@ -109,7 +129,7 @@ def _row(model_type: str, entry: Entry) -> str:
         f"`{model_type}`",
         ", ".join(f"`{example}`" for example in entry.examples),
         ", ".join(map(str, entry.shards)),
-        f"`{entry.case or entry.test}`",
+        f"`{entry.case}`" if entry.test == SHARDS else f"`{entry.test}[{entry.case}-SHARDS]`",
         f"`{entry.gguf}`" if entry.gguf else "",
     ]
     return "| " + " | ".join(cells) + " |"

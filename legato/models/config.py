@@ -1,4 +1,4 @@
-"""What the server must know of a model, read from config.json under whichever names the architecture has for it.
+"""What the server must know of a model: its sizes, and how config.json says that positions and windows are meant.
 
 Only what every causal model has is a field. What one architecture has, its own file reads from `keys`.
 """
@@ -6,66 +6,30 @@ Only what every causal model has is a field. What one architecture has, its own 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from legato.common.errors import UnsupportedModel
 from legato.layers.rotary import RopeConfig
-from legato.models.keys import Keys
-
-_GEMMA3 = dict(
-    vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131_072
-)
-# Sizes that a config.json leaves out where they are those that transformers knows by heart.
-_LLAVA_NEXT = dict(
-    hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32064,
-    max_position_embeddings=4096,
-)  # fmt: skip
-LEFT_OUT: dict[str, dict[str, Any]] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3, "llava_next": _LLAVA_NEXT}
+from legato.models.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(Sizes):
     """An architecture whose config.json means something else sets `model.config = replace(config, ...)`."""
 
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int  # the longest sequence that is served
-    keys: Keys
     rope_option: tuple[str, float] | None = None  # what --rope-scaling and --rope-factor say
     decoder_start_token_id: int | None = None  # of encoder-decoder models: what the decoder sees first
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
-        # Models that also see or hear keep what concerns their language part in an object of its own.
-        language = Keys(config).below("text_config").raw
-        model_type = str(config.get("model_type"))
-        keys = Keys({**LEFT_OUT.get(model_type, {}), **config, **language})
-        if quantization := keys.below("quantization_config").raw:
+        sizes = Sizes.of(config)
+        if quantization := sizes.keys.below("quantization_config").raw:
             method = quantization.get("quant_method", "unknown")
             raise UnsupportedModel(
                 f"config.json says the weights are quantised ('{method}'), which is not supported yet"
             )
-        num_heads = keys.count("num_attention_heads", "n_head", "n_heads", "num_heads")
-        hidden_size = keys.count("hidden_size", "n_embd", "n_embed", "d_model")
-        return cls(
-            model_type=model_type,
-            vocab_size=keys.count("vocab_size"),
-            hidden_size=hidden_size,
-            num_layers=keys.count("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-            num_heads=num_heads,
-            num_kv_heads=keys.count("num_key_value_heads", "num_kv_heads", default=num_heads),
-            head_dim=keys.count("head_dim", "d_kv", default=hidden_size // num_heads),
-            max_positions=keys.count(
-                "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=2048
-            ),
-            keys=keys,
-        )
+        return cls(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
 
     @property
     def is_tied(self) -> bool:

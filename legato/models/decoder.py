@@ -94,6 +94,7 @@ class Decoder:
     layers: Sequence[Layer]
     norm: Norm  # behind the last layer
     head: Head
+    can_capture = True
 
     def __init__(self, config: ModelConfig, weights: Weights, heads: Heads) -> None:
         self.config = replace(config, num_kv_heads=heads.all_kv_heads)  # which config.json need not say

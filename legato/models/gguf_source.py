@@ -26,10 +26,14 @@ LLAMA_NAMES = {
     "blk.{}.attn_k.bias": "model.layers.{}.self_attn.k_proj.bias",
     "blk.{}.attn_v.bias": "model.layers.{}.self_attn.v_proj.bias",
     "blk.{}.attn_output.weight": "model.layers.{}.self_attn.o_proj.weight",
+    "blk.{}.attn_output.bias": "model.layers.{}.self_attn.o_proj.bias",
     "blk.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
     "blk.{}.ffn_gate.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "blk.{}.ffn_gate.bias": "model.layers.{}.mlp.gate_proj.bias",
     "blk.{}.ffn_up.weight": "model.layers.{}.mlp.up_proj.weight",
+    "blk.{}.ffn_up.bias": "model.layers.{}.mlp.up_proj.bias",
     "blk.{}.ffn_down.weight": "model.layers.{}.mlp.down_proj.weight",
+    "blk.{}.ffn_down.bias": "model.layers.{}.mlp.down_proj.bias",
 }
 QWEN3_NAMES = {
     **LLAMA_NAMES,
@@ -47,6 +51,21 @@ PHI3_NAMES = {
     "blk.{}.attn_qkv.weight": "model.layers.{}.self_attn.qkv_proj.weight",
     "blk.{}.ffn_up.weight": "model.layers.{}.mlp.gate_up_proj.weight",
 }
+OLMO2_NAMES = {
+    **QWEN3_NAMES,  # whose norms on queries and keys it has, over all heads
+    "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "blk.{}.post_ffw_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+STARCODER2_NAMES = {
+    **LLAMA_NAMES,
+    "output_norm.bias": "model.norm.bias",
+    "blk.{}.attn_norm.bias": "model.layers.{}.input_layernorm.bias",
+    "blk.{}.ffn_norm.bias": "model.layers.{}.post_attention_layernorm.bias",
+    "blk.{}.ffn_up.weight": "model.layers.{}.mlp.c_fc.weight",
+    "blk.{}.ffn_up.bias": "model.layers.{}.mlp.c_fc.bias",
+    "blk.{}.ffn_down.weight": "model.layers.{}.mlp.c_proj.weight",
+    "blk.{}.ffn_down.bias": "model.layers.{}.mlp.c_proj.bias",
+}
 # The names of each GGUF architecture. One that differs from Llama in a few has {**LLAMA_NAMES, ...}.
 NAMES = {
     "llama": LLAMA_NAMES,
@@ -56,9 +75,12 @@ NAMES = {
     "gemma2": GEMMA2_NAMES,
     "gemma3": GEMMA2_NAMES,
     "phi3": PHI3_NAMES,
+    "olmo2": OLMO2_NAMES,
+    "granite": LLAMA_NAMES,
+    "starcoder2": STARCODER2_NAMES,
 }
 # Architectures whose q and k llama.cpp stores so that neighbouring rows turn together.
-INTERLEAVED = {"llama"}
+INTERLEAVED = {"llama", "granite"}
 # Architectures whose norms llama.cpp stores with the one that the model adds to them.
 NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 # Frequencies that are part of the configuration (Llama 3, Phi-3), not a weight.

@@ -99,18 +99,21 @@ class Llama(Decoder):
         shape = self.read(config)
         is_tied = config.keys.flag("tie_word_embeddings", default=self.is_tied)
         heads = weights.heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        rotary = Rotary(self.rope(config), config.max_positions, weights.dtype, weights.device)
+        self.rotary = Rotary(self.rope(config), config.max_positions, weights.dtype, weights.device)
         parts = LlamaParts(shape, heads, weights)
         super().__init__(config, weights, heads)
 
         size = (config.vocab_size, config.hidden_size)
         self.embedding = weights.embedding(f"{self.prefix}.embed_tokens", *size)
         self.layers = [
-            self.layer(parts, f"{self.prefix}.layers.{i}", rotary, shape.windows[i] if shape.windows else 0)
+            self.layer(parts, f"{self.prefix}.layers.{i}", self.rotary, shape.windows[i] if shape.windows else 0)
             for i in range(config.num_layers)
         ]
         self.norm = parts.norm(f"{self.prefix}.norm")
         self.head = weights.head("lm_head", self.embedding, *size, tied=is_tied)
+
+    def limit(self, longest: int) -> None:
+        self.rotary.limit(longest)
 
     def read(self, config: ModelConfig) -> LlamaShape:
         return LlamaShape.of(config)

@@ -70,10 +70,10 @@ class ClipTower:
         cut = tiles.unflatten(3, (side, self.patch)).unflatten(2, (side, self.patch))  # [n, 3, row, y, column, x]
         patches = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2).to(self.patches.dtype) @ self.patches.t()
         x = torch.cat((self.first.expand(len(tiles), 1, -1), patches), dim=1) + self.places
-        x = self.norm(x)
+        x = self.norm(x.flatten(0, 1))
         for layer in self.layers:
-            x = layer(x)
-        return x[:, 1:]
+            x = layer(x, len(tiles))
+        return x.unflatten(0, (len(tiles), -1))[:, 1:]
 
 
 def _layer(shape: ClipShape, weights: Weights, name: str) -> TowerLayer:
@@ -132,7 +132,8 @@ class LlavaNext(Llama):
 
     def see(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
         """The whole picture, then row by row its tiles without padding; `shape` is its size as it was sent."""
-        whole, *tiles = self.projector(self.tower(pixels)).unbind(0)
+        seen = self.tower(pixels)
+        whole, *tiles = self.projector(seen.flatten(0, 1)).unflatten(0, seen.shape[:2]).unbind(0)
         side, best = self.rules.tile // self.rules.patch, self.rules.best(shape)
         grid = (best.height // self.rules.tile, best.width // self.rules.tile, side, side)
         rows = (

@@ -110,7 +110,7 @@ class Tower:
         x = patches.to(self.patches.dtype) @ self.patches.t()
         angles = self._angles(grid)
         for layer in self.layers:
-            x = layer(x[None], angles)[0]
+            x = layer(x, angles=angles)
         return self.merger(self.merger_norm(x).view(-1, self.shape.width * self.shape.merge**2))
 
     def _angles(self, grid: Size) -> Angles:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -63,6 +63,7 @@ class CausalModel(Protocol):
 
     config: ModelConfig
     kv_shape: KVShape  # of this shard
+    can_capture: bool  # whether a decode may become a CUDA graph
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         """Hidden states [T, hidden_size] of all tokens of the step, the same on every shard."""
@@ -70,6 +71,15 @@ class CausalModel(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden_size] -> [m, vocab_size], on every shard. Takes the final norm with it: most tokens need none."""
+        ...
+
+
+@runtime_checkable
+class LimitedModel(CausalModel, Protocol):
+    """A `CausalModel` that may compute otherwise where sequences can be long."""
+
+    def limit(self, longest: int) -> None:
+        """No sequence will have more tokens. The server calls it before the first one, while the cache is empty."""
         ...
 
 

@@ -177,6 +177,8 @@ class T5:
     """`scales_output`: the decoder's output is made smaller before the head. Those that do have the embedding for a
     head; others may have a head of their own."""
 
+    can_capture = True
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         shape, start = T5Shape.of(config), _start_token(config)
         scales = self.scales_output(config.keys)

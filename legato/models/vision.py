@@ -58,14 +58,15 @@ class TowerAttention:
         self.output = output
         self.num_heads = num_heads
 
-    def __call__(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
-        """x [pictures, N, width]."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+    def __call__(self, x: torch.Tensor, num_pictures: int, angles: Angles | None) -> torch.Tensor:
+        """x [T, width]: the patches of pictures that have equally many."""
+        apart = self.qkv(x).unflatten(0, (num_pictures, -1)).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = apart.unbind(-3)  # [pictures, patches, heads, head_dim] each
         if angles is not None:
             cos, sin = angles
             q, k = (rotate(part.float(), cos, sin).to(v.dtype) for part in (q, k))
         heads_first = (part.transpose(-3, -2) for part in (q, k, v))
-        return self.output(F.scaled_dot_product_attention(*heads_first).transpose(-3, -2).flatten(-2))
+        return self.output(F.scaled_dot_product_attention(*heads_first).transpose(-3, -2).flatten(-2).flatten(0, 1))
 
 
 class TowerLayer:
@@ -75,6 +76,6 @@ class TowerLayer:
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def __call__(self, x: torch.Tensor, angles: Angles | None = None) -> torch.Tensor:
-        x = x + self.attention(self.norm(x), angles)
+    def __call__(self, x: torch.Tensor, num_pictures: int = 1, angles: Angles | None = None) -> torch.Tensor:
+        x = x + self.attention(self.norm(x), num_pictures, angles)
         return x + self.mlp(self.mlp_norm(x))

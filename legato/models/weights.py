@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,14 @@ class Part:
     name: str
     out_features: int
     rows: Ranges | None = None
+
+
+class RowOptions(TypedDict, total=False):
+    """Of `output` and `row`. Without `reduce` the sum over the shards is left to the caller."""
+
+    bias: bool
+    transposed: bool  # [in, out] in the file, as GPT-2 has it
+    reduce: bool
 
 
 class Weights:
@@ -172,20 +180,11 @@ class Weights:
         order = _without_neighbours(heads, neighbours) if neighbours else None
         return Linear(self._weight(parts, in_features, None, bias, transposed, order))
 
-    def output(
-        self,
-        name: str,
-        heads: Heads,
-        out_features: int,
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        reduce: bool = True,
-    ) -> RowLinear:
+    def output(self, name: str, heads: Heads, out_features: int, **how: Unpack[RowOptions]) -> RowLinear:
         """The projection behind attention: its inputs are the heads."""
         size = heads.v_head_dim
         columns = (heads.first * size, heads.last * size)
-        return self._row(name, out_features, heads.all_heads * size, columns, bias, transposed, reduce)
+        return self._row(name, out_features, heads.all_heads * size, columns, **how)
 
     def column(
         self,
@@ -205,19 +204,9 @@ class Weights:
         parts = [Part(name, fused * out_features, rows) for name in _as_list(names)]
         return Linear(self._weight(parts, in_features, None, bias, transposed))
 
-    def row(
-        self,
-        name: str,
-        out_features: int,
-        in_features: int,
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        reduce: bool = True,
-    ) -> RowLinear:
+    def row(self, name: str, out_features: int, in_features: int, **how: Unpack[RowOptions]) -> RowLinear:
         """What comes behind `column`: each shard brings its span of the inputs."""
-        span = self.shard.span(in_features)
-        return self._row(name, out_features, in_features, span, bias, transposed, reduce)
+        return self._row(name, out_features, in_features, self.shard.span(in_features), **how)
 
     def linear(
         self,
@@ -288,9 +277,10 @@ class Weights:
         out_features: int,
         in_features: int,
         columns: tuple[int, int],
-        bias: bool,
-        transposed: bool,
-        reduce: bool,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        reduce: bool = True,
     ) -> RowLinear:
         # In the sum over the shards the bias must count once.
         has_bias = bias and self.shard.rank == 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legato.common.pictures import MIMES, BadPicture, decode, format_of, has_decoder
-from legato.common.vision import ImageRules, Size, UnfitImage
+from legato.common.vision import ImageRules, Size, UnfitImage, spread_marks
 from legato.router.errors import RequestError, TooLong
 from legato.router.images_fetch import Fetcher, FetchRefused
 from legato.router.settings import RouterSettings
@@ -95,15 +95,11 @@ class Images:
                 f"the prompt has {len(images)} images and {marks} places for them: the chat template leaves some out,"
                 " or the text itself has the token that stands for an image"
             )
-        placed: list[int] = []
-        found: list[PromptImage] = []
-        for number in ids:
-            if number != token_id:
-                placed.append(number)
-                continue
-            image = images[len(found)]
-            found.append(PromptImage(image.data, image.mimetype, len(placed), image.num_tokens, token_id))
-            placed += [token_id] * image.num_tokens
+        placed, starts = spread_marks(ids, token_id, [image.num_tokens for image in images])
+        found = [
+            PromptImage(image.data, image.mimetype, start, image.num_tokens, token_id)
+            for image, start in zip(images, starts, strict=True)
+        ]
         return placed, tuple(found)
 
     def _read(self, source: Source) -> ReadImage:

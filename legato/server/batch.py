@@ -73,6 +73,7 @@ class Member:
     detokenizer: Detokenizer
     stops: StopMatcher
     num_computed: int
+    images: list[pb.AdmittedImage] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     num_generated: int = 0
     prompt_logprobs: list[float] = field(default_factory=list)

@@ -11,7 +11,7 @@ from legato.common.model_files import ModelFiles
 from legato.layers.kv_cache import KVCache
 from legato.layers.shard import Shard
 from legato.models.config import ModelConfig
-from legato.models.registry import CausalModel, get_model
+from legato.models.registry import CausalModel, LimitedModel, get_model
 from legato.router.state import GenerationRequest
 from legato.server.prepare import prepare
 from legato.server.rows import Rows
@@ -42,6 +42,8 @@ def answer(folder: Path, requests: list[list[int]], shard: Shard | None = None) 
     """Greedy, from one shard's point of view; all shards of a model call this together."""
     files = ModelFiles.open(folder)
     model = get_model(files, ModelConfig.from_hf(files.config()), torch.float32, DEVICE, shard=shard)
+    if isinstance(model, LimitedModel):
+        model.limit(max(map(len, requests)) + NUM_TOKENS)
     start = start_of(model)
     server = LocalServer(
         model, num_blocks=256, block_size=BLOCK_SIZE, step_tokens=WHOLE_STEP_TOKENS if start else STEP_TOKENS

@@ -8,8 +8,11 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,12 @@ from tests.models.answers import Answers, answer
 
 MOST_SHARDS = 4
 SECONDS = 60
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    text: str
 
 
 class ShardProcesses:
@@ -41,14 +50,18 @@ class ShardProcesses:
 
     def answer(self, folder: Path, requests: list[list[int]], world_size: int) -> list[Answers]:
         """What each of `world_size` shards answers."""
+        return self.call(answer, folder, requests, world_size=world_size)
+
+    def call(self, function: Callable[..., T], *arguments: Any, world_size: int) -> list[T]:
+        """What a function of this package returns in each of `world_size` shards, which it gets as `shard`."""
         if not self._started:
             self._start()
         pipes = [pipe for _, pipe in self._started[:world_size]]
         for pipe in pipes:
-            pipe.send((str(folder), requests, world_size))
+            pipe.send((function, arguments, world_size))
         # All are heard before any is judged: a reply that stays in its pipe would pass for that to the next model.
-        replies = [pipe.recv() if pipe.poll(SECONDS) else "silent" for pipe in pipes]
-        failures = [f"shard {rank}: {text}" for rank, text in enumerate(replies) if not isinstance(text, Answers)]
+        replies = [pipe.recv() if pipe.poll(SECONDS) else Failure("silent") for pipe in pipes]
+        failures = [f"shard {rank}: {said.text}" for rank, said in enumerate(replies) if isinstance(said, Failure)]
         assert not failures, f"of {world_size} shards failed:\n" + "\n".join(failures)
         return replies
 
@@ -69,9 +82,9 @@ def _serve(rank: int, meeting: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=MOST_SHARDS)
     groups = {size: dist.new_group(list(range(size))) for size in range(2, MOST_SHARDS + 1)}
     while (job := pipe.recv()) is not None:
-        folder, requests, world_size = job
+        function, arguments, world_size = job
         try:
-            pipe.send(answer(Path(folder), requests, Shard(rank, world_size, groups[world_size])))
+            pipe.send(function(*arguments, shard=Shard(rank, world_size, groups[world_size])))
         except Exception:
-            pipe.send(traceback.format_exc())
+            pipe.send(Failure(traceback.format_exc()))
     dist.destroy_process_group()

@@ -65,22 +65,25 @@ def test_the_rope_option_replaces_what_the_model_says() -> None:
     assert stretched.rope().trained_positions == 32
 
 
-def test_longrope_changes_its_divisors_behind_the_original_context() -> None:
+@pytest.mark.parametrize(("longest", "angles"), [(8, [7.0, 0.035]), (9, [1.75, 0.00875])])
+def test_longrope_takes_the_long_divisors_where_texts_may_be_longer_than_the_original_context(
+    longest: int, angles: list[float]
+) -> None:
     scaling = dict(rope_type="longrope", short_factor=[1.0, 2.0], long_factor=[4.0, 8.0],
                    original_max_position_embeddings=8)  # fmt: skip
-    angles, factor = rope_angles(RopeConfig(4, 10_000.0, 32, scaling), 10)
-    torch.testing.assert_close(angles[[7, 8]], torch.tensor([[7.0, 0.035], [2.0, 0.01]]))
+    ours, factor = rope_angles(RopeConfig(4, 10_000.0, 32, scaling), 10, longest)
+    torch.testing.assert_close(ours[7], torch.tensor(angles))
     assert factor == pytest.approx((1 + 2 / 3) ** 0.5)
 
 
 def test_an_incomplete_scaling_is_named() -> None:
     with pytest.raises(ModelFileError, match="rope scaling 'longrope' is incomplete or wrong"):
-        rope_angles(RopeConfig(4, 10_000.0, 32, {"rope_type": "longrope"}), 10)
+        rope_angles(RopeConfig(4, 10_000.0, 32, {"rope_type": "longrope"}), 10, 10)
 
 
 def test_an_unknown_scaling_is_named() -> None:
     with pytest.raises(UnsupportedModel, match="rope scaling 'spiral' is not supported; known: default"):
-        rope_angles(RopeConfig(4, 10_000.0, 32, {"rope_type": "spiral"}), 10)
+        rope_angles(RopeConfig(4, 10_000.0, 32, {"rope_type": "spiral"}), 10, 10)
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 12, 71, 112])

@@ -16,16 +16,22 @@ from safetensors.torch import load_file, save_file
 
 from legato.common.errors import ModelError, ModelFileError, UnsupportedModel
 from legato.common.model_files import ModelFiles
+from legato.common.options import ServerOptions
 from legato.layers.kv_cache import KVShape
 from legato.layers.shard import Shard
 from legato.models import registry
 from legato.models.registry import CausalModel, get_model, model_config
 from legato.router.state import GenerationRequest
+from legato.server.capacity import Wishes
+from legato.server.loading import LoadedModel
+from legato.server.memory import Reading
+from legato.server.model import Model
 from tests.models.answers import STEP_TOKENS, Answers, prompts, step_logits
 from tests.models.oracle import oracle_logits
 from tests.models.test_architectures import check
 from tests.models.tiny_seeds import write
-from tests.server.local import DEVICE, LocalServer
+from tests.server.local import DEVICE, LocalServer, load
+from tests.server.shard import warmup
 from tests.tiny_models import greedy_oracle, tiny_llama
 
 SIZES = dict(
@@ -151,6 +157,20 @@ def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
     assert logits[0].shape == (3, 320) and logits[0].isfinite().all()
 
 
+def test_no_memory_is_kept_for_graphs_that_are_never_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose largest step has been measured."""
+    monkeypatch.setattr("legato.server.model.measure", lambda *_: Reading(total=1 << 34, free=0, reserved=0, peak=0))
+
+    def room(model: CausalModel, *sizes: int) -> int:
+        loaded = LoadedModel(model, ModelFiles.open(tmp_path / "llama"), torch.device("cuda"), torch.float32)
+        server = Model(loaded, ServerOptions(cuda_graphs=sizes))
+        return server._budget(Wishes(warmup(), max_positions=128, block_size=16, bytes_per_token=64))
+
+    own, through = load(tiny_llama(tmp_path / "llama")), fallback(write(tmp_path / "other", "stablelm", GROUPED, {}))
+    assert room(own, 0) > room(own)
+    assert room(through, 0) == room(through) == room(own, 0)
+
+
 def test_without_transformers_the_error_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         return None if name == "transformers" else find_spec(name)
@@ -169,19 +189,25 @@ def test_a_type_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         fallback(tmp_path)
 
 
-@pytest.fixture
-def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    folder = write(tmp_path / "model", "stablelm", GROUPED, {})
+def write_own_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model with code that leaves a file `ran` beside its folder."""
+    modules = str(folder.parent / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    monkeypatch.syspath_prepend(modules)
+    write(folder, "stablelm", GROUPED, {})
     config = json.loads((folder / "config.json").read_text())
     config |= {
         "model_type": "brand_new",
         "auto_map": {"AutoConfig": "own.NewConfig", "AutoModelForCausalLM": "own.NewForCausalLM"},
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "own.py").write_text(OWN_CODE.replace("RAN", repr(str(tmp_path / "ran"))))
+    (folder / "own.py").write_text(OWN_CODE.replace("RAN", repr(str(folder.parent / "ran"))))
     return folder
+
+
+@pytest.fixture
+def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return write_own_code(tmp_path / "model", monkeypatch)
 
 
 def test_code_of_the_model_runs_only_for_who_asked_for_it(with_own_code: Path) -> None:

@@ -49,10 +49,13 @@ def model(gguf: Path) -> CausalModel:
 
 @pytest.fixture(scope="module")
 def oracle(gguf: Path) -> Any:
-    """transformers reads and dequantises the file by its own code."""
+    """transformers reads and dequantises the file by its own code, and attends in its plainest way."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +77,14 @@ def test_greedy_tokens_equal_transformers(model: CausalModel, oracle: Any, promp
 
 
 def test_logits_equal_transformers(gguf: Path, model: CausalModel, oracle: Any, prompts: list[list[int]]) -> None:
-    """To 1e-5 of their size, which is what float32 leaves of them. At a few positions of this text Gemma magnifies
-    rounding: there transformers is as far from itself in float64 (2.6e-3, logits go up to 32) as we are (3.0e-3)."""
+    """To 1e-5 of their size, which is what float32 leaves of them. At two of the 855 positions of this text Gemma
+    magnifies rounding: there we are 2.8e-5 away, transformers in float64 5.3e-5, and transformers with another kind of
+    attention 1.2e-4."""
     with torch.inference_mode():
         expected = oracle(torch.tensor([prompts[-1]])).logits[0]
     errors = (logits(model, prompts[-1]) - expected).abs().amax(-1) / expected.abs().max()
-    assert errors.quantile(0.98) <= 1e-5
-    assert errors.max() <= (2e-4 if "gemma" in gguf.name else 1e-5)
+    assert errors.quantile(0.99) <= 1e-5
+    assert errors.max() <= (1e-4 if "gemma" in gguf.name else 1e-5)
 
 
 def test_texts_become_the_tokens_of_transformers(gguf: Path) -> None:

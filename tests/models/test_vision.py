@@ -16,10 +16,14 @@ import torch
 from legato.common.model_files import ModelFiles
 from legato.common.pictures import decode
 from legato.common.vision import ImageRules, Size, image_rules
+from legato.layers.shard import Shard
+from legato.models.config import ModelConfig
+from legato.models.registry import get_model
 from legato.router.state import GenerationRequest, PromptImage, with_names
 from legato.server.image_pixels import num_pixels, pixels_of
 from legato.server.images import Eyes
 from tests.models import tiny_vision as tiny
+from tests.models.shards import ShardProcesses
 from tests.server.local import DEVICE, LocalServer, load
 
 pytest.importorskip("PIL", reason="pictures need Pillow, the extra `vision`")
@@ -37,8 +41,9 @@ class Seeing:
     rules: ImageRules
     oracle: Oracle
 
-    def server(self, **settings: Any) -> LocalServer:
-        model: Any = load(self.folder)
+    def server(self, shard: Shard | None = None, **settings: Any) -> LocalServer:
+        files = ModelFiles.open(self.folder)
+        model: Any = get_model(files, ModelConfig.from_hf(files.config()), torch.float32, DEVICE, shard=shard)
         server = LocalServer(model, max_rows=MAX_ROWS, **settings)
         server.engine.eyes = Eyes(model, self.rules, MAX_ROWS, DEVICE)
         return server
@@ -63,20 +68,32 @@ class Seeing:
         return self.oracle(self.folder, ids, [image.data for image in request.images], NUM_TOKENS)
 
 
+@dataclass(frozen=True)
+class Family:
+    make: Callable[[Path], Path]
+    oracle: Oracle
+
+
+FAMILIES = {
+    "qwen2-vl": Family(tiny.tiny_qwen2_vl, tiny.qwen_oracle),
+    "llava-next": Family(tiny.tiny_llava_next, tiny.llava_oracle),
+}
+
+
+def make(name: str, folder: Path) -> Seeing:
+    rules = image_rules(ModelFiles.open(FAMILIES[name].make(folder)))
+    assert rules is not None
+    return Seeing(folder, rules, FAMILIES[name].oracle)
+
+
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
-    folder = tiny.tiny_qwen2_vl(tmp_path_factory.mktemp("qwen2_vl"))
-    rules = image_rules(ModelFiles.open(folder))
-    assert rules is not None
-    return Seeing(folder, rules, tiny.qwen_oracle)
+    return make("qwen2-vl", tmp_path_factory.mktemp("qwen2_vl"))
 
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
-    folder = tiny.tiny_llava_next(tmp_path_factory.mktemp("llava_next"))
-    rules = image_rules(ModelFiles.open(folder))
-    assert rules is not None
-    return Seeing(folder, rules, tiny.llava_oracle)
+    return make("llava-next", tmp_path_factory.mktemp("llava_next"))
 
 
 @pytest.fixture(params=["qwen", "llava"])
@@ -107,14 +124,29 @@ def logits_of(server: LocalServer, request: GenerationRequest) -> torch.Tensor:
     return torch.cat(seen).cpu()
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_tokens_and_logits_are_those_of_transformers(seeing: Seeing, number: int) -> None:
-    request = prompts(seeing)[number]
-    tokens, logits = seeing.expected(request)
-    server = seeing.server()
-    ours = logits_of(server, request)
-    assert server.tokens(number) == tokens
-    assert (ours[:NUM_TOKENS] - logits).abs().max() < TOLERANCE
+def answers(seeing: Seeing, shard: Shard | None = None) -> list[tuple[list[int], torch.Tensor]]:
+    """To each prompt alone, from one shard's point of view; all shards of a model call this together."""
+    found = []
+    for request in prompts(seeing):
+        server = seeing.server(shard)
+        logits = logits_of(server, request)[:NUM_TOKENS]
+        found.append((server.tokens(request.id), logits))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [pytest.param(name, world_size, id=f"{name}-{world_size}") for name in FAMILIES for world_size in (1, 2)],
+)
+def test_tokens_and_logits_equal_transformers(
+    name: str, world_size: int, tmp_path: Path, shards: ShardProcesses
+) -> None:
+    seeing = make(name, tmp_path)
+    ours = answers(seeing) if world_size == 1 else shards.call(answers, seeing, world_size=world_size)[0]
+    for request, (tokens, logits) in zip(prompts(seeing), ours, strict=True):
+        expected, behind = seeing.expected(request)
+        assert tokens == expected
+        assert (logits - behind).abs().max() < TOLERANCE
 
 
 def test_a_picture_matters(seeing: Seeing) -> None:

@@ -19,6 +19,12 @@ QWEN_TEMPLATE = (
     "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 
+LLAVA_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>\n{% else %}{{ part.text }}{% endif %}{% endfor %} {% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
 
 def tiny_qwen2_vl(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Heads of 16, so that time has two pairs of dimensions and height and width have three."""
@@ -129,10 +135,26 @@ def tiny_llava_next(folder: Path, seed: int = 0, **changes: Any) -> Path:
         text_config=text, vision_config=vision, image_token_index=IMAGE, image_grid_pinpoints=formats, **changes
     )
     LlavaNextForConditionalGeneration(config).save_pretrained(folder)
-    size = dict(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=formats)
-    (folder / "preprocessor_config.json").write_text(json.dumps(size))
     write_tokenizer(folder, {IMAGE: "<image>"})
+    write_llava_processor(folder, formats)
     return folder
+
+
+def write_llava_processor(folder: Path, formats: list[list[int]]) -> None:
+    """Everything around the weights as transformers writes it: one file for the processor and what is below it."""
+    from transformers import LlavaNextProcessor, PreTrainedTokenizerFast
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    LlavaNextProcessor(
+        LlavaNextImageProcessorPil(
+            size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=formats
+        ),
+        PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>"),
+        patch_size=7,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,  # CLIP's first, which that strategy leaves out
+        chat_template=LLAVA_TEMPLATE,
+    ).save_pretrained(folder)
 
 
 def llava_oracle(
