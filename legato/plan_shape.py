@@ -1,7 +1,7 @@
 """The numbers of a config.json that decide about memory, under whichever names the architecture has for them.
 
-What the model classes read for themselves is read here once more, because they bring in torch. Tests hold the two
-together.
+What is common to all models is read as they read it. What a model class reads for itself is read here once more,
+because those bring in torch; tests hold the two together.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from legato.models.catalogue import CATALOGUE
 from legato.models.keys import Keys
-from legato.server.captures import all_sizes
-from legato.server.reserve import GRAPH_BYTES
+from legato.models.sizes import Sizes
+from legato.server.captures import kept_rows
+from legato.server.reserve import LAYER_GRAPH_BYTES
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3fn": 1, "fp8_e5m2": 1}
 # Copies of the logits in float32 that sampling with filters and penalties makes.
@@ -22,10 +24,6 @@ GEMMA3 = {"gemma3", "gemma3_text"}
 TIED = FALCONS | GEMMA3 | {"bloom", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2", "t5"}
 # Whose MLP is two matrices; that of all others has a gate, which is a third.
 WITHOUT_GATE = FALCONS | {"bloom", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "starcoder2"}
-# Sizes that transformers knows by heart and leaves out.
-LEFT_OUT = dict(
-    vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131_072
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +61,31 @@ class Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
-        model_type = str(config.get("model_type"))
-        left_out = LEFT_OUT if model_type in GEMMA3 else {}
-        keys = Keys({**left_out, **config, **Keys(config).below("text_config").raw})
-        num_heads = keys.count("num_attention_heads", "n_head", "n_heads", "num_heads")
-        hidden = keys.count("hidden_size", "n_embd", "n_embed", "d_model")
-        inner = keys.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff", default=4 * hidden)
+        sizes = Sizes.of(config)
+        keys, model_type = sizes.keys, sizes.model_type
+        inner = keys.count(
+            "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff", default=4 * sizes.hidden_size
+        )
         return cls(
             model_type=model_type,
-            num_layers=keys.count("num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-            hidden_size=hidden,
+            num_layers=keys.count("num_decoder_layers", default=sizes.num_layers),
+            hidden_size=sizes.hidden_size,
             intermediate_size=inner,
-            num_heads=num_heads,
-            num_kv_heads=_num_kv_heads(keys, model_type, num_heads),
-            head_dim=_head_dim(keys, model_type, max(1, hidden // num_heads)),
-            vocab_size=keys.count("vocab_size"),
-            max_positions=keys.count(
-                "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=2048
-            ),
+            num_heads=sizes.num_heads,
+            num_kv_heads=_num_kv_heads(sizes),
+            head_dim=_head_dim(sizes),
+            vocab_size=sizes.vocab_size,
+            max_positions=sizes.max_positions,
             is_tied=keys.flag("tie_word_embeddings", default=model_type in TIED),
             has_gate=model_type not in WITHOUT_GATE,
             experts=Experts.of(keys, inner),
             dtype=str(keys.get("torch_dtype", "dtype") or "") or None,
         )
+
+    @property
+    def is_native(self) -> bool:
+        """Whether Legato computes it. Others run through transformers: in one shard, and without CUDA graphs."""
+        return self.model_type in CATALOGUE
 
     def bytes_per_token(self, dtype: str, num_shards: int = 1) -> int:
         """Of the KV cache of one shard. Heads that cannot be split are kept by several."""
@@ -115,8 +115,10 @@ class Shape:
         return layer + num_rows * self.vocab_size * (SIZES[dtype] + 4 * SAMPLING_COPIES)
 
     def graph_bytes(self, num_rows: int, dtype: str) -> int:
-        sizes = all_sizes(num_rows)
-        return sum(sizes) * self.vocab_size * SIZES[dtype] + len(sizes) * GRAPH_BYTES
+        if not self.is_native:
+            return 0
+        kept = kept_rows(num_rows)
+        return sum(kept) * self.vocab_size * SIZES[dtype] + len(kept) * self.num_layers * LAYER_GRAPH_BYTES
 
     def reads(self, tensor: str) -> bool:
         """Whether the model loads the tensor of this name, if its files have it."""
@@ -127,8 +129,9 @@ class Shape:
         )
 
 
-def _num_kv_heads(keys: Keys, model_type: str, num_heads: int) -> int:
+def _num_kv_heads(sizes: Sizes) -> int:
     """Older families say in words what a number would say."""
+    keys, model_type, num_heads = sizes.keys, sizes.model_type, sizes.num_heads
     if model_type == "deepseek_v2":  # every head has its own once it is out of the latent vector
         return num_heads
     if model_type in FALCONS and keys.flag("new_decoder_architecture", default=model_type == "RefinedWeb"):
@@ -141,11 +144,12 @@ def _num_kv_heads(keys: Keys, model_type: str, num_heads: int) -> int:
         attention = keys.below("attn_config")
         kind = attention.text("attn_type", default="multihead_attention")
         return 1 if kind == "multiquery_attention" else attention.count("kv_n_heads", default=num_heads)
-    return keys.count("num_key_value_heads", "num_kv_heads", default=num_heads)
+    return sizes.num_kv_heads
 
 
-def _head_dim(keys: Keys, model_type: str, default: int) -> int:
+def _head_dim(sizes: Sizes) -> int:
     """Of a key in the cache, which has room for as much of a value."""
-    if model_type == "deepseek_v2":
+    if sizes.model_type == "deepseek_v2":
+        keys = sizes.keys
         return keys.count("qk_nope_head_dim", default=128) + keys.count("qk_rope_head_dim", default=64)
-    return keys.count("head_dim", "d_kv", default=default)
+    return sizes.head_dim

@@ -57,14 +57,14 @@ def chunk_attention(
     """q [T, num_heads, head_dim]; sequence i owns the queries from cu_seqlens_q[i] to cu_seqlens_q[i + 1].
 
     They are the last of its context. q begins with the query cu_seqlens_q[0], so parts of a batch need no new sums.
+    A sequence without a context is left out, and so is what lies behind the last one: `out` stays as it is there.
     """
     check_queries(q, kv)
     assert cu_seqlens_q.shape == (kv.num_sequences + 1,), (cu_seqlens_q.shape, kv.num_sequences)
     assert out is None or (out.shape == q.shape and out.is_contiguous()), "out must be contiguous and shaped like q"
     if runs_triton(q):
         return _chunk_attention_triton(q, kv, cu_seqlens_q, scoring, out, config)
-    mixed = ragged_attention_torch(q, kv, cu_seqlens_q, scoring)
-    return mixed if out is None else out.copy_(mixed)
+    return ragged_attention_torch(q, kv, cu_seqlens_q, scoring, out)
 
 
 def _chunk_attention_triton(
@@ -141,14 +141,15 @@ def _chunk_kernel(
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     tokens: tl.constexpr = BLOCK_M // GROUP
     sequence, first_query, num_queries, first_token = _find_tile(tile, cu_seqlens_q, num_sequences, tokens)
-    if first_token >= num_queries:
+    context_len = tl.load(context_lens + sequence)
+    if (first_token >= num_queries) | (context_len == 0):
         return
     r = tl.arange(0, BLOCK_M)
     d = tl.arange(0, padded(HEAD_DIM, 16))[None, :]
     token = first_token + r // GROUP
     head = (kv_head * GROUP + r % GROUP)[:, None]
     inside = ((r < tokens * GROUP) & (token < num_queries))[:, None] & (d < HEAD_DIM)
-    first_position = tl.load(context_lens + sequence) - num_queries + first_token
+    first_position = context_len - num_queries + first_token
     query = (first_query + token).to(tl.int64)[:, None]
     mixed = _attend(
         tl.load(q + query * q_stride + head * HEAD_DIM + d, mask=inside, other=0.0),

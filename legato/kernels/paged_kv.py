@@ -74,12 +74,15 @@ def check_queries(q: Tensor, kv: PagedKV) -> None:
     assert kv.k_cache.dtype in (q.dtype, *EIGHT_BITS), (q.dtype, kv.k_cache.dtype)
 
 
-def ragged_attention_torch(q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring: Scoring) -> Tensor:
+def ragged_attention_torch(
+    q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring: Scoring, out: Tensor | None = None
+) -> Tensor:
     """Sequence i owns the queries from cu_seqlens_q[i] to cu_seqlens_q[i + 1], the last ones of its context.
 
-    The first query is that of cu_seqlens_q[0], which need not be 0.
+    The first query is that of cu_seqlens_q[0], which need not be 0. `out` stays as it is where a sequence without a
+    context has its queries, and behind the last sequence.
     """
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     starts, context_lens = (cu_seqlens_q - cu_seqlens_q[0]).tolist(), kv.context_lens.tolist()
     block_size, group = kv.k_cache.shape[1], q.shape[1] // kv.k_cache.shape[2]
     for i, context_len in enumerate(context_lens):

@@ -107,7 +107,7 @@ class SelfAttention:
             decode_attention(q[:d], kv, self.scoring, out[:d])
         if chunks is not None:
             kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[d:], step.rows[d:])
-            chunk_attention(q[d:], kv, chunks.cu_seqlens_q, self.scoring, out[d:])
+            chunk_attention(q[chunks.first_token :], kv, chunks.cu_seqlens_q, self.scoring, out[chunks.first_token :])
         return out.flatten(1)
 
     def _suits_torch(self, lengths: list[int]) -> bool:

@@ -17,7 +17,8 @@ T = TypeVar("T")
 class ChunkSpans:
     """The prompt chunks of a step, which stand behind its decodes."""
 
-    cu_seqlens_q: torch.Tensor  # [num_chunks + 1] int32, counted from the first chunk's first token
+    first_token: int  # of the step, where those of `cu_seqlens_q` begin
+    cu_seqlens_q: torch.Tensor  # [num_chunks + 1] int32, counted from there
     # Their lengths, if all of them are whole prompts with nothing in the cache; such steps have a faster attention.
     whole_prompts: list[int] | None
 

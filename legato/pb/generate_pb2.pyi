@@ -398,7 +398,7 @@ class Admission(_message.Message):
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     row: int
     request_id: int
-    input_ids: _containers.RepeatedScalarFieldContainer[int]
+    input_ids: bytes
     num_generated: int
     num_cached: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
@@ -407,7 +407,7 @@ class Admission(_message.Message):
     prompt_logprobs: bool
     adapter_id: str
     images: _containers.RepeatedCompositeFieldContainer[AdmittedImage]
-    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., num_cached: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: bool = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[_Union[AdmittedImage, _Mapping]]] = ...) -> None: ...
+    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[int] = ..., input_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., num_cached: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: bool = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[_Union[AdmittedImage, _Mapping]]] = ...) -> None: ...
 
 class AdmittedImage(_message.Message):
     __slots__ = ("image", "start", "num_tokens")

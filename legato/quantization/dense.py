@@ -79,7 +79,7 @@ class SlicedWeight(PackedWeight):
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         if self._hurries:
             return super().apply(x)
-        first, *others = zip(torch.split(x, self.SLICE, dim=1), self.slices, strict=True)
+        first, *others = zip(torch.split(x, self.SLICE, dim=-1), self.slices, strict=True)
         total = _product(*first, self.bias)
         for inputs, weight in others:
             total = torch.ops.mkldnn._linear_pointwise.binary(inputs, total, weight, None, "add")

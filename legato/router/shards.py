@@ -15,6 +15,7 @@ from typing import TypeVar
 import grpc
 
 from legato.common.errors import LegatoError
+from legato.common.token_ids import pack
 from legato.grammar.errors import GrammarError
 from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
@@ -185,7 +186,7 @@ def _admission(admission: Admission) -> pb.Admission:
     return pb.Admission(
         row=admission.row,
         request_id=request.id,
-        input_ids=input_ids,
+        input_ids=pack(input_ids),
         num_generated=admission.num_generated,
         num_cached=admission.num_cached,
         blocks=admission.blocks,

@@ -6,12 +6,15 @@ text so far, for the repetition penalty, and how often it was generated, for the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from legato.sampling.rows import on_device
+
+Ids: TypeAlias = np.ndarray | list[int]
 
 
 class History:
@@ -23,13 +26,13 @@ class History:
         self._seen: Tensor | None = None  # [max_rows, V] bool
         self._counts: Tensor | None = None  # [max_rows, V] int32
 
-    def begin_seen(self, row: int, token_ids: Sequence[int]) -> None:
+    def begin_seen(self, row: int, token_ids: Ids) -> None:
         ids = self._ids(token_ids)
         if self._seen is None:
             self._seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
         self._seen[row].zero_().index_fill_(0, ids, True)
 
-    def begin_counts(self, row: int, generated_ids: Sequence[int]) -> None:
+    def begin_counts(self, row: int, generated_ids: Ids) -> None:
         ids = self._ids(generated_ids)
         if self._counts is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
@@ -61,9 +64,9 @@ class History:
     def _flat(self, rows: Tensor, token_ids: Tensor) -> Tensor:
         return rows * self._shape[1] + token_ids
 
-    def _ids(self, token_ids: Sequence[int]) -> Tensor:
+    def _ids(self, token_ids: Ids) -> Tensor:
         """Checked here, as an index out of range is an error of the device, which no process survives."""
-        ids = torch.tensor(token_ids, dtype=torch.int64)
+        ids = torch.from_numpy(np.array(token_ids, dtype=np.int64))
         if len(token_ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._shape[1]:
             raise ValueError(f"a token of the prompt is not in the vocabulary of {self._shape[1]} tokens")
         return on_device(ids, self._device)

@@ -21,9 +21,9 @@ for those rows together. Nothing here waits for the device, except for the water
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,8 +69,8 @@ class Sampler:
         self,
         row: int,
         params: SamplingParams,
-        prompt_ids: Sequence[int],
-        generated_ids: Sequence[int],
+        prompt_ids: np.ndarray | list[int],
+        generated_ids: np.ndarray | list[int],
     ) -> None:
         """A request enters a row, for the first time or, after it was preempted, with what it has generated so far.
 
@@ -84,10 +84,10 @@ class Sampler:
                     raise ValueError(f"{name}: {token} is not in the vocabulary of {self._vocab_size} tokens")
         features = params.features()
         if Feature.REPETITION in features:
-            self._history.begin_seen(row, [*prompt_ids, *generated_ids])
+            self._history.begin_seen(row, np.concatenate((prompt_ids, generated_ids)))
         if Feature.COUNTS in features:
             self._history.begin_counts(row, generated_ids)
-        last_token = (generated_ids or prompt_ids or (0,))[-1]
+        last_token = next((int(ids[-1]) for ids in (generated_ids, prompt_ids) if len(ids)), 0)
         self._table.write(row, params, len(generated_ids), last_token)
 
     def is_greedy(self, rows: list[int]) -> bool:

@@ -1,7 +1,7 @@
-"""Which decode sizes to run as CUDA graphs, and when to capture them. Plain numbers; `graphs.py` does the capturing.
+"""Which steps to run as CUDA graphs, and when to capture them. Plain numbers; `graphs.py` does the capturing.
 
 Capturing takes up to some tenths of a second, in which no step runs. So a shard starts with a few sizes, each twice the
-one before, fills a batch up to the next of them, and captures the rest a piece at a time: what was missed most, seldom
+one before, fills a step up to the next of them, and captures the rest a piece at a time: what was missed most, seldom
 while requests wait, and freely while nobody does.
 """
 
@@ -28,21 +28,33 @@ def bucket(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def all_sizes(max_rows: int) -> list[int]:
-    """Every size that a batch of up to `max_rows` can ask for."""
-    return sorted({bucket(num_rows) for num_rows in range(1, max_rows + 1)})
+def decode_sizes(max_rows: int, given: Sequence[int] = ()) -> list[int]:
+    """Every size that a batch of up to `max_rows` can ask for. If some are given, only those: larger batches then run
+    without a graph."""
+    return sorted(set(given) or {bucket(num_rows) for num_rows in range(1, max_rows + 1)})
+
+
+def mixed_sizes(max_rows: int) -> list[int]:
+    """Tokens of steps with prompt chunks. The first costs what reading the weights costs; from a thousand tokens on
+    the device takes longer than the host with its launches."""
+    return [64, *range(128, 1025, 128)] if max_rows > 64 else [64, 128, 256, 512, 1024]
+
+
+def kept_rows(max_rows: int, given: Sequence[int] = ()) -> list[int]:
+    """Of every graph that there may be: how many rows of logits it keeps. Those of steps with prompts share theirs."""
+    return [*decode_sizes(max_rows, given), max_rows, *(0 for _ in mixed_sizes(max_rows)[1:])]
 
 
 class CapturePolicy:
-    """`sizes` are the only ones to capture, if given; larger batches then run without a graph.
-
-    Decisions depend on the steps alone, so that the shards of one model come to the same ones; `when_idle` is for a
+    """Decisions depend on the steps alone, so that the shards of one model come to the same ones; `when_idle` is for a
     shard that has no others.
     """
 
-    def __init__(self, max_rows: int, sizes: Sequence[int] = ()) -> None:
-        self._are_given = bool(sizes)
-        self.sizes = sorted(set(sizes)) or all_sizes(max_rows)
+    def __init__(self, sizes: Sequence[int], small: int = SMALL, are_given: bool = False) -> None:
+        """Of steps, in rows or tokens. Any up to `small` may run with any graph up to there."""
+        self._are_given = are_given
+        self.sizes = list(sizes)
+        self._small = small
         self.captured: set[int] = set()
         self._misses: Counter[int] = Counter()
         self._steps = 0  # since the last capture
@@ -63,14 +75,14 @@ class CapturePolicy:
     def pending(self) -> bool:
         return not self._stopped and len(self.captured) < len(self.sizes)
 
-    def choose(self, num_rows: int) -> int | None:
-        """The captured size to run a batch with; None to run it without a graph. Remembers what was missing."""
-        wanted = next((size for size in self.sizes if size >= num_rows), None)
+    def choose(self, size: int) -> int | None:
+        """The captured size to run a step with; None to run it without a graph. Remembers what was missing."""
+        wanted = next((larger for larger in self.sizes if larger >= size), None)
         if wanted is None or wanted in self.captured:
             return wanted
         self._misses[wanted] += 1
-        larger = min((size for size in self.captured if size >= num_rows), default=None)
-        if larger is not None and larger <= max(SMALL, num_rows * (1 + MOST_PADDING)):
+        larger = min((captured for captured in self.captured if captured >= size), default=None)
+        if larger is not None and larger <= max(self._small, size * (1 + MOST_PADDING)):
             return larger
         return None
 

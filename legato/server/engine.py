@@ -20,14 +20,14 @@ from legato.quantization.dense import SlicedWeight
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.params import SamplingParams
 from legato.sampling.sampler import Sampler
-from legato.server.captures import CapturePolicy
 from legato.server.grammars import Grammars
-from legato.server.graphs import CudaRecorder, DecodeGraphs
+from legato.server.graphs import CudaRecorder, Record
 from legato.server.images import Eyes
 from legato.server.memory import is_out_of_memory, refused_for_memory, release
 from legato.server.pending import Chosen, Outcome, Pending, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
 from legato.server.rows import Rows, RowStep, to_device
+from legato.server.step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,15 @@ class Engine:
         if image_rules is not None and isinstance(model, SeeingModel):
             self.eyes = Eyes(model, image_rules, max_rows, self.device)
         self._most_cuts = MOST_CUTS if cuts_steps else 0
-        self.graphs: DecodeGraphs | None = None
+        # What an encoder or eyes see of a prompt is not of one shape.
+        self._mixed_graphs = not has_encoder and self.eyes is None
+        self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
-            policy = CapturePolicy(max_rows, graph_sizes)
-            self.graphs = DecodeGraphs(model, cache, self.rows, policy, CudaRecorder())
+            self.use_graphs(graph_sizes, CudaRecorder())
+
+    def use_graphs(self, sizes: tuple[int, ...], record: Record) -> None:
+        """From now on. The first ones are yet to be captured."""
+        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, record, self._mixed_graphs)
 
     def launch(self, request: pb.StepRequest) -> Pending:
         """Counts are booked first, for all rows: a step that fails later leaves no row behind the router's count.
@@ -101,45 +106,25 @@ class Engine:
                 self.grammars.accept(outcome.chosen.rows, partial(_read_ids, clock, outcome.chosen))
         return Pending(request.id, started, clock, outcomes)
 
-    # ---- graphs, between steps ------------------------------------------------------------------------------------
-
-    def capture_first(self) -> None:
-        for size in self.graphs.policy.at_start if self.graphs is not None else []:
-            self.capture(size)
-
-    def capture_after_step(self) -> int | None:
-        """A size worth a capture though requests may be waiting. To be asked once after every step."""
-        return None if self.graphs is None else self.graphs.policy.after_step()
-
-    def capture_while_idle(self) -> None:
-        """One size that may be needed, because nobody waits."""
-        if self.graphs is not None and (size := self.graphs.policy.when_idle()) is not None:
-            self.capture(size)
-
-    @property
-    def captures_pending(self) -> bool:
-        return self.graphs is not None and self.graphs.policy.pending
-
-    def capture(self, size: int) -> None:
-        """Unless that was done, or given up, since somebody asked for it."""
-        if self.graphs is not None and self.captures_pending and size not in self.graphs.policy.captured:
-            self.graphs.capture(size)
-
-    # ---- a step ---------------------------------------------------------------------------------------------------
-
     def _replay(self, parts: list[RowStep]) -> list[Outcome]:
-        """A step of decodes only, if there is a graph for it; else nothing."""
-        if self.graphs is None or not all(part.decode for part in parts):
+        """A step that there is a graph for; else nothing."""
+        if self.graphs is None:
             return []
-        rows = [part.row for part in parts]
-        done = self.graphs.run(rows) if self.rows.adrift.isdisjoint(rows) else None
+        decodes_only = all(part.decode for part in parts)
+        order = list(range(len(parts))) if decodes_only else decodes_first(parts)
+        ordered = [parts[place] for place in order]
+        done = self.graphs.run(ordered)
         if done is None:
             return []
-        if self.sampler.is_greedy(rows) and not self.grammars.active(rows):
+        sampled = order if decodes_only else [place for place, part in enumerate(ordered) if part.samples]
+        rows = [ordered[place].row for place in sampled]
+        if not rows:
+            chosen = None
+        elif self.sampler.is_greedy(rows) and not self.grammars.active(rows):
             chosen = Chosen(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
         else:
             chosen = self._choose(done.logits[: len(rows)], rows)
-        return [Outcome(chosen, list(range(len(rows))), {})]
+        return [Outcome(chosen, order if decodes_only else _restore(order, sampled), {})]
 
     def _forward(self, parts: list[RowStep], cuts: int = 0) -> list[Outcome]:
         """A step of any kind: one forward, or two halves one after the other where memory does not suffice for one.
@@ -188,7 +173,7 @@ class Engine:
             self.rows.admit(
                 admission.row,
                 admission.request_id,
-                list(admission.input_ids),
+                np.frombuffer(admission.input_ids, dtype="<i4"),
                 admission.num_cached,
                 admission.prompt_logprobs,
                 admission.top_n_tokens,
@@ -205,12 +190,13 @@ class Engine:
         return parts
 
     def _configure_sampler(self, admission: pb.Admission) -> None:
-        ids = list(admission.input_ids)
-        num_prompt = len(ids) - admission.num_generated
+        sequence = self.rows[admission.row]
+        ids, num_prompt = sequence.input_ids, len(sequence.input_ids) - admission.num_generated
         params = SamplingParams.from_pb(admission.parameters, admission.top_n_tokens)
-        first = self.rows[admission.row].encoder_len  # penalties are for what the decoder has before it
-        self.sampler.set_row(admission.row, params, ids[first:num_prompt], ids[num_prompt:])
-        self.grammars.set_row(admission.row, from_pb(admission.parameters), ids[num_prompt:])
+        # Penalties are for what the decoder has before it.
+        prompt_ids, generated_ids = ids[sequence.encoder_len : num_prompt], ids[num_prompt:]
+        self.sampler.set_row(admission.row, params, prompt_ids, generated_ids)
+        self.grammars.set_row(admission.row, from_pb(admission.parameters), generated_ids.tolist())
 
     def _prompt_scores(self, hidden: torch.Tensor, parts: list[RowStep]) -> dict[int, list[PromptScores]]:
         wanted: dict[int, list[PromptScores]] = {}

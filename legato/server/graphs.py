@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one replay instead of some three hundred launches.
+"""Steps as CUDA graphs: one replay instead of some three hundred launches. Here those of decodes alone.
 
 A graph is captured for a number of rows and reads everything from the persistent rows, so a replay needs one thing
 from the host: which rows. Batches are filled up to a captured size with the padding row. Which sizes are captured and
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -30,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a decode writes: it stays valid until the next replay of any size."""
+    """What a step writes: it stays valid until the next replay of any graph."""
 
-    logits: torch.Tensor  # [size, vocab_size]
+    logits: torch.Tensor  # [size, vocab_size], of the rows that sample
     token_ids: torch.Tensor  # [size] int64, greedy
     logprobs: torch.Tensor  # [size] float32
 
@@ -58,15 +60,59 @@ class CudaRecorder:
         return graph.replay, decoded
 
 
-class DecodeGraphs:
+class Graphs(ABC):
+    """The graphs of one kind of step, one for each captured size."""
+
+    counted: ClassVar[str]  # what sizes are numbers of
+
     def __init__(self, model: CausalModel, cache: KVCache, rows: Rows, policy: CapturePolicy, record: Record) -> None:
         self.policy = policy
         self._model = model
         self._cache = cache
         self._rows = rows
         self._record = record
-        self._row_numbers = torch.full((policy.sizes[-1],), rows.padding, dtype=torch.int32, device=rows.device)
         self._graphs: dict[int, tuple[Replay, Decoded]] = {}
+
+    @abstractmethod
+    def _compute(self, size: int) -> Decoded:
+        """The step to capture. It reads what `_write_padding` or a run has written, and the rows."""
+
+    @abstractmethod
+    def _write_padding(self, size: int) -> None:
+        """Let a step be of padding only: captures run it."""
+
+    def _replay(self, size: int) -> Decoded:
+        replay, decoded = self._graphs[size]
+        replay()
+        return decoded
+
+    @torch.inference_mode()
+    def capture(self, size: int) -> bool:
+        """Unless that was done, or given up, since somebody asked for it. False: it failed, and nothing but the graph
+        is lost."""
+        if not self.policy.pending or size in self.policy.captured:
+            return True
+        started = time.perf_counter()
+        self._write_padding(size)
+        try:
+            self._graphs[size] = self._record(partial(self._compute, size))
+        except (RuntimeError, MemoryError) as error:
+            cause = str(error).partition("\n")[0]
+            logger.warning("No CUDA graph of %d %s: %s. Sizes without one run without", size, self.counted, cause)
+        else:
+            self.policy.note(size)
+            logger.debug("Captured a step of %d %s in %.2f s", size, self.counted, time.perf_counter() - started)
+            return True
+        release(self._rows.device)  # here, where the error no longer holds what it failed with
+        return False
+
+
+class DecodeGraphs(Graphs):
+    counted = "rows"
+
+    def __init__(self, model: CausalModel, cache: KVCache, rows: Rows, policy: CapturePolicy, record: Record) -> None:
+        super().__init__(model, cache, rows, policy, record)
+        self._row_numbers = torch.full((policy.sizes[-1],), rows.padding, dtype=torch.int32, device=rows.device)
 
     def run(self, row_numbers: list[int]) -> Decoded | None:
         """One decode of these rows: greedy tokens are chosen and fed back, the logits are there for other choices.
@@ -79,29 +125,13 @@ class DecodeGraphs:
         filled = np.full(size, self._rows.padding, dtype=np.int32)
         filled[: len(row_numbers)] = row_numbers
         self._row_numbers[:size].copy_(to_device(filled, self._rows.device), non_blocking=True)
-        replay, decoded = self._graphs[size]
-        replay()
-        return decoded
+        return self._replay(size)
 
-    @torch.inference_mode()
-    def capture(self, size: int) -> None:
-        """A capture that fails costs its graph and those that would have followed, never a request."""
-        started = time.perf_counter()
+    def _write_padding(self, size: int) -> None:
+        self._row_numbers[:size].fill_(self._rows.padding)
+
+    def _compute(self, size: int) -> Decoded:
         row_numbers = self._row_numbers[:size]
-        row_numbers.fill_(self._rows.padding)
-        try:
-            self._graphs[size] = self._record(lambda: self._decode(row_numbers))
-        except (RuntimeError, MemoryError) as error:
-            self.policy.stop()
-            cause = str(error).partition("\n")[0]
-            logger.warning("No CUDA graph of %d rows: %s. Sizes without one run without", size, cause)
-        else:
-            self.policy.note(size)
-            logger.debug("Captured a decode of %d rows in %.2f s", size, time.perf_counter() - started)
-            return
-        release(self._rows.device)  # here, where the error no longer holds what it failed with
-
-    def _decode(self, row_numbers: torch.Tensor) -> Decoded:
         rows = self._rows
         tables = RowTables(rows.block_tables, rows.lengths, rows.last_tokens, self._cache.block_size, rows.padding)
         inputs = gather_rows(row_numbers, tables)
@@ -113,7 +143,7 @@ class DecodeGraphs:
             positions=inputs.positions,
             slots=inputs.slots,
             logits_indices=None,
-            num_decodes=row_numbers.shape[0],
+            num_decodes=size,
             rows=row_numbers,
             block_tables=rows.block_tables,
             context_lens=inputs.context_lens,

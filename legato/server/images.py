@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from legato.common.pictures import decode
+from legato.common.token_ids import unpack
 from legato.common.vision import ImageRules, Size
 from legato.layers.step import Seen, Step
 from legato.models.vision import ImageSpan, SeeingModel
@@ -104,7 +105,7 @@ class Eyes:
         self._model.see(torch.zeros(num_pixels(shape, self._rules), device=self._device), shape)
 
     def admit(self, admission: pb.Admission) -> None:
-        row, num_tokens = admission.row, len(admission.input_ids)
+        row, num_tokens = admission.row, len(unpack(admission.input_ids))
         pictures = [self._picture(image, admission.num_cached) for image in admission.images]
         # One token more than there are: text, which shows how far those behind the pictures have moved.
         positions = self._model.lay_out(num_tokens + 1, [picture.span for picture in pictures]) if pictures else None

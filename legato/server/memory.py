@@ -20,7 +20,7 @@ import grpc
 import torch
 
 from legato.server.interceptor import RequestRefused
-from legato.server.reserve import GRAPH_BYTES, HOST_SHARE, reserve
+from legato.server.reserve import HOST_SHARE, LAYER_GRAPH_BYTES, reserve
 
 GIB = 2**30
 # How torch says it, besides its own type of error: the CPU's allocator, cuBLAS, the driver.
@@ -55,13 +55,15 @@ def cache_budget(reading: Reading, fraction: float, graphs: int = 0) -> int:
     return available - reading.peak - graphs - reserve(reading.total)
 
 
-def graph_bytes(sizes: Sequence[int], row_bytes: int, step_tokens: int, step_bytes: int) -> int:
-    """What all decode graphs will take: each keeps its results, `row_bytes` a row, and they share one working space,
-    which is to that of the largest step as its rows are to the step's tokens."""
-    if not sizes:
+def graph_bytes(
+    kept_rows: Sequence[int], largest: int, num_layers: int, row_bytes: int, step_tokens: int, step_bytes: int
+) -> int:
+    """What all graphs will take: each keeps its results, `row_bytes` a row, and they share one working space, which is
+    to that of the largest step as the tokens of the largest graph are to the step's."""
+    if not kept_rows:
         return 0
-    working = step_bytes * min(max(sizes), step_tokens) // step_tokens
-    return sum(sizes) * row_bytes + len(sizes) * GRAPH_BYTES + working
+    working = step_bytes * min(largest, step_tokens) // step_tokens
+    return sum(kept_rows) * row_bytes + len(kept_rows) * num_layers * LAYER_GRAPH_BYTES + working
 
 
 def largest_step(max_rows: int, longest: int, step_tokens: int) -> list[int]:

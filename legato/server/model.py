@@ -13,10 +13,11 @@ from legato.common.milestones import WARM, WARMING
 from legato.common.options import ServerOptions
 from legato.common.vision import image_rules
 from legato.layers.kv_cache import KVCache, KVShape
+from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
 from legato.server.capacity import Capacity, Wishes
-from legato.server.captures import CapturePolicy
+from legato.server.captures import kept_rows, mixed_sizes
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
 from legato.server.interceptor import RequestRefused
@@ -95,6 +96,11 @@ class Model:
         shape, chosen = self.loaded.model.kv_shape, self.options.kv_cache_dtype
         return shape if chosen is None else replace(shape, dtype=CACHE_DTYPES[chosen])
 
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Of decodes to capture, in the words of `--cuda-graphs`: () for whatever comes, (0,) for none."""
+        return self.options.cuda_graphs if self.loaded.model.can_capture else (0,)
+
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
         """Size the cache by the memory that is left, allocate it, and run first steps so that no request has to."""
         started = time.perf_counter()
@@ -106,6 +112,8 @@ class Model:
         token_bytes = self.kv_shape.bytes_per_token
         budget = self.loaded.shard.least(self._budget(wishes) // token_bytes, self.loaded.device) * token_bytes
         capacity = wishes.fit(budget)
+        if isinstance(self.loaded.model, LimitedModel):
+            self.loaded.model.limit(capacity.max_total_tokens)
         size = gib(capacity.num_blocks * self.block_size * self.kv_shape.bytes_per_token)
         with refused_for_memory(f"no {size} for the KV cache; lower --cuda-memory-fraction", self.loaded.device):
             self._engine = self._make_engine(capacity.num_blocks, wishes, capacity.max_total_tokens)
@@ -131,10 +139,11 @@ class Model:
         cure = "lower --max-batch-prefill-tokens or --max-concurrent-requests"
         with refused_for_memory(f"{lost}; {cure}", device):
             reading = measure(lambda: self._rehearse(wishes), device)
-        sizes = [] if self.options.cuda_graphs == (0,) else CapturePolicy(rows, self.options.cuda_graphs).sizes
+        kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes)
+        largest, layers = mixed_sizes(rows)[-1], self.loaded.model.config.num_layers
         # Of every row a graph keeps the logits, the token and its log probability.
         row_bytes = self.loaded.model.config.vocab_size * self.loaded.dtype.itemsize + 12
-        graphs = graph_bytes(sizes, row_bytes, tokens, reading.peak - reading.reserved)
+        graphs = graph_bytes(kept, largest, layers, row_bytes, tokens, reading.peak - reading.reserved)
         logger.info(
             "Memory measured",
             extra={
@@ -158,7 +167,7 @@ class Model:
 
     def _make_engine(self, num_blocks: int, wishes: Wishes, longest: int, graphs: bool = True) -> Engine:
         cache = KVCache(self.kv_shape, num_blocks, self.block_size, self.loaded.device)
-        sizes = self.options.cuda_graphs if graphs else (0,)
+        sizes = self.graph_sizes if graphs else (0,)
         model = self.loaded.model
         return Engine(
             model,
@@ -184,6 +193,7 @@ class Model:
         """One prompt and one decode, and the first graphs: all paths have run once before anybody waits for them."""
         self.engine.launch(first_step(capacity, self.block_size)).read()
         self.engine.launch(decode_step()).read()
-        self.engine.capture_first()
+        if self.engine.graphs is not None:
+            self.engine.graphs.capture_first()
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize()

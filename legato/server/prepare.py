@@ -39,51 +39,59 @@ def halves(parts: list[RowStep]) -> tuple[list[RowStep], list[RowStep]]:
     return first, rest
 
 
+class Packed:
+    """The parts of a step end to end, in numbers of the host. They are ordered, decodes first."""
+
+    def __init__(self, rows: Rows, parts: list[RowStep]) -> None:
+        self.rows = np.array([part.row for part in parts], dtype=np.int32)
+        self.counts = np.array([part.count for part in parts], dtype=np.int32)
+        self.starts = np.array([part.start for part in parts], dtype=np.int32)
+        self.ends = np.cumsum(self.counts)
+        self.context_lens = self.starts + self.counts
+        self.num_decodes = sum(part.decode for part in parts)
+        sampling = np.array([part.samples for part in parts])
+        self.sampled_rows = self.rows[sampling]
+        self.sampled_tokens = self.ends[sampling] - 1
+        # Of every token: where it is in its sequence, and in which row that is.
+        self.positions = np.arange(self.ends[-1]) - np.repeat(self.ends - self.context_lens, self.counts)
+        self.owners = np.repeat(self.rows, self.counts)
+        chunks = [rows[part.row].input_ids[part.start : part.start + part.count] for part in parts[self.num_decodes :]]
+        self.chunk_ids = np.concatenate(chunks) if chunks else np.zeros(0, dtype=np.int64)
+
+
 def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtype) -> Step:
     """`parts` are ordered, decodes first. Chunk tokens come from the host, decode tokens are on the device."""
-    device = rows.last_tokens.device
-    counts = np.array([part.count for part in parts], dtype=np.int32)
-    starts = np.array([part.start for part in parts], dtype=np.int32)
-    index = np.array([part.row for part in parts], dtype=np.int32)
-    ends = np.cumsum(counts)
-    positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
-    num_decodes = sum(part.decode for part in parts)
-
-    row_index, positions_there = to_device(index, device), to_device(positions, device)
-    owners = to_device(np.repeat(index, counts), device)
-    blocks = rows.block_tables[owners, positions_there // block_size].long()
-    input_ids = rows.last_tokens[row_index[:num_decodes]]
-    if chunks := parts[num_decodes:]:
-        ids = [rows[part.row].input_ids[part.start : part.start + part.count] for part in chunks]
-        input_ids = torch.cat((input_ids, to_device(np.concatenate(ids), device)))
-    sampling = np.array([part.samples for part in parts])
-    context_lens = starts + counts
+    device, packed = rows.last_tokens.device, Packed(rows, parts)
+    d = packed.num_decodes
+    row_index, positions = to_device(packed.rows, device), to_device(packed.positions, device)
+    blocks = rows.block_tables[to_device(packed.owners, device), positions // block_size].long()
+    input_ids = rows.last_tokens[row_index[:d]]
+    if d < len(parts):
+        input_ids = torch.cat((input_ids, to_device(packed.chunk_ids, device)))
+    on_host = None
+    if device.type == "cpu":
+        query_lens, context_lens = packed.counts.tolist(), packed.context_lens.tolist()
+        on_host = PagedContext(query_lens, context_lens, d, rows.block_tables[row_index], block_size, dtype)
     return Step(
         input_ids=input_ids,
-        positions=positions_there,
-        slots=blocks * block_size + positions_there % block_size,
-        logits_indices=to_device(ends[sampling] - 1, device),
-        num_decodes=num_decodes,
+        positions=positions,
+        slots=blocks * block_size + positions % block_size,
+        logits_indices=to_device(packed.sampled_tokens, device),
+        num_decodes=d,
         rows=row_index,
         block_tables=rows.block_tables,
-        context_lens=to_device(context_lens, device),
-        chunks=_spans(counts[num_decodes:], starts[num_decodes:], device),
-        on_host=PagedContext(
-            counts.tolist(), context_lens.tolist(), num_decodes, rows.block_tables[row_index], block_size, dtype
-        )
-        if device.type == "cpu"
-        else None,
-        sides=None if rows.encoder_lens is None else _sides(rows, rows.encoder_lens, parts, positions),
+        context_lens=to_device(packed.context_lens, device),
+        chunks=_spans(packed.counts[d:], packed.starts[d:], d, device),
+        on_host=on_host,
+        sides=None if rows.encoder_lens is None else _sides(rows, rows.encoder_lens, parts, packed),
     )
 
 
-def _sides(rows: Rows, encoder_lens: torch.Tensor, parts: list[RowStep], positions: np.ndarray) -> Sides:
+def _sides(rows: Rows, encoder_lens: torch.Tensor, parts: list[RowStep], packed: Packed) -> Sides:
     device = encoder_lens.device
-    counts = np.array([part.count for part in parts])
     lens = np.array([rows[part.row].encoder_len for part in parts])
-    is_decoder = positions >= np.repeat(lens, counts)
-    owners = np.repeat(np.array([part.row for part in parts], dtype=np.int32), counts)
-    rows_there = to_device(owners[is_decoder], device)
+    is_decoder = packed.positions >= np.repeat(lens, packed.counts)
+    rows_there = to_device(packed.owners[is_decoder], device)
     return Sides(
         prompt_lens=[part.num_whole - 1 for part in parts if part.num_whole > 1],
         encoder=None if is_decoder.all() else to_device(np.flatnonzero(~is_decoder), device),
@@ -93,8 +101,8 @@ def _sides(rows: Rows, encoder_lens: torch.Tensor, parts: list[RowStep], positio
     )
 
 
-def _spans(counts: np.ndarray, starts: np.ndarray, device: torch.device) -> ChunkSpans | None:
+def _spans(counts: np.ndarray, starts: np.ndarray, first_token: int, device: torch.device) -> ChunkSpans | None:
     if not len(counts):
         return None
     cu_seqlens = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
-    return ChunkSpans(to_device(cu_seqlens, device), None if starts.any() else counts.tolist())
+    return ChunkSpans(first_token, to_device(cu_seqlens, device), None if starts.any() else counts.tolist())

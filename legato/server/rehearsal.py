@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
 from legato.server.capacity import RESERVED_BLOCKS, Capacity, Wishes
 from legato.server.memory import largest_step
@@ -20,7 +21,7 @@ def full_step(wishes: Wishes) -> pb.StepRequest:
     num_blocks = [wishes.num_blocks(count) for count in counts]
     admissions = [
         pb.Admission(
-            row=row, input_ids=[0] * count, parameters=COSTLY, top_n_tokens=TOP_TOKENS, prompt_logprobs=row == 0
+            row=row, input_ids=pack([0] * count), parameters=COSTLY, top_n_tokens=TOP_TOKENS, prompt_logprobs=row == 0
         )
         for row, count in enumerate(counts)
     ]
@@ -38,7 +39,7 @@ def first_step(capacity: Capacity, block_size: int) -> pb.StepRequest:
     length = min(8, capacity.max_total_tokens - 1)
     blocks = list(range(RESERVED_BLOCKS, RESERVED_BLOCKS - (-(length + 1) // block_size)))
     return pb.StepRequest(
-        admitted=[pb.Admission(row=0, input_ids=[0] * length)],
+        admitted=[pb.Admission(row=0, input_ids=pack([0] * length))],
         rows=[0],
         num_tokens=[length],
         num_new_blocks=[len(blocks)],

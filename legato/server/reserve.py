@@ -6,8 +6,8 @@ from __future__ import annotations
 HOST_SHARE = 0.5
 # Of a GPU's memory, left to fragmentation and to what libraries allocate behind torch's back.
 RESERVE_SHARE, LEAST_RESERVE = 0.01, 256 * 2**20
-# What the driver keeps of a captured graph, besides the tensors that it writes: some hundred kernels.
-GRAPH_BYTES = 8 * 2**20
+# What the driver keeps of a captured graph for each layer, besides the tensors that it writes: some ten kernels.
+LAYER_GRAPH_BYTES = 256 * 2**10
 
 
 def reserve(total: int) -> int:

@@ -54,8 +54,9 @@ class Rows:
         # Rows of a step that failed: what the device knows of them is behind what the host has booked. The router may
         # have sent another step for them before it knew; a graph would then write to blocks of somebody else.
         self.adrift: set[int] = set()
-        # (row, place in its table) -> block. What could not be written stays for the next step, unless it is overruled.
-        self._new_blocks: dict[tuple[int, int], int] = {}
+        # By row: (first place in its table, blocks). What could not be written stays for the next step, unless the row
+        # is somebody else's by then.
+        self._new_blocks: dict[int, list[tuple[int, list[int]]]] = {}
         self._new_encoder_lens: dict[int, int] = {}  # by row
 
     def __getitem__(self, row: int) -> Sequence:
@@ -67,7 +68,7 @@ class Rows:
         self,
         row: int,
         request_id: int,
-        input_ids: list[int],
+        input_ids: np.ndarray | list[int],
         num_cached: int,
         prompt_logprobs: bool,
         num_top_tokens: int = 0,
@@ -75,8 +76,9 @@ class Rows:
     ) -> None:
         """The last `num_generated` of the tokens were sampled. Before them an encoder-decoder model has the tokens of
         the encoder and one with which the decoder starts."""
-        ids = np.array(input_ids, dtype=np.int64)
+        ids = np.asarray(input_ids, dtype=np.int64)
         sequence = Sequence(request_id, ids, len(ids), num_cached, 0, prompt_logprobs, num_top_tokens)
+        self._new_blocks.pop(row, None)
         if self.encoder_lens is not None:
             sequence.encoder_len = self._new_encoder_lens[row] = len(ids) - num_generated - 1
             sequence.prompt_logprobs = False  # nothing predicts what an encoder reads
@@ -86,7 +88,8 @@ class Rows:
         sequence = self[row]
         first, last = sequence.num_blocks, sequence.num_blocks + len(blocks)
         assert last <= self.block_tables.shape[1], f"row {row} would have {last} blocks"
-        self._new_blocks.update({(row, first + i): block for i, block in enumerate(blocks)})
+        if blocks:
+            self._new_blocks.setdefault(row, []).append((first, blocks))
         sequence.num_blocks = last
 
     def write_blocks(self) -> None:
@@ -96,10 +99,12 @@ class Rows:
             self.encoder_lens[lens[0]] = lens[1].int()
             self._new_encoder_lens.clear()
         if self._new_blocks:
-            count = len(self._new_blocks)
-            new = np.empty((3, count), dtype=np.int64)
-            new[:2] = np.fromiter(chain.from_iterable(self._new_blocks), np.int64, 2 * count).reshape(-1, 2).T
-            new[2] = np.fromiter(self._new_blocks.values(), np.int64, count)
+            runs = [(row, *run) for row, runs in self._new_blocks.items() for run in runs]
+            counts = [len(blocks) for _, _, blocks in runs]
+            new = np.empty((3, sum(counts)), dtype=np.int64)
+            new[0] = np.repeat([row for row, _, _ in runs], counts)
+            new[1] = np.concatenate([np.arange(first, first + len(blocks)) for _, first, blocks in runs])
+            new[2] = list(chain.from_iterable(blocks for _, _, blocks in runs))
             there = to_device(new, self.device)
             self.block_tables[there[0], there[1]] = there[2].int()
             self._new_blocks.clear()

@@ -16,11 +16,11 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.wire import from_pb
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
-from legato.server.engine import Engine
 from legato.server.interceptor import RequestRefused
 from legato.server.model import Model
 from legato.server.pending import Pending
 from legato.server.rendezvous import end_if_out_of_step
+from legato.server.step_graphs import StepGraphs
 from legato.server.unary import UnaryBatches
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
             self._capturing.cancel()
         capacity = await self._on_engine(lambda: self._model.warmup(request))
         self._unary = None
-        if self._model.alone:
-            self._capturing = asyncio.create_task(self._capture_while_idle(self._model.engine))
+        if self._model.alone and self._model.engine.graphs is not None:
+            self._capturing = asyncio.create_task(self._capture_while_idle(self._model.engine.graphs))
         return pb.WarmupResponse(
             max_supported_total_tokens=(capacity.num_blocks - 1) * self._model.block_size,
             max_input_tokens=capacity.max_input_tokens,
@@ -152,20 +152,20 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
             end_if_out_of_step(self._model.loaded.shard, request.id, error)
             return _failed(request.id, error)
         finally:
-            if (size := engine.capture_after_step()) is not None:
+            if engine.graphs is not None and (capture := engine.graphs.after_step()) is not None:
                 if self._model.alone:
                     # Behind the steps that are here already, and after this one's answer.
-                    self._launcher.submit(engine.capture, size)
+                    self._launcher.submit(capture)
                 else:
-                    engine.capture(size)  # at the same step on every shard: a capture has collectives in it
+                    capture()  # at the same step on every shard: a capture has collectives in it
 
-    async def _capture_while_idle(self, engine: Engine) -> None:
+    async def _capture_while_idle(self, graphs: StepGraphs) -> None:
         """A size at a time, so that whoever comes waits for one at most. Ends with the last size."""
         loop = asyncio.get_running_loop()
-        while engine.captures_pending:
+        while graphs.pending:
             await asyncio.sleep(IDLE_SECONDS)
             if self._in_flight == 0 and time.monotonic() > max(self._last_step, self._last_call) + IDLE_SECONDS:
-                await loop.run_in_executor(self._launcher, engine.capture_while_idle)
+                await loop.run_in_executor(self._launcher, graphs.capture_while_idle)
 
     def _batches(self, method: str) -> UnaryBatches:
         self._refuse_while_streaming(method)

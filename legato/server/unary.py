@@ -10,8 +10,10 @@ from tokenizers import Tokenizer
 
 from legato.common.detokenize import Vocabulary
 from legato.common.stopping import StopMatcher
+from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
 from legato.server.batch import Batch, Cache, Generation, Member, Places
+from legato.server.image_prompts import Prompts
 from legato.server.interceptor import RequestRefused
 from legato.server.model import Model
 
@@ -21,7 +23,7 @@ ALREADY_EXISTS = grpc.StatusCode.ALREADY_EXISTS
 class UnaryBatches:
     def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
         self._model = model
-        self._tokenizer = tokenizer
+        self._prompts = Prompts(tokenizer, model.image_rules)
         self._vocabulary = Vocabulary(tokenizer)
         self._eos = set(model.eos_token_ids)
         self._cache = Cache()
@@ -123,12 +125,13 @@ class UnaryBatches:
                 pb.Admission(
                     row=member.row,
                     request_id=member.request.id,
-                    input_ids=member.input_ids,
+                    input_ids=pack(member.input_ids),
                     num_cached=member.num_computed,
                     blocks=member.blocks,
                     parameters=member.request.parameters,
                     top_n_tokens=member.request.top_n_tokens,
                     prompt_logprobs=member.request.prefill_logprobs,
+                    images=member.images,
                 )
                 for member in newcomers
             ],
@@ -171,7 +174,9 @@ class UnaryBatches:
         return Batch(batch.id, members)
 
     def _member(self, request: pb.Request) -> Member:
-        ids = self._tokenize(request)
+        prompt = self._prompts.read(request)
+        ids, start = prompt.input_ids, self._model.decoder_start_token_id
+        ids = ids if start is None or not ids else [*ids, start]
         self._check(request, ids)
         stopping = request.stopping_parameters
         # The keys and values of the last token are never needed.
@@ -183,9 +188,10 @@ class UnaryBatches:
         except RequestRefused:
             self._places.give_back(row, [])
             raise
-        context = ids if self._model.decoder_start_token_id is None else ()  # a decoder's text begins afresh
+        context = ids if start is None else ()  # a decoder's text begins afresh
         detokenizer, stops = self._vocabulary.detokenizer(context), StopMatcher(stopping.stop_sequences)
-        return Member(request, ids, row, blocks, detokenizer, stops, num_computed=0 if own else request.cache_len)
+        cached = 0 if own else request.cache_len
+        return Member(request, ids, row, blocks, detokenizer, stops, cached, prompt.images)
 
     def _check(self, request: pb.Request, ids: list[int]) -> None:
         """A shard trusts its router; here, others call."""
@@ -200,15 +206,6 @@ class UnaryBatches:
         else:
             return
         raise RequestRefused(f"request {request.id}: {problem}")
-
-    def _tokenize(self, request: pb.Request) -> list[int]:
-        if request.input_ids:
-            ids = list(request.input_ids)
-        else:
-            text = request.inputs or "".join(chunk.text for chunk in request.input_chunks.chunks)
-            ids = self._tokenizer.encode(text, add_special_tokens=request.add_special_tokens).ids
-        ids, start = ids[-request.truncate :] if request.truncate else ids, self._model.decoder_start_token_id
-        return ids if start is None or not ids else [*ids, start]
 
     def _keep(self, batch: Batch) -> pb.CachedBatch | None:
         if not batch.members:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from legato.common.token_ids import unpack
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.router.state import Admission, GenerationRequest, StepPlan
@@ -107,8 +108,8 @@ def _plan(request: pb.StepRequest) -> StepPlan:
         request.id,
         [
             Admission(
-                each.row, GenerationRequest(each.request_id, [], 1), list(each.input_ids), each.num_generated,
-                each.num_cached, list(each.blocks),
+                each.row, GenerationRequest(each.request_id, [], 1), unpack(each.input_ids).tolist(),
+                each.num_generated, each.num_cached, list(each.blocks),
             )
             for each in request.admitted
         ],

@@ -72,3 +72,16 @@ def test_the_output_may_be_given(device):
     case = chunks(device)
     out = torch.empty(case.q.shape, device=device)
     assert chunk.chunk_attention(case.q, case.kv, case.cu_seqlens_q, Scoring(0.125), out=out) is out
+
+
+def test_a_sequence_without_a_context_and_what_is_behind_the_last_stay_as_they_are(device, assert_close):
+    """So a captured step leaves room: for decodes before the chunks, and for chunks that are not there."""
+    case = chunks(device, [3, 5, 1, 0], [0, 9, 21, 0], with_rows=True)
+    q = torch.cat((case.q, case.q[:6]))
+    scoring = Scoring(scale=0.125)
+    for run in (chunk._chunk_attention_triton, chunk.ragged_attention_torch):
+        out = torch.full_like(q, 7.0)
+        run(q, case.kv, case.cu_seqlens_q, scoring, out)
+        expected = ragged_attention_torch(case.q, case.kv, case.cu_seqlens_q, scoring)
+        assert_close(out[3:9], expected[3:9])
+        assert (out[:3] == 7).all() and (out[9:] == 7).all()

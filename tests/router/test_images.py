@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from legato.common.token_ids import unpack
 from legato.common.vision import Colours, QwenRules
 from legato.pb import generate_pb2 as pb
 from legato.router.app import create_app
@@ -86,7 +87,7 @@ def test_a_chat_with_two_pictures_has_their_tokens_where_they_were_sent() -> Non
     server = Server()
     assert server.chat(text("see"), image(uri(WIDE)), text("and"), image(uri(TALL))).status == 200
     sent = server.sent()
-    ids = list(sent.input_ids)
+    ids = unpack(sent.input_ids).tolist()
     assert [ids.count(token_id) for token_id in (IMAGE, BEGIN, END)] == [14, 2, 2]
     assert [(span.start, span.num_tokens) for span in sent.images] == [
         (ids.index(IMAGE), 8),
@@ -100,7 +101,7 @@ def test_markdown_in_a_native_prompt_is_a_picture() -> None:
     server = Server()
     answer = server.ask("/generate", {"inputs": f"a ![]({uri(WIDE)}) b", "parameters": {"max_new_tokens": 2}})
     assert answer.status == 200
-    ids = list(server.sent().input_ids)
+    ids = unpack(server.sent().input_ids).tolist()
     first = ids.index(IMAGE)
     assert ids[first - 1 : first + 9] == [BEGIN, *[IMAGE] * 8, END]
 

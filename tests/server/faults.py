@@ -12,8 +12,7 @@ from legato.layers.step import Step
 from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
 from legato.router.shards import _from_pb, _to_pb
-from legato.server.captures import CapturePolicy
-from legato.server.graphs import Decoded, DecodeGraphs, Replay
+from legato.server.graphs import Decoded, Replay
 from legato.server.pending import Pending
 from legato.server.service import _failed
 from tests.server.local import LocalServer
@@ -102,15 +101,15 @@ class FaultyServer(LocalServer):
         engine.sampler.set_row = faults.before("configure", engine.sampler.set_row)  # type: ignore[method-assign]
         engine.rows.write_blocks = faults.before("blocks", engine.rows.write_blocks)  # type: ignore[method-assign]
         if graphs:
-            policy = CapturePolicy(len(engine.rows.sequences))
-            engine.graphs = DecodeGraphs(engine.model, engine.cache, engine.rows, policy, record(faults))
-            engine.capture_first()
+            engine.use_graphs((), record(faults))
+            assert engine.graphs is not None
+            engine.graphs.capture_first()
 
     def step(self) -> bool:
         while self.scheduler.num_in_flight < 2 and (plan := self.scheduler.plan()) is not None:
             self._waiting.append(self._launch(_to_pb(plan)))
-            if (size := self.engine.capture_after_step()) is not None:
-                self.engine.capture(size)
+            if self.engine.graphs is not None and (capture := self.engine.graphs.after_step()) is not None:
+                capture()
         if not self._waiting:
             return False
         for request_id, output in self.scheduler.complete(_from_pb(self._read(self._waiting.pop(0)))):

@@ -107,16 +107,18 @@ def test_a_capture_that_fails_costs_no_request(model: CausalModel, expected: lis
     server = FaultyServer(model, **SMALL)
     graphed = FaultyServer(model, graphs=True, **SMALL)
     graphed.faults.arm("capture", 1)
-    graphed.engine.capture_while_idle()
-    assert graphed.faults.hits == 1 and not graphed.engine.captures_pending
+    assert graphed.engine.graphs is not None
+    graphed.engine.graphs.capture_while_idle()
+    assert graphed.faults.hits == 1 and not graphed.engine.graphs.pending
     for each in (server, graphed):
         assert check(each, [(kind, kind) for kind in range(8)], expected) == 0
 
 
 def test_decodes_by_graph_give_the_same_tokens(model: CausalModel, expected: list[list[int]]) -> None:
     server = FaultyServer(model, graphs=True, **SMALL)
-    while server.engine.captures_pending:
-        server.engine.capture_while_idle()
+    assert server.engine.graphs is not None
+    while server.engine.graphs.pending:
+        server.engine.graphs.capture_while_idle()
     server.faults.arm("replay", 10**9)
     assert check(server, [(kind, kind) for kind in range(32)], expected) == 0
     assert server.faults._calls > 10, "graphs were used"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from legato.server.captures import MISSES, STEPS_BETWEEN, CapturePolicy, all_sizes
+from legato.server.captures import MISSES, STEPS_BETWEEN, CapturePolicy, decode_sizes, mixed_sizes
+
+
+def of_decodes(max_rows: int, given: Sequence[int] = ()) -> CapturePolicy:
+    return CapturePolicy(decode_sizes(max_rows, given), are_given=bool(given))
 
 
 def captured(*sizes: int, max_rows: int = 128) -> CapturePolicy:
-    policy = CapturePolicy(max_rows)
+    policy = of_decodes(max_rows)
     for size in sizes:
         policy.note(size)
     return policy
@@ -24,13 +30,13 @@ def steps(policy: CapturePolicy, num_rows: int, count: int) -> list[int | None]:
 
 
 def test_sizes_are_exact_for_few_rows_and_then_coarse() -> None:
-    assert all_sizes(40) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40]
+    assert decode_sizes(40) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40]
 
 
 def test_a_shard_starts_with_sizes_that_double_up_to_the_largest() -> None:
-    assert CapturePolicy(100).at_start == [104, 56, 32, 16, 8, 4, 2, 1]
-    assert CapturePolicy(100, [4, 16]).at_start == [16, 4]
-    assert CapturePolicy(1).at_start == [1]
+    assert of_decodes(100).at_start == [104, 56, 32, 16, 8, 4, 2, 1]
+    assert of_decodes(100, [4, 16]).at_start == [16, 4]
+    assert of_decodes(1).at_start == [1]
 
 
 def test_a_batch_runs_with_the_graph_of_its_size() -> None:
@@ -48,7 +54,7 @@ def test_few_rows_are_padded_to_any_small_graph() -> None:
 
 
 def test_given_sizes_are_padded_to_as_they_are_and_larger_batches_have_none() -> None:
-    policy = CapturePolicy(128, [4, 64])
+    policy = of_decodes(128, [4, 64])
     policy.note(64)
     assert (policy.choose(5), policy.choose(65)) == (64, None)
 
@@ -103,7 +109,17 @@ def test_after_a_failure_nothing_more_is_captured_and_the_rest_still_serves() ->
 
 @pytest.mark.parametrize("max_rows", [1, 5, 8, 9, 100, 512])
 def test_the_sizes_of_the_start_are_enough_for_every_batch(max_rows: int) -> None:
-    policy = CapturePolicy(max_rows)
+    policy = of_decodes(max_rows)
     for size in policy.at_start:
         policy.note(size)
     assert all(policy.choose(num_rows) is not None for num_rows in range(1, max_rows + 1))
+
+
+@pytest.mark.parametrize("max_rows", [1, 64, 65, 512])
+def test_steps_with_prompts_find_a_graph_from_the_start_up_to_a_thousand_tokens(max_rows: int) -> None:
+    sizes = mixed_sizes(max_rows)
+    policy = CapturePolicy(sizes, small=sizes[0])
+    for size in policy.at_start:
+        policy.note(size)
+    assert all(policy.choose(num_tokens) is not None for num_tokens in range(1, 1025))
+    assert policy.choose(1025) is None

@@ -20,7 +20,7 @@ from legato.server.memory import (
     largest_step,
     refused_for_memory,
 )
-from legato.server.reserve import GRAPH_BYTES
+from legato.server.reserve import LAYER_GRAPH_BYTES
 
 CPU = torch.device("cpu")
 # 80 GiB, of which others have 2, the weights 16 and the largest step 3 more.
@@ -51,12 +51,12 @@ def test_a_small_device_keeps_a_reserve_that_is_worth_having() -> None:
 
 
 def test_graphs_take_their_results_their_nodes_and_one_working_space() -> None:
-    taken = graph_bytes([1, 2, 8], row_bytes=100, step_tokens=16, step_bytes=1600)
-    assert taken == 11 * 100 + 3 * GRAPH_BYTES + 800
+    taken = graph_bytes([1, 2, 8], 8, 5, row_bytes=100, step_tokens=16, step_bytes=1600)
+    assert taken == 11 * 100 + 3 * 5 * LAYER_GRAPH_BYTES + 800
 
 
 def test_no_graphs_take_nothing() -> None:
-    assert graph_bytes([], row_bytes=100, step_tokens=16, step_bytes=1600) == 0
+    assert graph_bytes([], 8, 5, row_bytes=100, step_tokens=16, step_bytes=1600) == 0
 
 
 @given(st.integers(1, 300), st.integers(2, 5000), st.integers(1, 20_000))

@@ -9,10 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
 from legato.server import service as service_module
-from legato.server.captures import CapturePolicy
-from legato.server.graphs import DecodeGraphs
 from legato.server.loading import LoadedModel
 from legato.server.model import Model
 from legato.server.service import TextGenerationService
@@ -34,7 +33,7 @@ def failing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, times: int) ->
 
 
 def step(step_id: int, row: int, block: int) -> pb.StepRequest:
-    admission = pb.Admission(row=row, request_id=step_id, input_ids=[5, 6, 7])
+    admission = pb.Admission(row=row, request_id=step_id, input_ids=pack([5, 6, 7]))
     return pb.StepRequest(
         id=step_id, admitted=[admission], rows=[row], num_tokens=[3], num_new_blocks=[1], new_blocks=[block]
     )
@@ -87,13 +86,14 @@ def test_sizes_are_captured_one_by_one_while_nobody_asks(loaded: LoadedModel, mo
         service = TextGenerationService(Model(loaded, OPTIONS), [])
         engine = service._model
         engine.warmup(warmup(max_rows=3))
-        rows = engine.engine.rows
-        graphs = DecodeGraphs(loaded.model, engine.engine.cache, rows, CapturePolicy(3), record(Faults()))
-        engine.engine.graphs = graphs
-        capture = graphs.capture
-        graphs.capture = lambda size: (captured.append((size, busy)), capture(size))[1]  # type: ignore[method-assign]
+        engine.engine.use_graphs((), record(Faults()))
+        graphs = engine.engine.graphs
+        assert graphs is not None
+        decodes, _ = graphs.kinds
+        capture = decodes.capture
+        decodes.capture = lambda size: (captured.append((size, busy)), capture(size))[1]  # type: ignore[method-assign]
         busy, service._in_flight = True, 1
-        task = asyncio.create_task(service._capture_while_idle(engine.engine))
+        task = asyncio.create_task(service._capture_while_idle(graphs))
         await asyncio.sleep(0.05)
         busy, service._in_flight = False, 0
         await asyncio.wait_for(task, 5)

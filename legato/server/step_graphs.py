@@ -1,0 +1,72 @@
+"""All graphs of an engine: which step runs with one, and what is captured when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from legato.layers.kv_cache import KVCache
+from legato.models.registry import CausalModel
+from legato.server.captures import CapturePolicy, decode_sizes, mixed_sizes
+from legato.server.graphs import Decoded, DecodeGraphs, Graphs, Record
+from legato.server.mixed_graphs import MixedGraphs
+from legato.server.rows import Rows, RowStep
+
+
+class StepGraphs:
+    def __init__(
+        self, model: CausalModel, cache: KVCache, rows: Rows, sizes: tuple[int, ...], record: Record, mixed: bool
+    ) -> None:
+        """`sizes` are those of decodes, as `decode_sizes` takes them. `mixed`: steps with prompts have graphs too."""
+        max_rows = rows.padding
+        policy = CapturePolicy(decode_sizes(max_rows, sizes), are_given=bool(sizes))
+        self._rows = rows
+        self._decodes = DecodeGraphs(model, cache, rows, policy, record)
+        self._mixed: MixedGraphs | None = None
+        if mixed:
+            policy = CapturePolicy(mixed_sizes(max_rows), small=mixed_sizes(max_rows)[0])
+            self._mixed = MixedGraphs(model, cache, rows, policy, record)
+
+    @property
+    def kinds(self) -> list[Graphs]:
+        return [self._decodes] if self._mixed is None else [self._decodes, self._mixed]
+
+    def run(self, parts: list[RowStep]) -> Decoded | None:
+        """What became of the parts that sample, if a graph fits; else None, and nothing has happened. Decodes first."""
+        row_numbers = [part.row for part in parts]
+        if all(part.decode for part in parts):
+            return self._decodes.run(row_numbers) if self._rows.adrift.isdisjoint(row_numbers) else None
+        if self._mixed is None or any(self._rows[part.row].prompt_logprobs for part in parts):
+            return None
+        done = self._mixed.run(parts)
+        if done is not None:
+            self._rows.adrift.difference_update(row_numbers)
+        return done
+
+    # ---- captures, between steps ----------------------------------------------------------------------------------
+
+    def capture_first(self) -> None:
+        for graphs in self.kinds:
+            for size in graphs.policy.at_start:
+                self._capture(graphs, size)
+
+    def after_step(self) -> Callable[[], None] | None:
+        """A capture that is worth it though requests may be waiting. To be asked once after every step."""
+        wanted = [(graphs, graphs.policy.after_step()) for graphs in self.kinds]
+        return next((partial(self._capture, graphs, size) for graphs, size in wanted if size is not None), None)
+
+    def capture_while_idle(self) -> None:
+        """One size that may be needed, because nobody waits."""
+        for graphs in self.kinds:
+            if (size := graphs.policy.when_idle()) is not None:
+                return self._capture(graphs, size)
+
+    def _capture(self, graphs: Graphs, size: int) -> None:
+        """One that fails was the last: there is no room for others, or something is wrong with them."""
+        if not graphs.capture(size):
+            for each in self.kinds:
+                each.policy.stop()
+
+    @property
+    def pending(self) -> bool:
+        return any(graphs.policy.pending for graphs in self.kinds)
