@@ -21,7 +21,8 @@ from legato.common.hub_cache import cache_folder
 from legato.common.hub_huggingface import cached_hub_model
 from legato.common.hub_index import PREFIX, cached_package_model
 from legato.common.model_files import ModelFiles
-from legato.common.options import Model, option
+from legato.common.option import option
+from legato.common.options import Model
 from legato.common.program import command
 from legato.plan import Device, Fit, Plan, Stored, choose_dtype, stored_in
 from legato.plan_shape import Shape

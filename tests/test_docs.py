@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from legato.common.options import PROGRAMS, table
+from legato.common.option import table
+from legato.common.options import PROGRAMS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from legato.common.options import Options, option
+from legato.common.option import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 
 from legato import __version__
 from legato.common.errors import LegatoError, OptionError
-from legato.common.options import Option, Options, groups, table
+from legato.common.option import Option, Options, groups, table
 
 P = TypeVar("P", bound=Options)
 

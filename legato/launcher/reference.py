@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from legato.common.options import PROGRAMS, LauncherOptions, Option, groups, table
+from legato.common.option import Option, groups, table
+from legato.common.options import PROGRAMS, LauncherOptions
 from legato.common.program import metavar, shown_default
 
 INTRODUCTION = """\

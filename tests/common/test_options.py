@@ -11,16 +11,8 @@ import click
 import pytest
 
 from legato.common.errors import LegatoError
-from legato.common.options import (
-    PROGRAMS,
-    DownloadOptions,
-    LauncherOptions,
-    Options,
-    RouterOptions,
-    ServerOptions,
-    groups,
-    table,
-)
+from legato.common.option import Options, groups, table
+from legato.common.options import PROGRAMS, DownloadOptions, LauncherOptions, RouterOptions, ServerOptions
 from legato.common.program import command, forward, run_program, variables
 
 # Flag -> default of TGI's launcher; None where TGI decides later or has no default.
