@@ -5,7 +5,7 @@ KV cache and attends over blocks, so a step of many sequences is to the model on
 is right as long as nothing but attention looks at other tokens. Models that say otherwise (state spaces, convolutions,
 attention of their own making) are refused, and a `Rehearsal` finds those that do not say it.
 
-This is the only module that imports transformers; `registry.py` imports it when a model asks for it.
+`registry.py` imports this module, and with it transformers, when a model asks for it and `foreign.py` has let it pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from legato.layers.kv_cache import KVCache, KVShape
 from legato.layers.shard import Heads, Shard
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
-from legato.models.registry import ARCHITECTURES
+from legato.models.foreign import unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -266,17 +266,7 @@ def load(
 
 def _config(files: ModelFiles, trust_remote_code: bool) -> Any:
     """transformers' view of config.json. Code from the model's repository runs only for who asked for it."""
-    kind = str(files.config().get("model_type"))
-    if files.weight_format != "safetensors":
-        raise UnsupportedModel(f"model_type '{kind}' runs through transformers, which needs safetensors")
-    if kind not in transformers.CONFIG_MAPPING and not trust_remote_code:
-        if "auto_map" in files.config():
-            raise UnsupportedModel(
-                f"model_type '{kind}' is not supported without the Python code that comes with the model; "
-                "--trust-remote-code runs it"
-            )
-        raise _unsupported(kind, "transformers does not know it either")
-    with _naming(kind):
+    with _naming(str(files.config().get("model_type"))):
         return transformers.AutoConfig.from_pretrained(
             files.path, trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -326,14 +316,9 @@ def _naming(model_type: str) -> Iterator[None]:
     try:
         yield
     except UnsupportedModel as error:
-        raise _unsupported(model_type, f"transformers has it, but {error}") from None
+        raise unsupported(model_type, f"transformers has it, but {error}") from None
     except (ModelFileError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        raise _unsupported(model_type, f"transformers fails with {type(error).__name__}: {reason}") from None
-
-
-def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
-    known = ", ".join(sorted(ARCHITECTURES))
-    return UnsupportedModel(f"model_type '{model_type}' is not supported: {reason}. Supported: {known}")
+        raise unsupported(model_type, f"transformers fails with {type(error).__name__}: {reason}") from None

@@ -55,6 +55,7 @@ ARCHITECTURES = {
 
 # For all others, if these packages are installed.
 FALLBACK = "legato.models.fallback"
+FOREIGN = "legato.models.foreign"
 FALLBACK_NEEDS = ("transformers", "accelerate")
 
 
@@ -96,7 +97,7 @@ def get_model(
 ) -> CausalModel:
     """Build this shard of the model that `config` describes and fill it from `files`."""
     if config.model_type not in ARCHITECTURES:
-        fallback = _fallback(config.model_type)
+        fallback = _fallback(files, trust_remote_code)
         other: CausalModel = fallback.load(files, config, dtype, device, shard, dummy, trust_remote_code)
         return other
     architecture = architecture_for(config.model_type)
@@ -117,7 +118,7 @@ def model_config(files: ModelFiles, *, trust_remote_code: bool = False) -> Model
     model_type = str(files.config().get("model_type"))
     if model_type in ARCHITECTURES:
         return ModelConfig.from_hf(files.config())
-    config: ModelConfig = _fallback(model_type).model_config(files, trust_remote_code)
+    config: ModelConfig = _fallback(files, trust_remote_code).model_config(files, trust_remote_code)
     return config
 
 
@@ -127,13 +128,15 @@ def architecture_for(model_type: str) -> type:
     return architecture
 
 
-def _fallback(model_type: str) -> ModuleType:
+def _fallback(files: ModelFiles, trust_remote_code: bool) -> ModuleType:
     """Imported for a model that needs it and for no other: it brings in transformers."""
     if any(importlib.util.find_spec(package) is None for package in FALLBACK_NEEDS):
+        known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(
-            f"model_type '{model_type}' is not supported; supported: {', '.join(sorted(ARCHITECTURES))}. "
+            f"model_type '{files.config().get('model_type')}' is not supported; supported: {known}. "
             "Many others run through transformers: pip install 'legato[transformers]'"
         )
+    importlib.import_module(FOREIGN).check(files, trust_remote_code)
     return importlib.import_module(FALLBACK)
 
 
