@@ -29,8 +29,8 @@ from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.layers.shard import Heads, Shard
 from legato.layers.step import Step
+from legato.models import foreign
 from legato.models.config import ModelConfig
-from legato.models.foreign import unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -266,6 +266,7 @@ def load(
 
 def _config(files: ModelFiles, trust_remote_code: bool) -> Any:
     """transformers' view of config.json. Code from the model's repository runs only for who asked for it."""
+    foreign.check(files, trust_remote_code, transformers.CONFIG_MAPPING)
     with _naming(str(files.config().get("model_type"))):
         return transformers.AutoConfig.from_pretrained(
             files.path, trust_remote_code=trust_remote_code, local_files_only=True
@@ -279,7 +280,7 @@ def _architecture(config: Any, trust_remote_code: bool) -> Any:
     if model.config.is_encoder_decoder:
         raise UnsupportedModel("it is an encoder and a decoder")
     if model._is_stateful:
-        raise UnsupportedModel("it keeps a state, which the KV cache has no place for")
+        raise UnsupportedModel(foreign.STATEFUL)
     if not model._can_set_attn_implementation():
         raise UnsupportedModel("its attention is of its own making")
     if unknown := set(getattr(model.base_model.config, "layer_types", None) or []) - {FULL, SLIDING}:
@@ -316,9 +317,9 @@ def _naming(model_type: str) -> Iterator[None]:
     try:
         yield
     except UnsupportedModel as error:
-        raise unsupported(model_type, f"transformers has it, but {error}") from None
+        raise foreign.unsupported(model_type, f"transformers has it, but {error}") from None
     except (ModelFileError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        raise unsupported(model_type, f"transformers fails with {type(error).__name__}: {reason}") from None
+        raise foreign.unsupported(model_type, f"transformers fails with {type(error).__name__}: {reason}") from None

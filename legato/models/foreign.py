@@ -1,20 +1,44 @@
-"""Which models are left to transformers, asked before its models are imported: that alone takes seconds."""
+"""Which models are left to transformers, found out without importing it: that takes seconds, and who misspelt a name
+should not wait for them."""
 
 from __future__ import annotations
 
-from transformers import CONFIG_MAPPING
+from collections.abc import Container
+from importlib.util import find_spec
+from pathlib import Path
 
 from legato.common.errors import UnsupportedModel
 from legato.common.model_files import ModelFiles
 from legato.models.registry import ARCHITECTURES
 
+STATEFUL = "it keeps a state, which the KV cache has no place for"
+# Those of which that is known. Others are found out when they are built.
+STATEFUL_TYPES = {
+    "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba",
+    "zamba2",
+}  # fmt: skip
 
-def check(files: ModelFiles, trust_remote_code: bool) -> None:
-    """Raises unless transformers can build the model, as far as its name says."""
+
+class Mentioned:
+    """The types that stand in quotes where transformers lists those it knows. All of them, and perhaps a few more."""
+
+    def __init__(self) -> None:
+        spec = find_spec("transformers")
+        folder = Path(spec.origin if spec is not None and spec.origin else "").parent / "models" / "auto"
+        self._lists = [path.read_text(encoding="utf-8") for path in folder.glob("*.py")]
+
+    def __contains__(self, model_type: object) -> bool:
+        return not self._lists or any(f'"{model_type}"' in each for each in self._lists)
+
+
+def check(files: ModelFiles, trust_remote_code: bool, known: Container[str]) -> None:
+    """Raises unless transformers can build the model, as far as the name of its type says."""
     kind = str(files.config().get("model_type"))
     if files.weight_format != "safetensors":
         raise UnsupportedModel(f"model_type '{kind}' runs through transformers, which needs safetensors")
-    if kind in CONFIG_MAPPING or trust_remote_code:
+    if kind in STATEFUL_TYPES and not trust_remote_code:
+        raise unsupported(kind, f"transformers has it, but {STATEFUL}")
+    if kind in known or trust_remote_code:
         return
     if "auto_map" in files.config():
         raise UnsupportedModel(

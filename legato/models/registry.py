@@ -136,7 +136,8 @@ def _fallback(files: ModelFiles, trust_remote_code: bool) -> ModuleType:
             f"model_type '{files.config().get('model_type')}' is not supported; supported: {known}. "
             "Many others run through transformers: pip install 'legato[transformers]'"
         )
-    importlib.import_module(FOREIGN).check(files, trust_remote_code)
+    foreign = importlib.import_module(FOREIGN)
+    foreign.check(files, trust_remote_code, foreign.Mentioned())
     return importlib.import_module(FALLBACK)
 
 

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from legato.common.errors import ModelError, ModelFileError, UnsupportedModel
 from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
 from legato.layers.kv_cache import KVShape
 from legato.layers.shard import Shard
-from legato.models import registry
+from legato.models import foreign, registry
 from legato.models.registry import CausalModel, get_model, model_config
 from legato.router.state import GenerationRequest
 from legato.server.capacity import Wishes
@@ -148,6 +150,23 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="safetensors"):
         fallback(folder)
+
+
+@pytest.mark.parametrize("kind", sorted(foreign.STATEFUL_TYPES))
+def test_types_that_are_refused_by_name_keep_a_state(kind: str) -> None:
+    assert MODEL_FOR_CAUSAL_LM_MAPPING[transformers.CONFIG_MAPPING[kind]]._is_stateful
+
+
+def test_a_state_is_also_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "STATEFUL_TYPES", set())
+    with pytest.raises(UnsupportedModel, match="it keeps a state"):
+        fallback(write(tmp_path, "mamba", REFUSED["mamba"][0], {}))
+
+
+def test_every_type_that_transformers_knows_is_mentioned() -> None:
+    mentioned = foreign.Mentioned()
+    assert [kind for kind in transformers.CONFIG_MAPPING if kind not in mentioned] == []
+    assert "marsupial" not in mentioned
 
 
 def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
