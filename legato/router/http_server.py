@@ -1,5 +1,5 @@
-"""uvicorn, as a worker needs it: stopped by its scheduler alone, with connections that can be broken off, and quick to
-let clients in."""
+"""uvicorn, as a worker needs it: stopped by its scheduler alone, quick to let clients in, with connections that can be
+broken off and that end without losing an answer."""
 
 from __future__ import annotations
 
@@ -14,25 +14,44 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from legato.router.exchange import ABORT
+from legato.router.lingering import Departures, LingeringTransport
 
 # Connections to take in one turn of the event loop. uvloop takes one: when thousands come at once and each turn has a
 # step's tokens to write, the last of them, perhaps somebody's health check, would wait for seconds.
 ACCEPTED_PER_TURN = 128
 # Bytes to read from a connection at once, and of a body to keep for an application that is busy.
 READ_SIZE = 16 * 1024
+# Bytes to throw away of a body that nobody wants, besides as many as the application takes: what was under way when the
+# answer was written.
+SLACK = 2 * READ_SIZE
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """A connection that the application can break off, for clients who do not read what they asked for."""
+    """A connection that the application can break off, for clients who do not read what they asked for, and that
+    lingers after its last answer, for clients who are still sending."""
+
+    def __init__(self, server: HttpServer) -> None:
+        super().__init__(server.config, server.server_state, server.lifespan.state)
+        self._http_server = server
+        # Bytes of the body of the current request that were read.
+        self._num_read = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(LingeringTransport(transport, self._allowance, self._http_server.departures))
+
+    def _allowance(self) -> int:
+        return self._http_server.payload_limit + SLACK - self._num_read
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # scopes may have more keys
+        self._num_read = 0
 
     def on_body(self, body: bytes) -> None:
-        """Reads on when the application has taken what is here."""
+        """Reads on when the application has taken what is here. Once it has answered it takes nothing more."""
         super().on_body(body)
-        if len(self.cycle.body) > READ_SIZE:
+        self._num_read += len(body)
+        if len(self.cycle.body) > READ_SIZE and not self.cycle.response_complete:
             self.flow.pause_reading()
 
 
@@ -71,7 +90,9 @@ class SmallReads(asyncio.BufferedProtocol):
 class HttpServer(uvicorn.Server):
     """Signals mean nothing to it: the scheduler's process says when to stop."""
 
-    def __init__(self, app: ASGIApp, grace: float) -> None:
+    def __init__(self, app: ASGIApp, grace: float, payload_limit: int = 0) -> None:
+        """Of a body as large as `payload_limit` all is read, even if the application answers before: some clients look
+        for the answer only when they have sent everything."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -85,6 +106,8 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
             )
         )
+        self.payload_limit = payload_limit
+        self.departures = Departures()
         self._listeners: list[socket.socket] = []
         self._arriving: set[asyncio.Task[object]] = set()
 
@@ -118,4 +141,4 @@ class HttpServer(uvicorn.Server):
             arriving.add_done_callback(self._arriving.discard)
 
     def _protocol(self) -> SmallReads:
-        return SmallReads(HttpProtocol(self.config, self.server_state, self.lifespan.state))
+        return SmallReads(HttpProtocol(self))

@@ -71,12 +71,14 @@ class House:
         return _received(connection)
 
 
-def _received(connection: socket.socket, patience: float = 1.0) -> Received:
-    connection.settimeout(patience)
+def _received(connection: socket.socket) -> Received:
+    """What is answered may take its time on a busy machine. After that a second's silence means that all has come."""
+    connection.settimeout(TIMEOUT)
     data = b""
     try:
         while chunk := connection.recv(65536):
             data += chunk
+            connection.settimeout(1.0)
     except TimeoutError:
         return Received(data, closed=False)
     except ConnectionError:

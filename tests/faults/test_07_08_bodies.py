@@ -7,13 +7,14 @@ import gzip
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import psutil
 import pytest
 from starlette.types import ASGIApp, Message
 
-from tests.faults.house import PAYLOAD_LIMIT, House
+from tests.faults.house import AUTHORIZED, PAYLOAD_LIMIT, TIMEOUT, House
 from tests.router.asgi import app_for, call
 
 LIMIT = 10_000
@@ -131,6 +132,32 @@ def test_a_body_that_nobody_read_is_not_taken_for_requests(house: House, head: b
     expected = {"closed": answers[:1], "kept": [*answers[:1], 200]}
     assert answers in expected.values()
     assert answers[:1] in ([413], [415], [401], [404], [405], [])
+
+
+@pytest.mark.parametrize("status", [401, 413])
+def test_the_refusal_arrives_where_the_client_is_still_sending(house: House, status: int) -> None:
+    """With a clean end behind it: a reset would destroy it on its way, or in the client's hands."""
+    head = b"POST /generate HTTP/1.1\r\nContent-Length: 5000000\r\nHost: localhost\r\n"
+    head += b"Connection: close\r\n" if status == 401 else AUTHORIZED
+    for number in range(50):
+        with house.connect() as connection:
+            connection.sendall(head + b"\r\n")
+            connection.setblocking(False)
+            with suppress(BlockingIOError):
+                for _ in range(number):
+                    connection.send(b"x" * 10_000)
+            connection.settimeout(TIMEOUT)
+            data = b""
+            while chunk := connection.recv(65536):
+                data += chunk
+        assert data.startswith(b"HTTP/1.1 %d " % status) and data.endswith(b"}")
+
+
+@pytest.mark.parametrize("size", [1000, 60_000, 190_000])
+def test_the_next_request_is_answered_after_a_body_that_nobody_read(house: House, size: int) -> None:
+    body = b"x" * size + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    answer = house.ask(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n" % size, body, key=False)
+    assert answer.statuses == [401, 200] and answer.closed
 
 
 # ---- row 8 -----------------------------------------------------------------------------------------------------------
