@@ -5,7 +5,9 @@
 throughput   64 streams that ask again and again, with text, ids and logprobs; and the same load on a bare ASGI
              application on uvicorn, one event per turn of its loop, as a yardstick for the machine
 many         2,000 streams at once: memory of all processes of the router, and how long /health takes meanwhile
+paced        the same at the pace of a device, all of them in every step
 slow         64 streams beside 100 clients that read a byte per second: what those do to the others' gaps
+workers      `throughput` and `many` with one, two and three workers; only when asked for
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,9 @@ MANY, MANY_TOKENS = 2000, 1000
 # All of them in every step: 20,000 tokens a second.
 PACED_TOKENS, PACED_STEP_MS = 200, 100
 SLOW, BYTES_PER_SECOND = 100, 1
+WORKERS = (1, 2, 3)
+# Where we may, whoever asks for the health does not wait for a core: the load has taken them all, not the server.
+PROBE_NICENESS = -10
 
 
 def free_port() -> int:
@@ -96,6 +102,14 @@ def cpu_seconds(process: psutil.Process) -> float:
     return sum(times.user + times.system for times in (each.cpu_times() for each in family(process)))
 
 
+def elsewhere_seconds() -> float:
+    """Of the processors, that somebody else has had so far: neighbours here, and other machines on the same iron. A
+    figure from a machine that was not ours alone says little."""
+    times = psutil.cpu_times()
+    idle = times.idle + times.iowait + times.guest + times.guest_nice  # what guests take is counted twice
+    return float(sum(times) - idle) - cpu_seconds(psutil.Process())
+
+
 # ---- the scenarios ---------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +127,15 @@ def yardstick(seconds: float) -> float:
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
     bare = yardstick(options.seconds)
+    figures = _throughput(options)
+    return {
+        **figures,
+        "bare_asgi_events_per_second": round(bare),
+        "ratio": round(figures["tokens_per_second"] / bare, 3),
+    }
+
+
+def _throughput(options: argparse.Namespace) -> dict[str, Any]:
     with router(STREAMS, options.http_workers, options.model_id) as (port, process):
         load = Load(port, STREAMS, lambda number: generate_stream(f"stream {number}", NEW_TOKENS))
         load.run(2)
@@ -125,8 +148,6 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         "streams": STREAMS,
         "new_tokens": NEW_TOKENS,
         "tokens_per_second": round(counted.events_per_second),
-        "bare_asgi_events_per_second": round(bare),
-        "ratio": round(counted.events_per_second / bare, 3),
         "gap_ms": gaps_of(counted.gaps),
         "router_cores": round(cores, 2),
         "load_cores": round(load_cores, 2),
@@ -150,11 +171,11 @@ def _many(options: argparse.Namespace, num_tokens: int, *extra: str) -> dict[str
         watching(lambda: probe_health(port)) as probes,
     ):
         load = Load(port, MANY, lambda number: generate_stream(f"stream {number}", num_tokens), once=True)
-        num_answers, megabytes, started_at = 0, 0.0, time.perf_counter()
+        num_answers, megabytes, started_at, elsewhere = 0, 0.0, time.perf_counter(), elsewhere_seconds()
         while load.num_open and time.perf_counter() < started_at + 120:
             num_answers += load.run(0.5).num_answers
             megabytes = max(megabytes, memory(process))
-        seconds = time.perf_counter() - started_at
+        seconds, elsewhere = time.perf_counter() - started_at, elsewhere_seconds() - elsewhere
         load.close()
     return {
         "streams": MANY,
@@ -163,8 +184,19 @@ def _many(options: argparse.Namespace, num_tokens: int, *extra: str) -> dict[str
         "seconds": round(seconds, 1),
         "tokens_per_second": round(num_answers * num_tokens / seconds),
         "router_megabytes": round(megabytes),
+        "cores_taken_elsewhere": round(elsewhere / seconds, 2),
         "health_ms": {**gaps_of(probes), "max": round(max(probes) * 1000, 1), "num": len(probes)},
     }
+
+
+def workers(options: argparse.Namespace) -> dict[str, Any]:
+    """What a worker more is good for on this machine."""
+    figures = {}
+    for num in WORKERS:
+        fixed = argparse.Namespace(**{**vars(options), "http_workers": num})
+        figures[str(num)] = {"throughput": _throughput(fixed), "many": many(fixed)}
+        print(num, json.dumps(figures[str(num)]), flush=True)
+    return figures
 
 
 def slow(options: argparse.Namespace) -> dict[str, Any]:
@@ -221,6 +253,8 @@ def _collect(work: Callable[[], Iterator[float]], stop: Connection) -> None:
 
 
 def probe_health(port: int) -> Iterator[float]:
+    with suppress(PermissionError):
+        os.nice(PROBE_NICENESS)
     for seconds in health(port):
         yield seconds
         time.sleep(0.02)
@@ -246,11 +280,13 @@ def read_slowly(port: int) -> Iterator[float]:
 
 
 SCENARIOS = {"throughput": throughput, "many": many, "paced": paced, "slow": slow}
+ON_DEMAND = {"workers": workers}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The router alone, with a fake shard.")
-    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], help="which to run; all by default")
+    names = [*SCENARIOS, *ON_DEMAND, []]
+    parser.add_argument("scenarios", nargs="*", choices=names, help="which to run; all but `workers` by default")
     parser.add_argument("--model-id", help="whose tokenizer to use; the default model's by default")
     parser.add_argument("--http-workers", type=int, help="workers of the router; its default by default")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one measurement")
@@ -258,7 +294,7 @@ def main() -> None:
     options = parser.parse_args()
     figures = {}
     for name in options.scenarios or SCENARIOS:
-        figures[name] = SCENARIOS[name](options)
+        figures[name] = (SCENARIOS | ON_DEMAND)[name](options)
         print(name, json.dumps(figures[name]), flush=True)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -108,10 +108,11 @@ class GenerationFailed(RequestError):
 
 class Overloaded(RequestError):
     status, error_type = 429, "overloaded"
-    headers: ClassVar = {"retry-after": "1"}
 
-    def __init__(self) -> None:
+    def __init__(self, retry_after: int = 1) -> None:
+        """In seconds."""
         super().__init__("Model is overloaded")
+        self.headers = {"retry-after": str(retry_after)}  # type: ignore[misc]  # others say the same every time
 
 
 class InternalError(RequestError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +17,16 @@ from legato.router.errors import ClientGone, CompressedBody, InvalidRequest, Mal
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 # Where an ASGI scope holds the server's own `send`.
 DIRECT_SEND = "legato.send"
 # ... and, if the server has one, a function that breaks the connection off with all that is still to be sent.
 ABORT = "legato.abort"
 # ... and whose request it is, among those who share the server.
 TENANT = "legato.tenant"
+# Seconds for a client to take what is sent to it. A write waits only when a few hundred kilobytes are on the way.
+WRITE_PATIENCE = 60.0
 # Characters of what a client sent that an error repeats.
 _SHOWN = 64
 # What msgspec says where JSON ends, and what often stands there: a number of other languages, after its name.
@@ -96,6 +101,10 @@ class Exchange:
         # Headers go through the framework, which adds to them. What follows need not.
         self._send_directly: Send = scope.get(DIRECT_SEND, send)
         self.tenant: str = scope.get(TENANT, "")
+        self._abort: Callable[[], None] | None = scope.get(ABORT)
+        self._loop = asyncio.get_running_loop()
+        # Since when something is being written; None while nothing is.
+        self._writing_since: float | None = None
 
     async def json(self, decoder: msgspec.json.Decoder[T], limit: int) -> T:
         """The request's body. No content type is asked for: curl's default says form data."""
@@ -127,13 +136,24 @@ class Exchange:
 
     @contextmanager
     def client(self) -> Iterator[Client]:
-        """Watches for the client to hang up. Only after the body was read: both come through `receive`."""
-        client = Client(self.tenant, self._scope.get(ABORT))
+        """Watches for the client to stop reading, and to hang up: once the body was read, `receive` tells of that."""
+        client = Client(self.tenant, self._abort)
         watch = asyncio.create_task(self._watch(client))
+        self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
         try:
             yield client
         finally:
             watch.cancel()
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        """A client who takes nothing would keep its permit for ever. One timer is cheaper than one for each write."""
+        since = self._writing_since
+        if since is not None and self._loop.time() - since >= WRITE_PATIENCE and self._abort is not None:
+            logger.warning("A client reads too slowly: a write waited %.0f s for it, its request ends", WRITE_PATIENCE)
+            self._abort()
+        else:
+            self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
 
     async def _watch(self, client: Client) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -149,7 +169,9 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def write(self, data: bytes) -> None:
+        self._writing_since = self._loop.time()
         await self._send_directly({"type": "http.response.body", "body": data, "more_body": True})
+        self._writing_since = None
 
     async def end(self) -> None:
         await self._send_directly({"type": "http.response.body", "body": b"", "more_body": False})

@@ -63,6 +63,8 @@ class Answer(Struct, tag=4, array_like=True, frozen=True):
     error: str | None = None
     # The error is the fault of the grammar that was asked about, not ours.
     grammar_is_wrong: bool = False
+    # Seconds after which permits that there were none of may be asked for again.
+    retry_after: int = 1
 
 
 class AskFigures(Struct, tag=5, array_like=True, frozen=True):

@@ -114,10 +114,11 @@ class Port:
     # ---- questions -------------------------------------------------------------------------------------------------
 
     def _take(self, number: int, count: int) -> None:
-        granted = self._permits.try_take(count)
-        if granted:
+        if self._permits.try_take(count):
             self._num_permits += count
-        self._send(say.Answer(number, granted))
+            self._send(say.Answer(number))
+        else:
+            self._send(say.Answer(number, False, retry_after=self._permits.refuse(count)))
 
     async def _prepare(self, number: int, grammar: Grammar) -> None:
         try:

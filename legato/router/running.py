@@ -12,6 +12,7 @@ import msgspec
 
 from legato.router import messages as say
 from legato.router.backend import Backend
+from legato.router.garbage import settle
 from legato.router.listening import Listeners
 from legato.router.metrics import Metrics
 from legato.router.permits import PermitPool
@@ -40,13 +41,16 @@ class Router:
     async def run(self, listeners: Listeners, grace: float) -> None:
         """Until a signal, and then for up to `grace` seconds until every request is answered. Raises if a shard is
         lost, or workers are again and again."""
+        settle()
         listeners.listen()
+        # First of all: a worker that is ready lets clients in while others still get ready, and a step that is planned
+        # before somebody takes it to the shards is lost, and with it all that follow.
+        steps = asyncio.create_task(self._backend.run())
         await self._workers.serve(lambda worker, number: self._employ(worker, number, grace))
         logger.info("Listening", extra={"fields": {"address": f"http://{listeners.host}:{listeners.port}"}})
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        steps = asyncio.create_task(self._backend.run())
         watch = asyncio.create_task(self._workers.watch())
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait([steps, watch, stopping], return_when=asyncio.FIRST_COMPLETED)

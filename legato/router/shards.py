@@ -194,6 +194,7 @@ def _admission(admission: Admission) -> pb.Admission:
         top_n_tokens=request.top_n_tokens,
         prompt_logprobs=request.prompt_logprobs and admission.num_generated == 0,
         adapter_id=request.adapter_id,
+        max_new_tokens=request.max_new_tokens,
         images=[
             pb.AdmittedImage(
                 image=pb.Image(data=image.data, mimetype=image.mimetype), start=image.start, num_tokens=image.num_tokens

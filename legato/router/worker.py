@@ -24,6 +24,7 @@ from legato.common.vision import ImageRules, image_rules
 from legato.router import messages as say
 from legato.router.app import create_app
 from legato.router.chat_template import ChatTemplate
+from legato.router.garbage import settle
 from legato.router.http_server import HttpServer
 from legato.router.inference import Shared
 from legato.router.link import Link, decoder_for
@@ -49,7 +50,9 @@ class Worker:
             tokenizer, chat_template, rules = await self._load(await self._setup)
             self._link.send(say.Loaded())
             serve = await self._serve
-            server = self._server = HttpServer(self._app(serve, tokenizer, chat_template, rules), serve.grace)
+            app = self._app(serve, tokenizer, chat_template, rules)
+            server = self._server = HttpServer(app, serve.grace, serve.settings.payload_limit)
+            settle()
             self._link.send(say.Serving())
             await server.serve(sockets=[self._listener])
         except LegatoError as error:
@@ -84,15 +87,15 @@ class Worker:
                 assert self._backend is not None
                 self._backend.on_answer(message)
             case say.AskFigures():
-                assert self._metrics is not None
-                self._link.send(say.Report(self._metrics.figures()))
+                self._link.send(say.Report({} if self._metrics is None else self._metrics.figures()))
             case say.Setup():
                 self._setup.set_result(message)
             case say.Serve():
                 self._serve.set_result(message)
-            case say.Drain():
-                assert self._server is not None
+            case say.Drain() if self._server is not None:
                 self._server.should_exit = True
+            case say.Drain():  # it replaces one that died, and nobody has come yet
+                self._link.close()
 
     def _on_lost(self) -> None:
         """Whether we closed the link or the scheduler is gone: nobody can be served any more. What is left to do at an

@@ -27,8 +27,14 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[La
 
 
 def workers(server: Launched) -> list[psutil.Process]:
-    living = [child for child in server.children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in living if "legato.router.worker" in child.cmdline()]
+    return [child for child in server.children() if is_worker(child)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "legato.router.worker" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def num_fds(server: Launched) -> int:

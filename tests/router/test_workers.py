@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from legato.router.listening import KERNEL_SPREADS, Listeners
 from legato.router.metrics import Metrics, add_up
 from legato.router.permits import PermitPool
 from legato.router.port import Port
-from legato.router.remote_backend import RemoteBackend
+from legato.router.remote_backend import HEARING_PER_TURN, RemoteBackend
 from legato.router.state import FinishReason, GenerationRequest, Grammar, GrammarKind, Output
 from legato.router.turnstile import Turnstile
 from legato.router.workers import Worker, WorkerFailed, Workers
@@ -141,8 +142,9 @@ def test_a_cancelled_request_is_cancelled_at_the_other_end_and_hears_nothing_mor
 def test_permits_are_counted_at_the_other_end() -> None:
     async def test(pair: Pair, backend: FakeBackend) -> None:
         await pair.remote.take(3)
-        with pytest.raises(Overloaded):
+        with pytest.raises(Overloaded) as refused:
             await pair.remote.take(2)
+        assert refused.value.headers == {"retry-after": "1"}
         pair.remote.give_back(3)
         await pair.remote.take(4)
 
@@ -174,6 +176,44 @@ def test_a_dead_worker_gives_everything_back() -> None:
         assert pair.port._permits.free == 4
 
     linked(test, pause_after=1)
+
+
+def test_tokens_of_many_requests_are_told_in_slices_with_turns_for_others_in_between() -> None:
+    async def main() -> None:
+        remote = RemoteBackend(LIMITS, lambda message: None)
+        sinks = [Heard() for _ in range(10 * HEARING_PER_TURN)]
+        for number, sink in enumerate(sinks):
+            remote.submit(request(number), sink)
+        ids = list(range(len(sinks)))
+        remote.on_tokens(say.Tokens(ids, [5] * len(ids), [-0.5] * len(ids), []))
+        told = [0]
+        while told[-1] < len(sinks):
+            told.append(sum(bool(sink.outputs) for sink in sinks))
+            assert len(told) < 50
+            await asyncio.sleep(0)
+        assert max(later - earlier for earlier, later in pairwise(told)) == HEARING_PER_TURN
+
+    asyncio.run(main())
+
+
+def test_tokens_that_wait_to_be_told_keep_their_order_and_the_end_is_last() -> None:
+    async def main() -> None:
+        remote = RemoteBackend(LIMITS, lambda message: None)
+        sinks = [Heard() for _ in range(3 * HEARING_PER_TURN)]
+        ids = list(range(len(sinks)))
+        for number, sink in enumerate(sinks):
+            remote.submit(request(number), sink)
+        for token_id in range(4):
+            remote.on_tokens(say.Tokens(ids, [token_id] * len(ids), [0.0] * len(ids), []))
+        ends = [(place, Output(4, finish_reason=FinishReason.LENGTH)) for place in range(len(ids))]
+        remote.on_tokens(say.Tokens(ids, [4] * len(ids), [0.0] * len(ids), ends))
+        remote.cancel(len(sinks) - 1)
+        await until(lambda: all(sink.outputs and sink.outputs[-1].finish_reason for sink in sinks[:-1]))
+        for sink in sinks[:-1]:
+            assert [output.token_id for output in sink.outputs] == [0, 1, 2, 3, 4]
+        assert sinks[-1].outputs == [], "it was cancelled while its tokens waited"
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("error", [GrammarError("no such rule"), LegatoError("shard 0 is lost")])
@@ -294,6 +334,39 @@ def test_a_worker_that_cannot_load_says_why(tmp_path: object) -> None:
             listeners.close()
 
     asyncio.run(main())
+
+
+def loading(test: Callable[[Worker], Awaitable[None]]) -> None:
+    """A worker that waits for its first message."""
+
+    async def main() -> None:
+        listeners = Listeners("127.0.0.1", 0, 1)
+        worker = Worker(0, listeners.sockets[0])
+        await worker._link.open(worker._connection)
+        try:
+            await asyncio.wait_for(test(worker), 10)
+        finally:
+            worker.kill()
+            listeners.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_still_loads_has_counted_nothing() -> None:
+    async def test(worker: Worker) -> None:
+        await worker.report()
+        assert worker.figures == {}
+        assert not worker.lost.is_set()
+
+    loading(test)
+
+
+def test_a_worker_that_still_loads_ends_at_once_when_all_do() -> None:
+    async def test(worker: Worker) -> None:
+        worker.drain()
+        assert await worker.exit() == "HTTP worker 0 exited with code 0"
+
+    loading(test)
 
 
 def test_a_worker_ends_when_its_scheduler_is_gone() -> None:

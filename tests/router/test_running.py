@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from legato.router.listening import Listeners
+from legato.router.metrics import Metrics
+from legato.router.running import Router
+from legato.router.workers import Worker
+from tests.router.asgi import LIMITS, SETTINGS, FakeBackend
+
+
+@dataclass
+class Steps(FakeBackend):
+    """A backend that knows whether anybody takes its steps to the shards."""
+
+    are_taken: bool = False
+
+    async def run(self) -> None:
+        self.are_taken = True
+        await asyncio.Event().wait()
+
+
+class EarlyClient:
+    """Workers of which one has a client long before all of them are ready."""
+
+    def __init__(self, backend: Steps) -> None:
+        self._backend = backend
+        self.was_served = False
+        self.all_serve = asyncio.Event()
+
+    async def serve(self, employ: Callable[[Worker, int], None]) -> None:
+        await asyncio.sleep(0)  # there is no client before a worker has had its message
+        self.was_served = self._backend.are_taken
+        await asyncio.sleep(0.01)
+        self.all_serve.set()
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def drain(self, grace: float) -> None:
+        pass
+
+
+def test_steps_go_to_the_shards_before_the_first_client_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legato.router.running.settle", lambda: None)  # this process goes on
+
+    async def main() -> None:
+        backend = Steps()
+        workers, listeners = EarlyClient(backend), Listeners("127.0.0.1", 0, 2)
+        router = Router(cast(Any, backend), Metrics(LIMITS), cast(Any, workers), SETTINGS)
+        running = asyncio.create_task(router.run(listeners, grace=1))
+        await workers.all_serve.wait()
+        router._stopping.set()
+        await asyncio.wait_for(running, 5)
+        assert workers.was_served
+
+    asyncio.run(main())
