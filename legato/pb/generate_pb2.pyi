@@ -384,7 +384,7 @@ class PrepareGrammarResponse(_message.Message):
     def __init__(self, error: _Optional[str] = ...) -> None: ...
 
 class Admission(_message.Message):
-    __slots__ = ("row", "request_id", "input_ids", "num_generated", "num_cached", "blocks", "parameters", "top_n_tokens", "prompt_logprobs", "adapter_id", "images")
+    __slots__ = ("row", "request_id", "input_ids", "num_generated", "num_cached", "blocks", "parameters", "top_n_tokens", "prompt_logprobs", "adapter_id", "images", "max_new_tokens")
     ROW_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -396,6 +396,7 @@ class Admission(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     row: int
     request_id: int
     input_ids: bytes
@@ -407,7 +408,8 @@ class Admission(_message.Message):
     prompt_logprobs: bool
     adapter_id: str
     images: _containers.RepeatedCompositeFieldContainer[AdmittedImage]
-    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[int] = ..., input_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., num_cached: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: bool = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[_Union[AdmittedImage, _Mapping]]] = ...) -> None: ...
+    max_new_tokens: int
+    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[int] = ..., input_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., num_cached: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: bool = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[_Union[AdmittedImage, _Mapping]]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
 
 class AdmittedImage(_message.Message):
     __slots__ = ("image", "start", "num_tokens")

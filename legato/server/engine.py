@@ -196,7 +196,8 @@ class Engine:
         # Penalties are for what the decoder has before it.
         prompt_ids, generated_ids = ids[sequence.encoder_len : num_prompt], ids[num_prompt:]
         self.sampler.set_row(admission.row, params, prompt_ids, generated_ids)
-        self.grammars.set_row(admission.row, from_pb(admission.parameters), generated_ids.tolist())
+        grammar, most = from_pb(admission.parameters), admission.max_new_tokens
+        self.grammars.set_row(admission.row, grammar, generated_ids.tolist(), most)
 
     def _prompt_scores(self, hidden: torch.Tensor, parts: list[RowStep]) -> dict[int, list[PromptScores]]:
         wanted: dict[int, list[PromptScores]] = {}

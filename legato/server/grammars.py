@@ -26,10 +26,13 @@ import torch
 from llguidance import LLMatcher
 
 from legato.common.model_files import ModelFiles
+from legato.grammar.closing import Closing
 from legato.grammar.compile import compile_grammar
+from legato.grammar.endings import Endings
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.matcher import MaskWriter, Matcher
+from legato.grammar.reach import reach_of
 from legato.grammar.vocabulary import TokenTrie
 from legato.sampling.allowed import Allowed
 
@@ -48,7 +51,9 @@ class RowGrammar:
 
     grammar: Grammar
     pending: Future[None]
+    max_new_tokens: int = 0  # JSON is finished before them; 0: nobody said
     matcher: Matcher | None = None  # None until the grammar is compiled
+    closing: Closing | None = None  # of JSON with a limit
     error: str | None = None
 
     def settle(self) -> None:
@@ -96,12 +101,14 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return compiled
 
-    def set_row(self, row: int, grammar: Grammar | None, generated_ids: Sequence[int]) -> None:
+    def set_row(
+        self, row: int, grammar: Grammar | None, generated_ids: Sequence[int], max_new_tokens: int = 0
+    ) -> None:
         """A request enters a row, for the first time or, after it was preempted, with what it has generated so far."""
         if grammar is None:
             self._rows.pop(row, None)
             return
-        state = RowGrammar(grammar, Future())
+        state = RowGrammar(grammar, Future(), max_new_tokens)
         self._rows[row] = state
         compiled = self.prepare(grammar)
         compiled.add_done_callback(lambda _: self._masking.submit(self._begin, state, compiled, list(generated_ids)))
@@ -162,28 +169,50 @@ class Grammars:
     def _writer(self) -> MaskWriter:
         return MaskWriter(self._trie, num_threads=max(1, (os.cpu_count() or 2) // 2))
 
+    @cached_property
+    def _endings(self) -> Endings:
+        return Endings(self._trie)
+
     def _compile(self, grammar: Grammar) -> LLMatcher:
+        if reach_of(grammar) is not None:
+            self._endings  # noqa: B018 - made now, by the thread that nobody waits for
         return compile_grammar(grammar, self._trie)
 
     def _begin(self, state: RowGrammar, compiled: Future[LLMatcher], generated_ids: list[int]) -> None:
         """The text so far, and the first mask."""
         try:
             matcher = Matcher(compiled.result(), has_json=state.grammar.has_json)
-            matcher.accept(generated_ids, self._trie)
-            self._writer.fill_masks([matcher])
+            reach = reach_of(state.grammar)
+            if reach is not None and state.max_new_tokens:
+                state.closing = Closing(self._endings, reach, self._trie, state.max_new_tokens)
             state.matcher = matcher
+            for token_id in generated_ids:
+                if state.closing is not None:  # which goes by what it has seen: it shall see the same again
+                    self._fill_masks([state])
+                self._follow(state, [token_id])
+            self._fill_masks([state])
             state.pending.set_result(None)
         except BaseException as error:
             state.pending.set_exception(error)
 
     def _advance(self, states: list[tuple[int, RowGrammar]], read: Callable[[], Sequence[int]]) -> None:
         token_ids = read()
-        matchers = []
         for place, state in states:
-            assert state.matcher is not None, "a row that got a token had a mask"
-            state.matcher.accept([token_ids[place]], self._trie)
-            matchers.append(state.matcher)
-        self._writer.fill_masks(matchers)
+            self._follow(state, [token_ids[place]])
+        self._fill_masks([state for _, state in states])
+
+    def _follow(self, state: RowGrammar, token_ids: list[int]) -> None:
+        assert state.matcher is not None, "a row that got a token had a mask"
+        state.matcher.accept(token_ids, self._trie)
+        if state.closing is not None:
+            state.closing.accept(token_ids)
+
+    def _fill_masks(self, states: list[RowGrammar]) -> None:
+        self._writer.fill_masks([state.matcher for state in states if state.matcher is not None])
+        for state in states:
+            matcher = state.matcher
+            if state.closing is not None and matcher is not None and matcher.error is None and matcher.mask is not None:
+                state.closing.narrow(matcher.position, matcher.mask)
 
 
 def load_trie(files: ModelFiles, vocab_size: int) -> TokenTrie:

@@ -132,6 +132,7 @@ class UnaryBatches:
                     top_n_tokens=member.request.top_n_tokens,
                     prompt_logprobs=member.request.prefill_logprobs,
                     images=member.images,
+                    max_new_tokens=member.request.stopping_parameters.max_new_tokens,
                 )
                 for member in newcomers
             ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -210,3 +211,43 @@ def test_a_slow_compilation_does_not_keep_rows_with_masks_waiting(
     compiling.set()
     assert allowed(grammars, [1]) == {0: [token("a")]}
     grammars.close()
+
+
+# ---- JSON with a limit --------------------------------------------------------------------------------------------
+
+NAMED = schema({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]})
+LIMIT = 20
+
+
+def wordy(ids: list[int]) -> int:
+    """The longest token that is allowed: nothing ends by itself."""
+    return max(ids, key=lambda token_id: (len(json_tokenizer().decode([token_id])), token_id))
+
+
+def test_json_is_finished_before_its_limit(grammars: Grammars) -> None:
+    grammars.set_row(0, NAMED, [], max_new_tokens=LIMIT)
+    written: list[int] = []
+    while EOS not in written and len(written) < LIMIT:
+        written.append(wordy(allowed(grammars, [0])[0]))
+        grammars.accept([0], lambda: written[-1:])
+    assert written[-1] == EOS
+    assert json.loads(json_tokenizer().decode(written, skip_special_tokens=True))["name"]
+
+
+def test_json_without_a_limit_goes_on(grammars: Grammars) -> None:
+    grammars.set_row(0, NAMED, [])
+    for _ in range(3 * LIMIT):
+        ids = [wordy(allowed(grammars, [0])[0])]
+        assert EOS not in ids
+        grammars.accept([0], lambda ids=ids: ids)  # type: ignore[misc]
+
+
+def test_json_that_was_preempted_is_led_to_the_same_end(grammars: Grammars) -> None:
+    grammars.set_row(0, NAMED, [], max_new_tokens=LIMIT)
+    written: list[int] = []
+    while EOS not in written:
+        grammars.set_row(1, NAMED, written, max_new_tokens=LIMIT)
+        masks = allowed(grammars, [0, 1])
+        assert masks[0] == masks[1]
+        written.append(wordy(masks[0]))
+        grammars.accept([0], lambda: written[-1:])

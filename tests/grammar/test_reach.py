@@ -1,0 +1,107 @@
+"""What a schema can oblige to: never less than llguidance makes a text pay."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+
+from legato.grammar.compile import compile_grammar
+from legato.grammar.endings import Endings, Place
+from legato.grammar.errors import GrammarError
+from legato.grammar.kinds import Grammar, GrammarKind
+from legato.grammar.reach import Reach, reach_of
+from tests.grammar.schemas import schemas
+from tests.grammar.texts import json_tokenizer, schema, trie_of
+
+TRIE = trie_of(json_tokenizer())
+ENDINGS = Endings(TRIE)
+
+
+def reach(value: Any) -> Reach:
+    found = reach_of(schema(value))
+    assert found is not None
+    return found
+
+
+@settings(max_examples=80, deadline=None)
+@given(schemas())
+def test_the_bound_of_a_document_is_one(wanted: Any) -> None:
+    try:
+        position = compile_grammar(schema(wanted), TRIE)
+    except GrammarError:
+        assume(False)
+    way = ENDINGS.shortest(position, Place(), 300)
+    assume(way is not None)
+    assert way is not None
+    assert len(way) - 1 <= reach(wanted).whole, TRIE.tokenizer.decode_bytes(way)
+
+
+@pytest.mark.parametrize("kind", [GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.LARK])
+def test_only_json_has_one(kind: GrammarKind) -> None:
+    assert reach_of(Grammar(kind, '["a"]')) is None
+
+
+@pytest.mark.parametrize("around", ["start: /.*/ call", 'start: call\n%ignore " "', "start: call\nW: /a+/"])
+def test_json_among_other_text_has_none(around: str) -> None:
+    assert reach_of(Grammar(GrammarKind.LARK, around + '\ncall: %json {"type": "object"}')) is None
+
+
+def test_json_between_fixed_words_owes_them_too() -> None:
+    lark = (
+        'start: "<call>" call "</call>"\ncall: %json {"type": "object", "properties": {"a/%": {}}, "required": ["a/%"]}'
+    )
+    found = reach_of(Grammar(GrammarKind.LARK, lark))
+    assert found is not None and found.required == ("a/%",)
+    assert len('<call>{"a/%":0}</call>') <= found.whole <= found.decision < 100
+
+
+def test_required_keys_are_owed_and_optional_ones_are_not() -> None:
+    few = {"type": "object", "properties": {"key": {"type": "string"}}, "additionalProperties": False}
+    assert reach(few).whole == 2
+    assert reach({**few, "required": ["key"]}).whole >= len('{"key":""}')
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"enum": ["a", "b" * 50]},
+        {"anyOf": [{"type": "null"}, {"const": "b" * 50}]},
+        {"type": "string", "minLength": 50},
+        {"type": "string", "pattern": "^(ab|c){25}$"},
+        {"type": "array", "minItems": 25},
+        {"type": "object", "properties": {"b" * 50: {}}},
+        {"$ref": "#/$defs/long"},
+    ],
+    ids=json.dumps,
+)
+def test_the_dearest_decision_counts(value: Any) -> None:
+    inner = {"type": "array", "items": value, "$defs": {"long": {"const": "b" * 50}}}
+    assert reach(inner).decision >= 50
+
+
+def test_a_schema_that_contains_itself_has_a_bound() -> None:
+    node = {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["next"],
+    }
+    assert len('{"next":null}') <= reach(node).whole < 100
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "object", "minProperties": 3},
+        {"not": {"type": "string"}},
+        {"allOf": [{"type": "object", "required": ["a"]}, {"type": "object", "required": ["b"]}]},
+        {"$ref": "https://elsewhere.example/schema.json"},
+        {"type": "object", "properties": {"a": {"items": [{}]}}},
+    ],
+    ids=json.dumps,
+)
+def test_what_is_not_understood_has_none(value: Any) -> None:
+    assert reach(value).decision == math.inf
