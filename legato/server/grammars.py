@@ -101,9 +101,7 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return compiled
 
-    def set_row(
-        self, row: int, grammar: Grammar | None, generated_ids: Sequence[int], max_new_tokens: int = 0
-    ) -> None:
+    def set_row(self, row: int, grammar: Grammar | None, generated_ids: Sequence[int], max_new_tokens: int = 0) -> None:
         """A request enters a row, for the first time or, after it was preempted, with what it has generated so far."""
         if grammar is None:
             self._rows.pop(row, None)
