@@ -80,6 +80,6 @@ def test_a_full_server_is_a_rate_limit_that_a_retry_gets_past() -> None:
         with pytest.raises(openai.RateLimitError) as refused:
             busy.chat.completions.create(model=MODEL, messages=MESSAGES, stream=stream)
         assert refused.value.code == "rate_limit_exceeded"
-        assert refused.value.response.headers["retry-after"] == "1"
+        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
     held.close()
     assert patient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices
