@@ -1,0 +1,145 @@
+"""What a grammar costs: tokens per second of N streams under one, against N free streams of the same length.
+
+    python -m benchmarks.constrained --out benchmarks/results/constrained.json
+
+Starts a server with the default model, unless `--port` names one that is running. Free and constrained passes take
+turns, each pair in the other order than the last, so that whatever else the machine does hits both; the median of the
+pairs' ratios counts. No text ends before its length, and the JSON is near its limit all the time, where it costs most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.streams import EVENT, READ_SIZE, prompts
+from legato.benchmark.machine import circumstances
+
+HOST = "127.0.0.1"
+PROMPT_TOKENS = 64
+START_SECONDS = 120.0
+# Longer than the tokens that are asked for: a finished text has nothing to choose from and would cost less.
+STORY = {
+    "type": "object",
+    "properties": {"title": {"type": "string", "minLength": 20}, "story": {"type": "string", "minLength": 120}},
+    "required": ["title", "story"],
+    "additionalProperties": False,
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "json": {"type": "json", "value": STORY},
+    "regex": {"type": "regex", "value": "[a-zA-Z ,.]{400,600}"},
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    port: int
+    streams: int
+    new_tokens: int
+    pairs: int
+
+
+async def stream(work: Work, prompt: str, grammar: dict[str, Any] | None) -> None:
+    parameters = {"max_new_tokens": work.new_tokens, "ignore_eos": True, "truncate": PROMPT_TOKENS, "grammar": grammar}
+    body = json.dumps({"inputs": prompt, "parameters": parameters}).encode()
+    reader, writer = await asyncio.open_connection(HOST, work.port)
+    head = f"POST /generate_stream HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    received = b""
+    while chunk := await reader.read(READ_SIZE):
+        received += chunk
+    writer.close()
+    if received.count(EVENT) != work.new_tokens:
+        raise SystemExit(f"{received.count(EVENT)} events instead of {work.new_tokens}: {received[-300:]!r}")
+
+
+async def tokens_per_second(work: Work, texts: Iterator[str], grammar: dict[str, Any] | None) -> float:
+    started = time.perf_counter()
+    await asyncio.gather(*(stream(work, next(texts), grammar) for _ in range(work.streams)))
+    return work.streams * work.new_tokens / (time.perf_counter() - started)
+
+
+async def compare(work: Work, texts: Iterator[str], grammar: dict[str, Any]) -> dict[str, Any]:
+    """The first pass of each kind is not counted: it compiles the grammar and fills caches."""
+    for each in (None, grammar):
+        await tokens_per_second(work, texts, each)
+    free: list[float] = []
+    constrained: list[float] = []
+    for number in range(work.pairs):
+        for is_free in (True, False) if number % 2 == 0 else (False, True):
+            rate = await tokens_per_second(work, texts, None if is_free else grammar)
+            (free if is_free else constrained).append(rate)
+    ratios = [rate / other for rate, other in zip(constrained, free, strict=True)]
+    return {"ratio": statistics.median(ratios), "ratios": ratios, "free": free, "constrained": constrained}
+
+
+async def measure(work: Work) -> dict[str, Any]:
+    texts = prompts(PROMPT_TOKENS)
+    return {name: await compare(work, texts, grammar) for name, grammar in GRAMMARS.items()}
+
+
+@contextmanager
+def server() -> Iterator[int]:
+    """The default model on a free port, as a person would start it."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = int(probe.getsockname()[1])
+    launcher = str(Path(sys.executable).parent / "text-generation-launcher")
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+") as log:
+        place = (f"--hostname={HOST}", f"--port={port}", f"--shard-uds-path={folder}/shard")
+        program = subprocess.Popen([launcher, *place], stdout=log, stderr=log)
+        try:
+            _wait_for(port, program, Path(folder) / "log")
+            yield port
+        finally:
+            program.terminate()
+            program.wait()
+
+
+def _wait_for(port: int, program: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and program.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, port)) == 0:
+                return
+        time.sleep(0.2)
+    sys.exit(f"the server did not start:\n{log.read_text()[-2000:]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Streams under a grammar against free ones, over HTTP.")
+    parser.add_argument("--port", type=int, help="of a server on this machine; without it one is started")
+    parser.add_argument("--streams", type=int, default=16, help="requests at once")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens to generate for each")
+    parser.add_argument("--pairs", type=int, default=5, help="passes of each kind that count")
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    options = parser.parse_args()
+    if options.port is not None:
+        work = Work(options.port, options.streams, options.new_tokens, options.pairs)
+        figures = asyncio.run(measure(work))
+    else:
+        with server() as port:
+            work = Work(port, options.streams, options.new_tokens, options.pairs)
+            figures = asyncio.run(measure(work))
+    for name, each in figures.items():
+        rates = (statistics.median(each[kind]) for kind in ("free", "constrained"))
+        print("{}: {:.1f} tokens/s free, {:.1f} constrained, ratio {:.3f}".format(name, *rates, each["ratio"]))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({**circumstances(), "work": asdict(work), **figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
