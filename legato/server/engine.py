@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from legato.quantization.dense import SlicedWeight
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.params import SamplingParams
 from legato.sampling.sampler import Sampler
+from legato.server.captures import mixed_sizes
 from legato.server.grammars import Grammars
 from legato.server.graphs import CudaRecorder, Record
 from legato.server.images import Eyes
@@ -63,14 +64,15 @@ class Engine:
             self.eyes = Eyes(model, image_rules, max_rows, self.device)
         self._most_cuts = MOST_CUTS if cuts_steps else 0
         # What an encoder or eyes see of a prompt is not of one shape.
-        self._mixed_graphs = not has_encoder and self.eyes is None
+        self._mixed_sizes = [] if has_encoder or self.eyes is not None else mixed_sizes(max_rows)
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
             self.use_graphs(graph_sizes, CudaRecorder())
 
-    def use_graphs(self, sizes: tuple[int, ...], record: Record) -> None:
-        """From now on. The first ones are yet to be captured."""
-        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, record, self._mixed_graphs)
+    def use_graphs(self, sizes: Sequence[int], record: Record, mixed: Sequence[int] | None = None) -> None:
+        """From now on. The first ones are yet to be captured. `mixed` are other sizes for steps with prompts."""
+        mixed = self._mixed_sizes if mixed is None or not self._mixed_sizes else mixed
+        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record)
 
     def launch(self, request: pb.StepRequest) -> Pending:
         """Counts are booked first, for all rows: a step that fails later leaves no row behind the router's count.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
-from legato.server.captures import CapturePolicy, decode_sizes, mixed_sizes
+from legato.server.captures import CapturePolicy, decode_sizes
 from legato.server.graphs import Decoded, DecodeGraphs, Graphs, Record
 from legato.server.mixed_graphs import MixedGraphs
 from legato.server.rows import Rows, RowStep
@@ -15,16 +15,20 @@ from legato.server.rows import Rows, RowStep
 
 class StepGraphs:
     def __init__(
-        self, model: CausalModel, cache: KVCache, rows: Rows, sizes: tuple[int, ...], record: Record, mixed: bool
+        self,
+        model: CausalModel,
+        cache: KVCache,
+        rows: Rows,
+        sizes: Sequence[int],  # of decodes, as `decode_sizes` takes them
+        mixed: Sequence[int],  # of steps with prompts, in tokens; none: those have no graphs
+        record: Record,
     ) -> None:
-        """`sizes` are those of decodes, as `decode_sizes` takes them. `mixed`: steps with prompts have graphs too."""
-        max_rows = rows.padding
-        policy = CapturePolicy(decode_sizes(max_rows, sizes), are_given=bool(sizes))
+        policy = CapturePolicy(decode_sizes(rows.padding, sizes), are_given=bool(sizes))
         self._rows = rows
         self._decodes = DecodeGraphs(model, cache, rows, policy, record)
         self._mixed: MixedGraphs | None = None
         if mixed:
-            policy = CapturePolicy(mixed_sizes(max_rows), small=mixed_sizes(max_rows)[0])
+            policy = CapturePolicy(mixed, small=mixed[0])
             self._mixed = MixedGraphs(model, cache, rows, policy, record)
 
     @property

@@ -101,7 +101,8 @@ class FaultyServer(LocalServer):
         engine.sampler.set_row = faults.before("configure", engine.sampler.set_row)  # type: ignore[method-assign]
         engine.rows.write_blocks = faults.before("blocks", engine.rows.write_blocks)  # type: ignore[method-assign]
         if graphs:
-            engine.use_graphs((), record(faults))
+            # One size for all prompts: here a padded step costs what it costs.
+            engine.use_graphs((), record(faults), mixed=[settings.get("step_tokens", 512)])
             assert engine.graphs is not None
             engine.graphs.capture_first()
 

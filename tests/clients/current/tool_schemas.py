@@ -5,8 +5,7 @@ Which ones is decided here, before anything is sent:
 1. Of the five kinds of questions with one turn and Python's types, `PER_KIND` each, in the order of the SHA-256 of
    their ids, so that no kind and no author comes first.
 2. No list of tools twice: many questions share theirs.
-3. No more than `MAX_CHARACTERS` of JSON, so that all prompts together stay a matter of minutes without a GPU.
-4. Only lists in which every tool can be called at all. A few demand a value that cannot exist, such as an array that
+3. Only lists in which every tool can be called at all. A few demand a value that cannot exist, such as an array that
    must be one of five strings.
 """
 
@@ -25,7 +24,6 @@ from jsonschema import Draft202012Validator
 
 KINDS = ("simple_python", "multiple", "live_simple", "live_multiple", "parallel_multiple")
 PER_KIND = 40
-MAX_CHARACTERS = 2500
 # The leaderboard describes parameters in the words of Python.
 _TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 # Keywords whose values are data, and those whose values are schemas by name.
@@ -53,7 +51,7 @@ def _chosen(kind: str, seen: set[str]) -> Iterator[Question]:
     found = 0
     for question in sorted(_read(kind), key=lambda question: hashlib.sha256(question.id.encode()).digest()):
         text = json.dumps(question.tools, sort_keys=True)
-        if text in seen or len(text) > MAX_CHARACTERS or not all(map(callable_at_all, question.schemas.values())):
+        if text in seen or not all(map(callable_at_all, question.schemas.values())):
             continue
         seen.add(text)
         yield question
