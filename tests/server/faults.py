@@ -92,7 +92,7 @@ def record(faults: Faults) -> Callable[[Callable[[], Decoded]], tuple[Replay, De
 
 
 class FaultyServer(LocalServer):
-    def __init__(self, model: CausalModel, *, graphs: bool = False, **settings: Any) -> None:
+    def __init__(self, model: CausalModel, *, graphs: bool = False, mixed: bool = False, **settings: Any) -> None:
         self.faults = Faults()
         super().__init__(FaultyModel(model, self.faults), **settings)
         self.errors: dict[int, str] = {}
@@ -101,8 +101,8 @@ class FaultyServer(LocalServer):
         engine.sampler.set_row = faults.before("configure", engine.sampler.set_row)  # type: ignore[method-assign]
         engine.rows.write_blocks = faults.before("blocks", engine.rows.write_blocks)  # type: ignore[method-assign]
         if graphs:
-            # One size for all prompts: here a padded step costs what it costs.
-            engine.use_graphs((), record(faults), mixed=[settings.get("step_tokens", 512)])
+            # Where nothing is captured, graphs of prompts take time instead of saving it.
+            engine.use_graphs((), record(faults), mixed=[settings.get("step_tokens", 512)] if mixed else [])
             assert engine.graphs is not None
             engine.graphs.capture_first()
 

@@ -54,17 +54,20 @@ def check(server: FaultyServer, ids_and_kinds: list[tuple[int, int]], expected: 
     return len(failed)
 
 
-def test_one_server_survives_a_thousand_anomalies(model: CausalModel, expected: list[list[int]]) -> None:
-    server = FaultyServer(model, graphs=True, **SMALL)
+@pytest.mark.parametrize(("num_trials", "mixed"), [(NUM_TRIALS, False), (NUM_TRIALS // 20, True)])
+def test_one_server_survives_a_thousand_anomalies(
+    model: CausalModel, expected: list[list[int]], num_trials: int, mixed: bool
+) -> None:
+    server = FaultyServer(model, graphs=True, mixed=mixed, **SMALL)
     rng = random.Random(0)
     hits = failed = 0
-    for trial in range(NUM_TRIALS):
+    for trial in range(num_trials):
         error = rng.choice([torch.OutOfMemoryError, torch.OutOfMemoryError, RuntimeError, MemoryError, ValueError])
         server.faults.arm(STAGES[trial % len(STAGES)], rng.randrange(1, 8), error, times=rng.choice([1, 1, 2, 40]))
         kinds = rng.sample(range(32), rng.randrange(1, 4))
         failed += check(server, [(trial * 10 + i, kind) for i, kind in enumerate(kinds)], expected)
         hits += server.faults.hits
-    assert hits > NUM_TRIALS // 2 and failed > NUM_TRIALS // 10, "the faults were felt"
+    assert hits > num_trials // 2 and failed > num_trials // 10, "the faults were felt"
     server.faults.arm("", 0)
     assert check(server, [(100_000 + kind, kind) for kind in range(32)], expected) == 0
 
