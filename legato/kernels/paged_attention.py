@@ -29,6 +29,7 @@ class DecodeGroup:
     first: int
     last: int
     slots: torch.Tensor  # [count * longest] int64, the padding repeats a valid slot
+    side_by_side: slice | None  # the same slots, if they are neighbours: then they are read where they are
     mask: torch.Tensor | None  # [count, 1, 1, longest], 0 or -inf; None if nothing is padded
 
 
@@ -86,7 +87,10 @@ class PagedContext:
         mask = None
         if padded.any():
             mask = torch.zeros(padded.shape, dtype=self.dtype).masked_fill_(padded, float("-inf"))[:, None, None]
-        return DecodeGroup(first, last, slots.flatten(), mask)
+        slots = slots.flatten()
+        # A request that had the machine to itself has its blocks in order; a batch has them scattered.
+        side_by_side = slice(int(slots[0]), int(slots[-1]) + 1) if last - first == 1 and _in_order(slots) else None
+        return DecodeGroup(first, last, slots, side_by_side, mask)
 
     def _slots(self, sequences: slice, positions: torch.Tensor) -> torch.Tensor:
         """Physical slots of positions [count, length] of some sequences."""
@@ -169,8 +173,7 @@ def paged_attention(
         count = group.last - group.first
         # The heads that share a key head stand where queries would: no key is read twice, no mask between them.
         queries = q[group.first : group.last].view(count, kv_heads, num_heads // kv_heads, head_dim)
-        keys = gather(k_slots, group.slots, q.dtype).view(count, -1, kv_heads, head_dim).transpose(1, 2)
-        values = gather(v_slots, group.slots, q.dtype).view(count, -1, kv_heads, head_dim).transpose(1, 2)
+        keys, values = (_of_group(slots, group, q.dtype) for slots in (k_slots, v_slots))
         mixed = _attend(queries, keys, values, bias, False, scoring)
         out[group.first : group.last] = mixed.view(count, num_heads, head_dim)
     for chunk, bias in zip(context.chunks, biases.chunks, strict=True):
@@ -180,6 +183,19 @@ def paged_attention(
             keys, values = (gather(slots, chunk.slots, q.dtype) for slots in (k_slots, v_slots))
         out[here] = _attend_chunk(q[here], keys, values, bias, scoring)
     return out
+
+
+def _in_order(slots: torch.Tensor) -> bool:
+    return bool((slots.diff() == 1).all())
+
+
+def _of_group(cached: torch.Tensor, group: DecodeGroup, dtype: torch.dtype) -> torch.Tensor:
+    """[num_slots, kv_heads, head_dim] -> [count, kv_heads, longest, head_dim]."""
+    if group.side_by_side is not None:
+        chosen = cached[group.side_by_side].to(dtype)
+    else:
+        chosen = gather(cached, group.slots, dtype)
+    return chosen.view(group.last - group.first, -1, *cached.shape[1:]).transpose(1, 2)
 
 
 def _attend_chunk(

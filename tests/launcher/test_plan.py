@@ -64,6 +64,20 @@ def test_children_do_not_see_variables_that_became_arguments() -> None:
     assert plan.shards[0].environ["RANK"] == "0"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "glibc.malloc.hugetlb=1"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=4"}, "glibc.malloc.tcache_count=4:glibc.malloc.hugetlb=1"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_shards_ask_for_huge_pages_unless_told_otherwise(given: dict[str, str], expected: str) -> None:
+    plan = make_plan(LauncherOptions(), SOCKETS, given)
+    assert plan.shards[0].environ["GLIBC_TUNABLES"] == expected
+    assert plan.router.environ.get("GLIBC_TUNABLES") == given.get("GLIBC_TUNABLES")
+
+
 def test_a_model_on_disk_needs_no_download(tmp_path: Path) -> None:
     assert make_plan(LauncherOptions(model_id=str(tmp_path)), SOCKETS, {}).download is None
 
