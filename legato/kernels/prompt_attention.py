@@ -1,7 +1,7 @@
 """Causal attention of whole prompts, whose keys and values are all in this step: no cache to read.
 
-On NVIDIA GPUs cuDNN does this faster than any kernel of ours. It wants a rectangle, so neighbouring prompts of equal
-length go together and each other length is a call of its own.
+On NVIDIA GPUs cuDNN does this faster than any kernel of ours, once it knows the lengths (`Familiar`). It wants a
+rectangle, so neighbouring prompts of equal length go together and each other length is a call of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# Tokens. Attention is a small part of a step of shorter prompts, whoever computes it.
+LONG = 1024
+# Prompts of many different lengths would be many calls, and then one launch of our own kernel is sooner done.
+MOST_CALLS = 2
+# How often lengths must have come before they are expected again, and how many of them are remembered.
+OFTEN, REMEMBERED = 6, 64
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
@@ -33,9 +39,23 @@ def prompt_attention(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def num_calls(lengths: Sequence[int]) -> int:
-    """How many runs of equal lengths there are."""
-    return sum(1 for _ in groupby(lengths))
+class Familiar:
+    """Which steps are worth a call of cuDNN. Before the first one for lengths that are new to it, it makes a plan, and
+    that takes as long as five full steps of an 8B model on an H200: so only for lengths that keep coming."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, ...], int] = {}
+
+    def are(self, lengths: Sequence[int]) -> bool:
+        """To be asked once a step."""
+        if min(lengths) < LONG or sum(1 for _ in groupby(lengths)) > MOST_CALLS:
+            return False
+        key = tuple(lengths)
+        times = self._seen.pop(key, 0)
+        self._seen[key] = times + 1
+        if len(self._seen) > REMEMBERED:
+            del self._seen[next(iter(self._seen))]  # what has not come for the longest time
+        return times >= OFTEN
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:

@@ -11,8 +11,8 @@ from legato.common.options import DownloadOptions, LauncherOptions, RouterOption
 from legato.common.program import forward, secrets, variables
 from legato.launcher.processes import Command
 
-# Asks glibc for pages of 2 MB where the system grants them on request. A decode step on a CPU reads all weights once, and
-# in pages of 4 KB the prefetchers stop at the end of each. A process can be told so only before it starts.
+# Asks glibc for pages of 2 MB where the system grants them on request. A decode step on a CPU reads all weights once,
+# and in pages of 4 KB the prefetchers stop at the end of each. A process can be told so only before it starts.
 TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 

@@ -11,15 +11,15 @@ from legato.kernels.chunk_attention import chunk_attention
 from legato.kernels.decode_attention import decode_attention
 from legato.kernels.paged_attention import paged_attention
 from legato.kernels.paged_kv import PagedKV, Scoring
-from legato.kernels.prompt_attention import num_calls, prompt_attention
+from legato.kernels.prompt_attention import Familiar, prompt_attention
 from legato.kernels.rotary import rotary_and_store
 from legato.layers.kv_cache import LayerCache
 from legato.layers.rotary import Rotary
 from legato.layers.shard import Heads
 from legato.layers.step import Step
 
-# Prompts of many different lengths would be many calls, and then one launch of our own kernel is sooner done.
-MOST_CALLS = 2
+# One for all layers: they meet the same prompts.
+_FAMILIAR = Familiar()
 
 HeadNorm = Callable[[torch.Tensor], torch.Tensor]  # [T, heads, head_dim] -> the same shape
 
@@ -96,8 +96,8 @@ class SelfAttention:
         rotary_and_store(qkv, step.positions, table, cache.keys, cache.values, step.slots)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         d, chunks = step.num_decodes, step.chunks
-        whole = chunks.whole_prompts if chunks is not None else None
-        if d == 0 and whole is not None and self._suits_torch(whole):
+        whole = self._whole_prompts(step)
+        if whole is not None:
             q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
             return prompt_attention(q, k, v, whole, self.scoring.scale).flatten(1)
         q = heads[:, : self.num_heads]
@@ -110,6 +110,10 @@ class SelfAttention:
             chunk_attention(q[chunks.first_token :], kv, chunks.cu_seqlens_q, self.scoring, out[chunks.first_token :])
         return out.flatten(1)
 
-    def _suits_torch(self, lengths: list[int]) -> bool:
+    def _whole_prompts(self, step: Step) -> list[int] | None:
+        """Their lengths, if they are all there is in the step, and torch's own attention is right and faster."""
+        lengths = step.chunks.whole_prompts if step.chunks is not None and step.num_decodes == 0 else None
         window = self.scoring.window
-        return self.is_plain and num_calls(lengths) <= MOST_CALLS and (not window or max(lengths) <= window)
+        if lengths is None or not self.is_plain or (window and max(lengths) > window):
+            return None
+        return lengths if step.once(_FAMILIAR, lambda: _FAMILIAR.are(lengths)) else None

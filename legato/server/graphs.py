@@ -7,10 +7,12 @@ when is decided in `captures.py`.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, TypeAlias
@@ -45,19 +47,43 @@ Record: TypeAlias = Callable[[Callable[[], Decoded]], tuple[Replay, Decoded]]
 
 
 class CudaRecorder:
-    """All graphs share one pool of memory: only one of them runs at a time."""
+    """All graphs share one pool of memory: only one of them runs at a time.
+
+    Torch's own context for captures gives all cached memory back to the driver, every time: the steps after it would
+    have to ask for theirs anew.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, decode: Callable[[], Decoded]) -> tuple[Replay, Decoded]:
         decode()  # compiles and warms what a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on reading the results of earlier steps.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            decoded = decode()
+        with _no_garbage_collection(), torch.cuda.stream(self._stream):
+            # Other threads go on reading the results of earlier steps.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                decoded = decode()
+            except BaseException:
+                with suppress(RuntimeError):  # which would only say that there was an error
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay, decoded
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What a collection frees may be another graph, and to free one ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Graphs(ABC):

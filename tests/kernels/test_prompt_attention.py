@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from legato.kernels.paged_kv import PagedKV, Scoring, ragged_attention_torch
-from legato.kernels.prompt_attention import prompt_attention
+from legato.kernels.prompt_attention import LONG, OFTEN, REMEMBERED, Familiar, prompt_attention
 
 
 @pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [4, 4, 9, 1, 4]])
@@ -24,3 +24,25 @@ def test_equals_paged_attention_over_the_same_keys(randn, device, assert_close, 
 def test_lengths_that_do_not_add_up_are_refused(randn):
     with pytest.raises(AssertionError):
         prompt_attention(*randn(3, 4, 2, 8), [3], 1.0)
+
+
+def test_long_prompts_are_familiar_once_they_have_come_often():
+    familiar = Familiar()
+    answers = [familiar.are([LONG, LONG]) for _ in range(OFTEN + 1)]
+    assert answers == [False] * OFTEN + [True]
+    assert not familiar.are([LONG])
+
+
+def test_short_prompts_and_those_of_many_lengths_never_are():
+    familiar = Familiar()
+    for lengths in ([LONG - 1], [LONG, LONG + 1, LONG + 2]):
+        assert not any(familiar.are(lengths) for _ in range(2 * OFTEN))
+
+
+def test_lengths_that_do_not_come_again_are_forgotten():
+    familiar = Familiar()
+    for _ in range(OFTEN):
+        familiar.are([LONG])
+    for other in range(REMEMBERED):
+        familiar.are([LONG + 1 + other])
+    assert not familiar.are([LONG])

@@ -1,0 +1,234 @@
+"""How near one stream comes to the speed at which memory could deliver what its tokens read.
+
+    python -m benchmarks.floors --out benchmarks/results/floors.json
+
+Runs `legato bench engine --workload G1` for every shape: one stream, 128 tokens in and 128 out, random weights, through
+gRPC. A decoded token reads all weights of its path and the keys and values of what came before; the floor is the time
+that takes at `--bandwidth`. Two figures of the fastest run are compared with it: all tokens over the whole run, which
+has the prompt's step in it, and the median time between two steps, which has only decoding. The file is written after
+every shape, and a shape that fails leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from legato.benchmark.machine import circumstances
+from legato.benchmark.shapes import SHAPES
+from legato.benchmark.tables import markdown
+from legato.plan_shape import SIZES, Shape
+
+WORKLOAD = "G1"
+MODELS = "llama-8b,qwen3-8b,falcon-7b,starcoder-15b,mixtral-8x7b"
+# Of one shape: its weights are made up on the device, so even the largest is there within a minute or two.
+LIMIT_SECONDS = 600.0
+STOP_SECONDS = 20.0
+# Of a child that ends without an error of its own.
+SHOWN_LINES = 12
+HEADER = ("Shape", "Active GB", "KV MB", "Floor tok/s", "Tok/s, whole run", "Share", "Share by step p50")
+
+Benchmark = Callable[[str, int], dict[str, Any]]
+
+
+class BenchmarkFailed(Exception):
+    """A shape could not be measured; the message is what the benchmark said last."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a decoded token reads, and how many a second could be read."""
+
+    weight_bytes: int
+    kv_bytes: float  # at the mean context of the run
+    tokens_per_second: float
+
+    @classmethod
+    def of(cls, shape: Shape, dtype: str, context: float, bandwidth: float) -> Floor:
+        """`context` tokens of keys and values, `bandwidth` in TB/s."""
+        weights = num_active(shape) * SIZES[dtype]
+        kv = shape.bytes_per_token(dtype) * context
+        return cls(weights, kv, bandwidth * 1e12 / (weights + kv))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one shape. Shares are those of the floor."""
+
+    dtype: str
+    device: str
+    floor: Floor
+    tokens_per_second: float  # of the whole run
+    step_p50_ms: float
+    all_tokens_per_second: list[float]  # of every run
+
+    @classmethod
+    def of(cls, shape: Shape, measured: dict[str, Any], bandwidth: float) -> Figures:
+        """From the file of `legato bench engine`."""
+        shard, work = measured["shard"], measured["workloads"][WORKLOAD]
+        best, dtype = work["best"], shard["dtype"].removeprefix("torch.")
+        context = best["num_in"] + (best["num_out"] - 1) / 2
+        return cls(
+            dtype=dtype,
+            device=shard["device"],
+            floor=Floor.of(shape, dtype, context, bandwidth),
+            tokens_per_second=best["out_per_second"],
+            step_p50_ms=best["step_ms"]["p50"],
+            all_tokens_per_second=[run["out_per_second"] for run in work["runs"]],
+        )
+
+    @property
+    def share(self) -> float:
+        return self.tokens_per_second / self.floor.tokens_per_second
+
+    @property
+    def step_share(self) -> float:
+        return 1e3 / self.step_p50_ms / self.floor.tokens_per_second
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "share": self.share, "step_share": self.step_share}
+
+
+def num_active(shape: Shape) -> int:
+    """Parameters that a decoded token reads, as `legato plan` counts them: all but those of the experts that it does
+    not go to, and but the embedding, of which it takes a row, unless that is the head too."""
+    count = shape.num_parameters()
+    if not shape.is_tied:
+        count -= shape.vocab_size * shape.hidden_size
+    if shape.experts is not None:
+        chosen = replace(shape, experts=replace(shape.experts, count=shape.experts.chosen))
+        idle = shape.experts.count - shape.experts.chosen
+        # The router weighs every expert before it leaves one out.
+        routing = shape.num_layers * idle * shape.hidden_size
+        count -= shape.num_parameters() - chosen.num_parameters() - routing
+    return count
+
+
+def run_benchmark(name: str, repeat: int) -> dict[str, Any]:
+    """What `legato bench engine` writes about a model. Its progress goes to our stderr, as it comes."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        words = [sys.executable, "-m", "legato.cli", "bench", "engine", f"--model={name}", f"--workload={WORKLOAD}"]
+        words += [f"--repeat={repeat}", f"--json={file}"]
+        # Its table has nothing that the file has not.
+        child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+        limit = threading.Timer(LIMIT_SECONDS, child.terminate)
+        try:
+            limit.start()
+            said = _pass_on(child)
+            code = child.wait()
+        finally:
+            is_late = limit.finished.is_set()
+            limit.cancel()
+            _stop(child)
+        if is_late:
+            raise BenchmarkFailed(f"not done after {LIMIT_SECONDS:.0f} s")
+        if code != 0:
+            raise BenchmarkFailed(_last_words(said) or f"ended with code {code}")
+        figures: dict[str, Any] = json.loads(file.read_text())
+        return figures
+
+
+def _pass_on(child: subprocess.Popen[str]) -> list[str]:
+    """All lines of its stderr, once it has closed that."""
+    assert child.stderr is not None
+    lines: list[str] = []
+    for line in child.stderr:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        lines.append(line.rstrip())
+    return lines
+
+
+def _stop(child: subprocess.Popen[str]) -> None:
+    child.terminate()
+    try:
+        child.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    """The error, which may quote a few lines of the shard, without the progress before it."""
+    starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    return "\n".join(lines[starts[0] :] if starts else lines[-SHOWN_LINES:]).removeprefix("error: ")
+
+
+def measure(name: str, repeat: int, bandwidth: float, benchmark: Benchmark) -> Figures | BenchmarkFailed:
+    try:
+        return Figures.of(Shape.of(SHAPES[name]), benchmark(name, repeat), bandwidth)
+    except BenchmarkFailed as error:
+        return error
+
+
+def table(results: dict[str, Figures | BenchmarkFailed]) -> str:
+    return markdown(HEADER, [_row(name, result) for name, result in results.items()])
+
+
+def _row(name: str, result: Figures | BenchmarkFailed) -> list[str]:
+    if isinstance(result, BenchmarkFailed):
+        return [name, *["-"] * (len(HEADER) - 1)]
+    floor = result.floor
+    sizes = (f"{floor.weight_bytes / 1e9:.2f}", f"{floor.kv_bytes / 1e6:.1f}")
+    rates = (f"{floor.tokens_per_second:,.1f}", f"{result.tokens_per_second:,.1f}")
+    return [name, *sizes, *rates, f"{result.share:.1%}", f"{result.step_share:.1%}"]
+
+
+def to_json(results: dict[str, Figures | BenchmarkFailed]) -> dict[str, Any]:
+    return {
+        name: {"error": str(result)} if isinstance(result, BenchmarkFailed) else result.to_json()
+        for name, result in results.items()
+    }
+
+
+def shape_names(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in SHAPES:
+            raise argparse.ArgumentTypeError(f"{name!r} is no shape; there are {', '.join(SHAPES)}")
+    return names
+
+
+def main(words: Sequence[str] | None = None, benchmark: Benchmark = run_benchmark) -> int:
+    parser = argparse.ArgumentParser(description="One stream against the bandwidth of the memory.")
+    parser.add_argument("--model", type=shape_names, default=MODELS, help="shapes, separated by commas")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the fastest counts")
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s that the memory delivers")
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    options = parser.parse_args(words)
+    if options.repeat < 1 or options.bandwidth <= 0:
+        parser.error("--repeat is at least 1, and --bandwidth more than 0")
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    around = {**circumstances(), "workload": WORKLOAD, "bandwidth_tb_per_second": options.bandwidth}
+    results: dict[str, Figures | BenchmarkFailed] = {}
+    for name in options.model:
+        print(f"{name}:", file=sys.stderr, flush=True)
+        results[name] = measure(name, options.repeat, options.bandwidth, benchmark)
+        if options.out is not None:
+            options.out.write_text(json.dumps({**around, "shapes": to_json(results)}, indent=1) + "\n")
+    print(table(results))
+    failed = {name: result for name, result in results.items() if isinstance(result, BenchmarkFailed)}
+    for name, error in failed.items():
+        print(f"error: {name}: {error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _leave(number: int, frame: object) -> None:
+    """By way of every `finally`, so that SIGTERM leaves no benchmark behind."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
+    sys.exit(main())
