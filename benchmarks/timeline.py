@@ -40,7 +40,7 @@ SETTLED, WATCHED = 1.5, 1.5
 SHOWN_STEPS = 3
 KINDS = {
     "attention": ("_decode_kernel", "_merge_kernel"),
-    "norm, rotary, gate": ("_rms_norm_kernel", "_rotary_and_store_kernel", "_gate_and_mul_kernel"),
+    "norm, rotary, gate": ("_norm_kernel", "_rotary_and_store_kernel", "_gate_and_mul_kernel"),
     "rows, sampling, copies": ("_gather_rows", "_advance_rows", "_sample_kernel", "Memcpy", "Memset", "elementwise"),
 }
 MATRIX_PRODUCT = "matrix product"

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, constexpr, jit, next_power_of_two, padded, runs_triton, tl
+from legato.kernels.language import (
+    Pointer,
+    Scalar,
+    constexpr,
+    jit,
+    jit_for_any,
+    next_power_of_two,
+    padded,
+    runs_triton,
+    tl,
+)
 from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.paged_kv import (
     PagedKV,
@@ -109,7 +119,7 @@ def _chunk_attention_triton(
     return out
 
 
-@jit
+@jit_for_any("context_lens", "rows", "cu_seqlens_q", "num_sequences")
 def _chunk_kernel(
     out: Pointer,
     q: Pointer,

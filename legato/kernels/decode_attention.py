@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
-from legato.kernels.language import Pointer, Scalar, compile_time, constexpr, jit, padded, runs_triton, tl
+from legato.kernels.language import Pointer, Scalar, compile_time, constexpr, jit, jit_for_any, padded, runs_triton, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.paged_kv import (
     PagedKV,
@@ -118,7 +118,7 @@ def _decode_attention_triton(
     return out
 
 
-@jit
+@jit_for_any("context_lens", "rows")
 def _decode_kernel(
     out: Pointer,
     q: Pointer,

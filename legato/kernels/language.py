@@ -32,6 +32,13 @@ else:
     Pointer = Scalar = tl.tensor
 
 
+def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """`jit`, but compiled once whatever these arguments are: they differ from step to step. Triton would make a kernel
+    of its own for numbers that are 1 or multiples of 16 and for addresses that are multiples of 16, and to compile one
+    takes most of a second in which nobody gets a token."""
+    return lambda kernel: kernel if tl is None else triton.jit(kernel, do_not_specialize=names)
+
+
 def runs_triton(tensor: Tensor) -> bool:
     """One rule for every kernel: CUDA tensors go through Triton, everything else through torch."""
     return tensor.is_cuda and tl is not None

@@ -1,8 +1,9 @@
-"""Root-mean-square norm, alone and fused with the residual addition before it."""
+"""Root-mean-square norm and layer norm, alone and fused with the residual addition before them."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from legato.kernels.language import Pointer, Scalar, constexpr, jit, next_power_of_two, runs_triton, tl, widened
@@ -15,24 +16,45 @@ MAX_HIDDEN_SIZE = 65536
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., hidden] → x / rms(x) * weight, computed in fp32 and rounded once. The weight may be wider than x."""
     _check(x, weight)
-    return _rms_norm_triton(x, weight, eps) if runs_triton(x) else _rms_norm_torch(x, weight, eps)
+    return _norm_triton(x, weight, None, eps, False) if runs_triton(x) else _rms_norm_torch(x, weight, eps)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual) in one pass. `inplace` writes the sum over `residual`."""
-    _check(x, weight)
-    assert residual.shape == x.shape and residual.dtype == x.dtype, (residual.shape, x.shape)
-    assert residual.stride(-1) == 1, residual.stride()
-    run = _add_rms_norm_triton if runs_triton(x) else _add_rms_norm_torch
-    return run(x, residual, weight, eps, inplace)
+    _check(x, weight, residual=residual)
+    if runs_triton(x):
+        return _add_norm_triton(x, residual, weight, None, eps, False, inplace)
+    return _add_rms_norm_torch(x, residual, weight, eps, inplace)
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
-    assert weight.shape == x.shape[-1:], (weight.shape, x.shape)
-    assert x.stride(-1) == 1 and weight.stride(-1) == 1, (x.stride(), weight.stride())
-    assert x.shape[-1] <= MAX_HIDDEN_SIZE, x.shape
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., hidden] → (x - mean(x)) / std(x) * weight + bias, computed in fp32 and rounded once."""
+    _check(x, weight, bias)
+    if runs_triton(x):
+        return _norm_triton(x, weight, bias, eps, True)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + residual), x + residual) in one pass. The sum is written over `residual`."""
+    _check(x, weight, bias, residual)
+    if runs_triton(x):
+        return _add_norm_triton(x, residual, weight, bias, eps, True, inplace=True)
+    total = residual.add_(x)
+    return F.layer_norm(total, x.shape[-1:], weight, bias, eps), total
+
+
+def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
+    for name, vector in (("weight", weight), ("bias", bias)):
+        assert vector is None or (vector.shape == x.shape[-1:] and vector.stride(-1) == 1), (name, x.shape)
+    assert x.stride(-1) == 1 and x.shape[-1] <= MAX_HIDDEN_SIZE, (x.stride(), x.shape)
+    if residual is not None:
+        assert residual.shape == x.shape and residual.dtype == x.dtype, (residual.shape, x.shape)
+        assert residual.stride(-1) == 1, residual.stride()
 
 
 def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -48,39 +70,51 @@ def _add_rms_norm_torch(
     return _rms_norm_torch(total, weight, eps), total
 
 
-def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(out, rows, rows, rows, weight, eps, add=False)
+    _launch(out, rows, rows, rows, weight, bias, eps, center, add=False)
     return out.view(x.shape)
 
 
-def _add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool
+def _add_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, inplace: bool
 ) -> tuple[Tensor, Tensor]:
     rows, residual_rows = (tensor.view(-1, x.shape[-1]) for tensor in (x, residual))
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     total = residual_rows if inplace else torch.empty_like(out)
-    _launch(out, rows, residual_rows, total, weight, eps, add=True)
+    _launch(out, rows, residual_rows, total, weight, bias, eps, center, add=True)
     return out.view(x.shape), residual if inplace else total.view(x.shape)
 
 
-def _launch(out: Tensor, x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float, add: bool) -> None:
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    total: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    add: bool,
+) -> None:
     num_rows, hidden_size = x.shape
     if num_rows == 0:
         return
     block = next_power_of_two(hidden_size)
-    _rms_norm_kernel[(num_rows,)](
+    _norm_kernel[(num_rows,)](
         out,
         x,
         residual,
         total,
         weight,
+        bias,
         eps,
         hidden_size,
         x.stride(0),
         residual.stride(0),
         total.stride(0),
+        CENTER=center,
         ADD=add,
         BLOCK=block,
         num_warps=_num_warps(block),
@@ -94,17 +128,19 @@ def _num_warps(block: int) -> int:
 
 
 @jit
-def _rms_norm_kernel(
+def _norm_kernel(
     out: Pointer,
     x: Pointer,
     residual: Pointer,
     total: Pointer,
     weight: Pointer,
+    bias: Pointer,
     eps: float,
     hidden_size: Scalar,
     x_stride: Scalar,
     residual_stride: Scalar,
     total_stride: Scalar,
+    CENTER: constexpr,
     ADD: constexpr,
     BLOCK: constexpr,
     OVERLAP: constexpr,
@@ -120,7 +156,11 @@ def _rms_norm_kernel(
         value = value.to(x.dtype.element_ty)
         tl.store(total + row * total_stride + column, value, mask=inside)
     wide = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden_size + eps)
-    weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    normed = (wide * scale * weights).to(x.dtype.element_ty)
-    tl.store(out + row * hidden_size + column, normed, mask=inside)
+    if CENTER:
+        wide = tl.where(inside, wide - tl.sum(wide, axis=0) / hidden_size, 0.0)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden_size + eps)
+    if weight is not None:
+        normed *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        normed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden_size + column, normed.to(x.dtype.element_ty), mask=inside)

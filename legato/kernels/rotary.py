@@ -12,6 +12,7 @@ from legato.kernels.language import (
     ceil_div,
     constexpr,
     jit,
+    jit_for_any,
     next_power_of_two,
     runs_triton,
     tl,
@@ -104,7 +105,7 @@ def _rotary_and_store_triton(
     )
 
 
-@jit
+@jit_for_any("positions", "slot_mapping")
 def _rotary_and_store_kernel(
     qkv: Pointer,
     positions: Pointer,

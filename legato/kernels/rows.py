@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, runs_triton, tl
+from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit_for_any, runs_triton, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
 
 # Rows per program: a step of one row is as soon done as one of 128.
@@ -97,7 +97,7 @@ def _advance_rows_triton(rows: Tensor, token_ids: Tensor, tables: RowTables) -> 
     )
 
 
-@jit
+@jit_for_any("rows", "count")
 def _gather_rows_kernel(
     input_ids: Pointer,
     positions: Pointer,
@@ -125,7 +125,7 @@ def _gather_rows_kernel(
     tl.store(context_lens + place, length + 1, mask=inside)
 
 
-@jit
+@jit_for_any("rows", "count")
 def _advance_rows_kernel(
     rows: Pointer,
     token_ids: Pointer,

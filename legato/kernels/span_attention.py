@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from legato.kernels.kv_format import gather
-from legato.kernels.language import Pointer, Scalar, constexpr, jit, padded, runs_triton, tl
+from legato.kernels.language import Pointer, Scalar, constexpr, jit_for_any, padded, runs_triton, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.paged_kv import PagedKV, cache_offsets, check_queries, find_table, load_heads, lowest_scores
 
@@ -86,7 +86,7 @@ def _span_attention_triton(q: Tensor, kv: PagedKV, begins: Tensor | None, bias: 
     return out
 
 
-@jit
+@jit_for_any("begins", "ends", "rows")
 def _span_kernel(
     out: Pointer,
     q: Pointer,

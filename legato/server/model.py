@@ -23,7 +23,7 @@ from legato.server.grammars import Grammars, load_trie
 from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
 from legato.server.memory import cache_budget, gib, graph_bytes, host_budget, measure, refused_for_memory
-from legato.server.rehearsal import decode_step, first_step, full_step
+from legato.server.rehearsal import decode_step, first_step, full_step, ordinary_steps
 
 logger = logging.getLogger(__name__)
 
@@ -159,11 +159,12 @@ class Model:
         return cache_budget(reading, fraction, graphs)
 
     def _rehearse(self, wishes: Wishes) -> None:
-        """The largest step that a router may send, in an engine that is thrown away."""
+        """The largest step that a router may send, and some that it often will, in an engine that is thrown away."""
         engine = self._make_engine(REHEARSAL_BLOCKS, wishes, wishes.longest, graphs=False)
         if engine.eyes is not None:
             engine.eyes.rehearse(wishes.longest)
-        engine.launch(full_step(wishes)).read()
+        for step in (full_step(wishes), *ordinary_steps(wishes)):
+            engine.launch(step).read()
 
     def _make_engine(self, num_blocks: int, wishes: Wishes, longest: int, graphs: bool = True) -> Engine:
         cache = KVCache(self.kv_shape, num_blocks, self.block_size, self.loaded.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
 from legato.server.capacity import RESERVED_BLOCKS, Capacity, Wishes
@@ -13,6 +15,8 @@ COSTLY = pb.NextTokenChooserParameters(
     repetition_penalty=1.1, frequency_penalty=0.1, min_p=0.01,
 )  # fmt: skip
 TOP_TOKENS = 5
+# Tokens of an ordinary prompt, and of the smallest step that is rehearsed: those below run as graphs.
+PROMPT, SMALL_STEP = 128, 1024
 
 
 def full_step(wishes: Wishes) -> pb.StepRequest:
@@ -31,6 +35,35 @@ def full_step(wishes: Wishes) -> pb.StepRequest:
         num_tokens=counts,
         num_new_blocks=num_blocks,
         new_blocks=[RESERVED_BLOCKS] * sum(num_blocks),
+    )
+
+
+def ordinary_steps(wishes: Wishes) -> Iterator[pb.StepRequest]:
+    """Of sizes that each are half of the one before: prompts alone, then their next tokens beside other prompts.
+
+    Libraries have other kernels for other sizes, and whatever is compiled or loaded here no request has to wait for:
+    it may take a second. All rows share one block, as in the largest step.
+    """
+    length = min(PROMPT, wishes.longest - 1)
+    size = wishes.step_tokens
+    while size >= SMALL_STEP:
+        count = min(size // length, wishes.max_rows // 2)
+        others = min((size - count) // length, count)
+        if others:
+            yield _prompts(range(count), length, wishes)
+            yield _prompts(range(count, count + others), length, wishes, decodes=range(count))
+        size //= 2
+
+
+def _prompts(rows: range, length: int, wishes: Wishes, decodes: range = range(0)) -> pb.StepRequest:
+    """With room for one more token, and the next token of rows that have had their prompts."""
+    num_blocks = wishes.num_blocks(length + 1)
+    return pb.StepRequest(
+        admitted=[pb.Admission(row=row, input_ids=pack([0] * length)) for row in rows],
+        rows=[*decodes, *rows],
+        num_tokens=[*(1 for _ in decodes), *(length for _ in rows)],
+        num_new_blocks=[*(0 for _ in decodes), *(num_blocks for _ in rows)],
+        new_blocks=[RESERVED_BLOCKS] * (num_blocks * len(rows)),
     )
 
 

@@ -86,8 +86,9 @@ def paged(sequences: int, dtype: torch.dtype = BF16) -> PagedKV:
 
 def compile_all() -> None:
     x, weight = torch.zeros(2, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
-    norm._rms_norm_triton(x, weight, 1e-5)
-    norm._add_rms_norm_triton(x, x.clone(), weight, 1e-5, inplace=True)
+    norm._norm_triton(x, weight, None, 1e-5, False)
+    norm._add_norm_triton(x, x.clone(), weight, None, 1e-5, False, inplace=True)
+    norm._add_norm_triton(x, x.clone(), weight, weight, 1e-5, True, inplace=True)
     projection = torch.zeros(2, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=BF16)
     places, kv = torch.zeros(2, dtype=torch.int64), paged(2)
     rotary._rotary_and_store_triton(projection, places, torch.zeros(8, HEAD_DIM), kv.k_cache, kv.v_cache, places)
@@ -130,4 +131,4 @@ if __name__ == "__main__":
     # The same constant and option that a Hopper GPU gets when launches overlap.
     overlapping = {"OVERLAP": True, "launch_pdl": True}
     norm.launch_options = small_linear.launch_options = lambda tensor: overlapping
-    norm._rms_norm_triton(torch.zeros(1, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16), 1e-5)
+    norm._norm_triton(torch.zeros(1, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16), None, 1e-5, False)
