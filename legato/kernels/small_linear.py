@@ -40,10 +40,14 @@ def linear_config(num_rows: int, out_features: int, in_features: int) -> LinearC
     """The best of a sweep on an H200 (`python -m benchmarks.kernels --sweep --only small_linear`)."""
     if num_rows > 1:
         return LinearConfig(tile_rows=64, block_k=128, num_warps=4, num_stages=6, use_dot=True)
+    # Where blocks do not fill a row of the weight, those who load its end are masked: small blocks waste less.
     if in_features > 8192:
-        return LinearConfig(tile_rows=4, block_k=1024, num_warps=4, num_stages=1)
-    tile_rows = 4 if out_features > 65536 else 2
-    return LinearConfig(tile_rows=tile_rows, block_k=2048, num_warps=8, num_stages=1)
+        if in_features % 1024:
+            return LinearConfig(tile_rows=2, block_k=512, num_warps=2)
+        return LinearConfig(tile_rows=4, block_k=1024, num_warps=4)
+    if in_features % 2048:
+        return LinearConfig(tile_rows=1, block_k=1024, num_warps=8)
+    return LinearConfig(tile_rows=4 if out_features > 65536 else 2, block_k=2048, num_warps=8)
 
 
 def small_linear(

@@ -15,7 +15,7 @@ COSTLY = pb.NextTokenChooserParameters(
     repetition_penalty=1.1, frequency_penalty=0.1, min_p=0.01,
 )  # fmt: skip
 TOP_TOKENS = 5
-# Tokens of an ordinary prompt, and of the smallest step that is rehearsed: those below run as graphs.
+# Tokens of an ordinary prompt, and of the smallest step with prompts that is rehearsed: those below run as graphs.
 PROMPT, SMALL_STEP = 128, 1024
 
 
@@ -39,31 +39,40 @@ def full_step(wishes: Wishes) -> pb.StepRequest:
 
 
 def ordinary_steps(wishes: Wishes) -> Iterator[pb.StepRequest]:
-    """Of sizes that each are half of the one before: prompts alone, then their next tokens beside other prompts.
+    """Short prompts for all rows, decodes of few and of many rows, then longer prompts beside decodes.
 
-    Libraries have other kernels for other sizes, and whatever is compiled or loaded here no request has to wait for:
-    it may take a second. All rows share one block, as in the largest step.
+    Our kernels are compiled anew and libraries choose other ones for other sizes. For whatever is compiled or loaded
+    here no request has to wait: it may take a second. All rows share one block, as in the largest step.
     """
-    length = min(PROMPT, wishes.longest - 1)
+    if wishes.longest < 2 * PROMPT:
+        return
+    all_rows = range(wishes.max_rows)
+    yield _step(wishes, prompts=all_rows, length=max(1, min(PROMPT, wishes.step_tokens // wishes.max_rows)))
+    for count in _ladder(wishes.max_rows):
+        yield _step(wishes, decodes=all_rows[:count])
     size = wishes.step_tokens
     while size >= SMALL_STEP:
-        count = min(size // length, wishes.max_rows // 2)
-        others = min((size - count) // length, count)
-        if others:
-            yield _prompts(range(count), length, wishes)
-            yield _prompts(range(count, count + others), length, wishes, decodes=range(count))
+        count = min(size // PROMPT, wishes.max_rows // 2)
+        yield _step(wishes, prompts=all_rows[:count], length=PROMPT)
+        yield _step(wishes, prompts=all_rows[: count - 1], length=PROMPT, decodes=all_rows[count : 2 * count])
         size //= 2
 
 
-def _prompts(rows: range, length: int, wishes: Wishes, decodes: range = range(0)) -> pb.StepRequest:
-    """With room for one more token, and the next token of rows that have had their prompts."""
-    num_blocks = wishes.num_blocks(length + 1)
+def _ladder(highest: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16 and so on: no kernel is chosen for so few sizes that all of these miss them."""
+    steps = [count for i in range(highest.bit_length()) for count in (2**i, 3 * 2**i // 2)]
+    return [*sorted({count for count in steps if count < highest}), highest]
+
+
+def _step(wishes: Wishes, prompts: range = range(0), length: int = 0, decodes: range = range(0)) -> pb.StepRequest:
+    """Prompts of that length, each with room for an answer, and the next token of rows that have had theirs."""
+    num_blocks = wishes.num_blocks(length + PROMPT)
     return pb.StepRequest(
-        admitted=[pb.Admission(row=row, input_ids=pack([0] * length)) for row in rows],
-        rows=[*decodes, *rows],
-        num_tokens=[*(1 for _ in decodes), *(length for _ in rows)],
-        num_new_blocks=[*(0 for _ in decodes), *(num_blocks for _ in rows)],
-        new_blocks=[RESERVED_BLOCKS] * (num_blocks * len(rows)),
+        admitted=[pb.Admission(row=row, input_ids=pack([0] * length)) for row in prompts],
+        rows=[*decodes, *prompts],
+        num_tokens=[*(1 for _ in decodes), *(length for _ in prompts)],
+        num_new_blocks=[*(0 for _ in decodes), *(num_blocks for _ in prompts)],
+        new_blocks=[RESERVED_BLOCKS] * (num_blocks * len(prompts)),
     )
 
 

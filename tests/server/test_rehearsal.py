@@ -6,11 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from legato.pb import generate_pb2 as pb
 from legato.server.capacity import Wishes
 from legato.server.model import Model
-from legato.server.rehearsal import SMALL_STEP, ordinary_steps
+from legato.server.rehearsal import SMALL_STEP, _ladder, ordinary_steps
 from tests.server.shard import OPTIONS, load_model
 from tests.tiny_models import tiny_llama
 
@@ -32,15 +34,25 @@ def test_ordinary_steps_are_steps_that_a_router_may_send(max_rows: int, longest:
         assert sum(step.num_new_blocks) == len(step.new_blocks)
 
 
-def test_ordinary_steps_are_of_every_size_from_the_largest_to_what_runs_as_graphs() -> None:
-    sizes = [sum(step.num_tokens) for step in ordinary_steps(wishes(max_prefill_tokens=8192))]
-    assert sizes[0] == 8192 and sizes == sorted(sizes, reverse=True)
-    assert all(2 * smaller > 0.9 * larger for larger, smaller in pairwise(sizes))
-    assert SMALL_STEP <= sizes[-1] + 128 < 2 * SMALL_STEP
+def test_ordinary_steps_have_prompts_from_the_largest_step_to_what_runs_as_graphs() -> None:
+    asked = wishes(max_prefill_tokens=8192)
+    sizes = [sum(step.num_tokens) for step in ordinary_steps(asked) if max(step.num_tokens) > 1]
+    assert max(sizes) == 8192
+    assert all(2 * smaller > 0.9 * larger for larger, smaller in pairwise(sorted(sizes, reverse=True)))
+    assert SMALL_STEP <= min(sizes) + 128 < 2 * SMALL_STEP
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000))
+def test_every_second_size_of_decodes_is_rehearsed(max_rows: int, num_rows: int) -> None:
+    """Up to one and a half times as many rows."""
+    sizes = _ladder(max_rows)
+    assert sizes[0] == 1 and sizes[-1] == max_rows and sizes == sorted(set(sizes))
+    assert any(num_rows <= size <= 1.5 * num_rows + 1 for size in sizes) or num_rows > max_rows
 
 
 def test_ordinary_steps_run(tmp_path: Path) -> None:
-    model = Model(load_model(tiny_llama(tmp_path)), OPTIONS)
-    asked = wishes(max_rows=32, max_total_tokens=160, max_prefill_tokens=2048)
-    assert len(list(ordinary_steps(asked))) == 4
+    model = Model(load_model(tiny_llama(tmp_path, max_position_embeddings=512)), OPTIONS)
+    asked = wishes(max_rows=32, max_total_tokens=512, max_prefill_tokens=2048)
+    decodes = [len(step.rows) for step in ordinary_steps(asked) if not step.admitted]
+    assert decodes == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
     model._rehearse(asked)
