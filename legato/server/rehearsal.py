@@ -52,9 +52,10 @@ def ordinary_steps(wishes: Wishes) -> Iterator[pb.StepRequest]:
         yield _step(wishes, decodes=all_rows[:count])
     size = wishes.step_tokens
     while size >= SMALL_STEP:
-        count = min(size // PROMPT, wishes.max_rows // 2)
+        count = max(1, min(size // PROMPT, wishes.max_rows // 2))
         yield _step(wishes, prompts=all_rows[:count], length=PROMPT)
-        yield _step(wishes, prompts=all_rows[: count - 1], length=PROMPT, decodes=all_rows[count : 2 * count])
+        if decodes := all_rows[count : 2 * count]:
+            yield _step(wishes, prompts=all_rows[: count - 1], length=PROMPT, decodes=decodes)
         size //= 2
 
 
