@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from html import escape
@@ -124,13 +125,20 @@ def run_shard(model: str, socket: str, trace: str) -> None:
 
     # On a thread of their own: the profiler takes a second to start, and the main thread has streams to serve.
     switch = ThreadPoolExecutor(1)
-    signal.signal(signal.SIGUSR1, lambda number, frame: switch.submit(profiler.start))
-    signal.signal(signal.SIGUSR2, lambda number, frame: switch.submit(stop))
+
+    def told(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            traceback.print_exc()
+
+    signal.signal(signal.SIGUSR1, lambda number, frame: switch.submit(told, profiler.start))
+    signal.signal(signal.SIGUSR2, lambda number, frame: switch.submit(told, stop))
     sys.argv = ["text-generation-server", "serve", model, "--load-format=dummy", f"--uds-path={socket}"]
     main()
 
 
-async def record(batch: int, process: subprocess.Popen[bytes], shard: Shard, trace: Path) -> Timeline:
+async def record(batch: int, process: subprocess.Popen[bytes], shard: Shard, trace: Path, log: Path) -> Timeline:
     shards, info = await connect(shard)
     tokens = batch * (PROMPT + NEW + info.block_size)
     options = RouterOptions(
@@ -153,7 +161,7 @@ async def record(batch: int, process: subprocess.Popen[bytes], shard: Shard, tra
             while not trace.exists():
                 shard.check_alive()
                 if time.monotonic() > deadline:
-                    raise SystemExit("the profiler wrote nothing")
+                    raise SystemExit(f"the profiler wrote nothing; the shard says:\n{log.read_text()[-3000:]}")
                 await asyncio.sleep(0.1)
     finally:
         await shards.close()
@@ -172,7 +180,7 @@ def timeline(model: str, batch: int) -> Timeline:
             process = subprocess.Popen(command, stdout=output, stderr=output)
         shard = Shard(f"{folder}/shard-0", process, log)
         try:
-            return asyncio.run(record(batch, process, shard, trace))
+            return asyncio.run(record(batch, process, shard, trace, log))
         except LegatoError:
             shard.check_alive(patience=0.5)  # its own words say more than a broken stream
             raise
