@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from legato.common.model_files import ModelFiles
 from legato.grammar.closing import Closing
@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 # Compiled grammars to keep. Each takes up to 64 MB (`grammar/checker.py`), most of them some kilobytes.
 _KEPT: Final = 32
+# A part of the vocabulary that llguidance looks at once and then allows or forbids as one, as it does with what may
+# stand in a JSON string. Half of all tokens are words, and so is most of what regular expressions allow.
+WORDS: Final = r"[a-zA-Z ]{1,16}"
 # Seconds. The router has compiled every grammar before it comes here, and masks have limits of their own: whoever
 # waits that long waits for ever.
 _PATIENCE: Final = 30.0
@@ -215,4 +218,6 @@ class Grammars:
 
 def load_trie(files: ModelFiles, vocab_size: int) -> TokenTrie:
     tokenizer = files.tokenizer()
-    return TokenTrie(tokenizer.to_str(), tokenizer.get_vocab_size(), vocab_size, files.eos_token_ids())
+    trie = TokenTrie(tokenizer.to_str(), tokenizer.get_vocab_size(), vocab_size, files.eos_token_ids())
+    trie.tokenizer = trie.tokenizer.with_slices([*LLTokenizer.general_slices(), WORDS])
+    return trie
