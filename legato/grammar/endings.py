@@ -8,6 +8,7 @@ shortest; where that one is too long for a text, `shortest` looks at more of the
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -25,6 +26,9 @@ _OPENING, _CLOSING = frozenset(b"{["), frozenset(b"}]")
 _STRUCTURE: Final = frozenset(b'{}[]",:')
 # Positions that a search looks at: some ten milliseconds.
 _PATIENCE: Final = 600
+# Positions that are as far and as free to go on as each other, of which it looks at no more: what may follow at once
+# does not tell everything that will.
+_ALIKE: Final = 3
 # Tokens after which a way has met another one, if it does.
 _SOON: Final = 8
 # Tokens that stand for all others, short ones and long ones.
@@ -128,7 +132,7 @@ class Endings:
         """Like `way`, for when that finds none: all ways at once, the shortest first, as far as patience goes."""
         order = count()
         waiting = [(0, next(order), position, place, list[int]())]
-        seen: set[tuple[int, bytes]] = set()
+        seen: Counter[tuple[int, bytes]] = Counter()
         for _ in range(_PATIENCE):
             if not waiting:
                 return None
@@ -136,9 +140,9 @@ class Endings:
             if position.is_accepting():
                 return [*found, self.eos_token_id]
             mark = (length, position.compute_bitmask())
-            if mark in seen:  # as long and as free to go on: as good as the other one
+            if seen[mark] == _ALIKE:
                 continue
-            seen.add(mark)
+            seen[mark] += 1
             for tokens in self._options(position, place):
                 ahead = position.deep_copy()
                 if length + len(tokens) <= most and ahead.consume_tokens(tokens):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from benchmarks import over_http
 from benchmarks.over_http import main
 
 # Asks for one token and reports figures that can be recognised.
@@ -41,6 +43,7 @@ def test_every_run_has_prompts_of_its_own(
 def test_a_load_that_fails_ends_the_run_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = tmp_path / "load.py"
     load.write_text("import sys; sys.exit('nobody is there')")
+    monkeypatch.setattr(over_http, "serving", lambda model: nullcontext(1))
     monkeypatch.setattr(sys, "argv", ["over_http", "--load", str(load), "--model", "tiny", "--most", "1"])
     with pytest.raises(SystemExit, match="nobody is there"):
         main()

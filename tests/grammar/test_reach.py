@@ -40,6 +40,12 @@ def test_the_bound_of_a_document_is_one(wanted: Any) -> None:
     assert len(way) - 1 <= reach(wanted).whole, TRIE.tokenizer.decode_bytes(way)
 
 
+def test_a_key_is_found_beside_another_of_as_many_tokens() -> None:
+    wanted = {"type": "object", "properties": {"name": {}, "é": {"type": "string"}}, "required": ["é"]}
+    way = ENDINGS.shortest(compile_grammar(schema(wanted), TRIE), Place(), 300)
+    assert way is not None and TRIE.tokenizer.decode_bytes(way[:-1]) == '{"é":""}'.encode()
+
+
 @pytest.mark.parametrize("kind", [GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.LARK])
 def test_only_json_has_one(kind: GrammarKind) -> None:
     assert reach_of(Grammar(kind, '["a"]')) is None
