@@ -25,10 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 serve: setup ## serve the default model on port 3000
 	$(BIN)/text-generation-launcher --port $(PORT)
 
-# Tests mostly take one core, so what reads the code without running it has the other one. Two at a time, whatever -j
-# make was given: more would get into each other's way.
-test: setup ## everything CI runs
-	$(MAKE) --no-print-directory -j2 types unit lint imports
+test: lint types imports unit ## everything CI runs
 
 lint: setup
 	$(BIN)/ruff check legato tests examples
