@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.children import stop
 from legato.benchmark.machine import circumstances
 from legato.benchmark.shapes import SHAPES
 from legato.benchmark.tables import markdown
@@ -32,7 +33,6 @@ WORKLOAD = "G1"
 MODELS = "llama-8b,qwen3-8b,falcon-7b,starcoder-15b,mixtral-8x7b"
 # Of one shape: its weights are made up on the device, so even the largest is there within a minute or two.
 LIMIT_SECONDS = 600.0
-STOP_SECONDS = 20.0
 # Of a child that ends without an error of its own.
 SHOWN_LINES = 12
 HEADER = ("Shape", "Active GB", "KV MB", "Floor tok/s", "Tok/s, whole run", "Share", "Share by step p50")
@@ -129,7 +129,7 @@ def run_benchmark(name: str, repeat: int) -> dict[str, Any]:
         finally:
             is_late = limit.finished.is_set()
             limit.cancel()
-            _stop(child)
+            stop(child)
         if is_late:
             raise BenchmarkFailed(f"not done after {LIMIT_SECONDS:.0f} s")
         if code != 0:
@@ -147,15 +147,6 @@ def _pass_on(child: subprocess.Popen[str]) -> list[str]:
         sys.stderr.flush()
         lines.append(line.rstrip())
     return lines
-
-
-def _stop(child: subprocess.Popen[str]) -> None:
-    child.terminate()
-    try:
-        child.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
 
 
 def _last_words(lines: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models
 
+from benchmarks.children import stop
 from legato.benchmark.machine import circumstances
 from legato.benchmark.shapes import SHAPES
 from legato.benchmark.tables import markdown
@@ -39,7 +40,6 @@ NOISE_NUMBERS = 1 << 22  # 8 MB, written again and again: random numbers are slo
 READ_BYTES = 16 << 20
 COPY_BYTES, COPIES = 1 << 30, 8
 SAMPLE_SECONDS = 0.005
-STOP_SECONDS = 20.0
 SHOWN_LINES = 12
 MEMORY = ("RssAnon", "RssFile", "RssShmem")
 HEADER = (
@@ -232,7 +232,7 @@ def serve(folder: Path, device: str, patience: float) -> Run:
             seconds, memory = time.perf_counter() - started, peaks.stop()
         finally:
             limit.cancel()
-            _stop(child)
+            stop(child)
         if fields is None:
             late = f"had not loaded after {patience:g} s (--timeout)" if seconds >= patience else ""
             sys.exit("\n  ".join([f"error: the server {late or f'ended with code {child.returncode}'}:", *lines]))
@@ -249,15 +249,6 @@ def _wait_for_weights(child: subprocess.Popen[str]) -> tuple[dict[str, Any] | No
             return vars(record)["fields"], lines
         lines = [*lines[1 - SHOWN_LINES :], line.rstrip()]
     return None, lines
-
-
-def _stop(child: subprocess.Popen[str]) -> None:
-    child.terminate()
-    try:
-        child.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
 
 
 def read_seconds(paths: Sequence[Path]) -> float:
