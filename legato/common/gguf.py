@@ -161,6 +161,14 @@ class GgufFile:
         tensor = self.tensors[name]
         return np.frombuffer(self._data, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
 
+    def forget(self, name: str) -> None:
+        """Take the pages that the tensor alone lies in out of this process. Reading it again brings them back."""
+        tensor = self.tensors[name]
+        first = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (tensor.offset + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED, first, last - first)
+
 
 class _Cursor:
     """A position in the file that never passes its end."""

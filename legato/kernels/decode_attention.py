@@ -54,7 +54,9 @@ def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
     if programs < 1024:
         return DecodeConfig(num_splits=2, min_split_len=1024, block_n=128, num_warps=4, num_stages=3)
     # Small programs, many to a multiprocessor: while one begins or ends, the others keep reading.
-    return DecodeConfig(num_splits=2, min_split_len=1024, block_n=64, num_warps=2, num_stages=2)
+    if programs < 2048:
+        return DecodeConfig(num_splits=2, min_split_len=1024, block_n=64, num_warps=2, num_stages=2)
+    return DecodeConfig(num_splits=2, min_split_len=1024, block_n=32, num_warps=1, num_stages=3)
 
 
 def decode_attention(

@@ -101,6 +101,7 @@ def _rotary_and_store_triton(
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         LIMIT=largest(k_cache.dtype),
         num_warps=2,
+        enable_fp_fusion=False,  # or the compiler makes one operation of a product, its rounding and the sum
         **launch_options(qkv),
     )
 

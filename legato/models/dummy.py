@@ -25,6 +25,9 @@ class NoTensors:
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         raise KeyError(name)
 
+    def forget(self, name: str) -> None:
+        raise KeyError(name)
+
 
 class DummyWeights(Weights):
     def __init__(self, dtype: torch.dtype, device: torch.device, shard: Shard | None = None) -> None:

@@ -127,6 +127,9 @@ class GgufSource:
             return values - self._norm_offset
         return self._in_halves(stored.name, stored.shape[0], values)
 
+    def forget(self, name: str) -> None:
+        self._file.forget(self._gguf_names[name])
+
     def _in_halves(self, gguf_name: str, num_rows: int, values: torch.Tensor) -> torch.Tensor:
         """llama.cpp turns neighbouring rows, Hugging Face rows half a head apart: undo its interleaving."""
         num_heads = next((heads for part, heads in self._interleaved.items() if f".{part}." in gguf_name), None)

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from legato.common.errors import ModelFileError
+from legato.models.mapped import MappedFiles
 
 # Two of them are on the way at once: enough that neither side waits, and little beside any model.
 STAGED_BYTES = 64 << 20
@@ -36,12 +37,18 @@ class TensorSource(Protocol):
         """
         ...
 
+    def forget(self, name: str) -> None:
+        """Give back the memory that reading took. What `read` returned may still be used, but slowly."""
+        ...
+
 
 class SafetensorsSource:
     """One file or several; each stays memory-mapped until the model is built."""
 
     def __init__(self, files: Iterable[Path]) -> None:
+        files = list(files)
         self._where: dict[str, tuple[Path, Any]] = {}
+        self._mapped = MappedFiles(files)
         self._size = 0
         for file in files:
             try:
@@ -68,6 +75,9 @@ class SafetensorsSource:
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"{file}: tensor {name} cannot be read: {error}") from None
         return tensor
+
+    def forget(self, name: str) -> None:
+        self._mapped.release(self._where[name][1].get_tensor(name))  # a view, wherever that matters
 
 
 class Staging:

@@ -112,7 +112,10 @@ class Weights:
         self._read_bytes += raw.nbytes
         if self._progress is not None:
             self._progress(self._read_bytes, self._total)
-        return self._staging.copy(raw).to(dtype or self.dtype)
+        made = self._staging.copy(raw).to(dtype or self.dtype)
+        if made.data_ptr() != raw.data_ptr():
+            self._source.forget(name)
+        return made
 
     def _read(
         self, name: str, shape: tuple[int, ...], cut: Mapping[int, Ranges], index: tuple[slice, ...] = ()

@@ -140,7 +140,7 @@ def test_the_figures_are_printed_and_written_with_their_circumstances(tmp_path: 
     for run in figures["runs"]:
         assert 0 <= run["seconds"] < run["start_seconds"]
         assert run["memory"]["RssAnon"] > 10_000_000 and run["memory"]["RssFile"] > 10_000_000
-        assert run["anonymous_of_largest_file"] == run["memory"]["RssAnon"] / figures["files"]["largest"]
+        assert run["peak_of_largest_file"] == run["memory"]["VmHWM"] / figures["files"]["largest"]
     assert len(figures["runs"]) == 2
     assert members(tool.pid) == [] and list((tmp_path / "temporary").iterdir()) == []
 

@@ -71,6 +71,7 @@ def report_compiled_kernels() -> None:
                 "wgmma": ptx.count("wgmma.mma_async"),
                 "mma": ptx.count("mma.sync"),
                 "wide_loads": ptx.count(".v4.b32 {") + ptx.count("cp.async.cg"),
+                "fused_bf16": ptx.count("fma.rn.bf16"),
                 "overlaps": "griddepcontrol.wait" in ptx,
             }
             print(json.dumps(facts), flush=True)
@@ -91,7 +92,8 @@ def compile_all() -> None:
     norm._add_norm_triton(x, x.clone(), weight, weight, 1e-5, True, inplace=True)
     projection = torch.zeros(2, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=BF16)
     places, kv = torch.zeros(2, dtype=torch.int64), paged(2)
-    rotary._rotary_and_store_triton(projection, places, torch.zeros(8, HEAD_DIM), kv.k_cache, kv.v_cache, places)
+    for table in (torch.zeros(8, HEAD_DIM), torch.zeros(8, HEAD_DIM, dtype=BF16)):
+        rotary._rotary_and_store_triton(projection, places, table, kv.k_cache, kv.v_cache, places)
     activation._gate_and_mul_triton(torch.zeros(2, 2 * INNER, dtype=BF16), "silu")
     for sequences in (1, 8, 32, 256):
         q = torch.zeros(sequences, HEADS, HEAD_DIM, dtype=BF16)

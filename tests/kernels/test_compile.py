@@ -62,6 +62,11 @@ def test_weights_keys_and_activations_are_loaded_16_bytes_at_a_time(compiled):
     assert all(kernel["wide_loads"] for kernel in compiled if kernel["name"] not in narrow)
 
 
+def test_products_of_a_rotation_are_rounded_before_they_are_added(compiled):
+    """As transformers does. Left to itself the compiler fuses them, and one bfloat16 token in thirty is another."""
+    assert [kernel["fused_bf16"] for kernel in compiled if kernel["name"] == "_rotary_and_store_kernel"] == [0] * 4
+
+
 def test_experts_with_many_rows_run_on_the_matrix_units(compiled):
     assert all(kernel["wgmma"] for kernel in compiled if kernel["name"] == "_grouped_linear_kernel")
 

@@ -14,10 +14,11 @@ import torch
 
 from legato.models.registry import CausalModel
 from legato.router.state import GenerationRequest
-from tests.server.local import LocalServer, load
+from tests.server.local import DEVICE, LocalServer, load
 from tests.tiny_models import tiny_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+# On a machine with a GPU the tests run on the CPU all the same, unless told otherwise (`make test-gpu`).
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type != "cuda", reason="needs LEGATO_TEST_DEVICE=cuda")]
 
 WIDTH_OF_8B = dict(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
