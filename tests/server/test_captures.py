@@ -123,3 +123,12 @@ def test_steps_with_prompts_find_a_graph_from_the_start_up_to_a_thousand_tokens(
         policy.note(size)
     assert all(policy.choose(num_tokens) is not None for num_tokens in range(1, 1025))
     assert policy.choose(1025) is None
+
+
+def test_a_size_that_is_slower_than_a_larger_one_is_left_out() -> None:
+    sizes = decode_sizes(512)
+    assert 448 not in sizes and {416, 480, 512} < set(sizes)
+    policy = of_decodes(512)
+    for size in sizes:
+        policy.note(size)
+    assert [policy.choose(num_rows) for num_rows in (416, 417, 448, 480)] == [416, 480, 480, 480]
