@@ -36,8 +36,10 @@ from legato.common.options import RouterOptions
 # The kernel that a decode step begins with.
 FIRST_KERNEL = "_gather_rows_kernel"
 PROMPT, NEW = 128, 600
-# Seconds after which every prompt is computed, and seconds to look at, of which the profiler takes some to start.
-SETTLED, WATCHED = 1.5, 1.5
+# Seconds after which every prompt is computed, and seconds to look at: every one of them takes the profiler many to
+# write down.
+SETTLED, WATCHED = 1.5, 0.5
+PATIENCE = 120
 SHOWN_STEPS = 3
 KINDS = {
     "attention": ("_decode_kernel", "_merge_kernel"),
@@ -116,14 +118,19 @@ def run_shard(model: str, socket: str, trace: str) -> None:
 
     from legato.server.cli import main
 
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    def profile() -> torch.profiler.profile:
+        return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    with profile():  # the first one takes seconds to start
+        torch.zeros(1, device="cuda")
+    profiler = profile()
 
     def stop() -> None:
         profiler.stop()
         profiler.export_chrome_trace(f"{trace}.part")
         Path(f"{trace}.part").rename(trace)
 
-    # On a thread of their own: the profiler takes a second to start, and the main thread has streams to serve.
+    # On a thread of their own: the profiler takes its time, and the main thread has streams to serve.
     switch = ThreadPoolExecutor(1)
 
     def told(action: Callable[[], None]) -> None:
@@ -157,7 +164,7 @@ async def record(batch: int, process: subprocess.Popen[bytes], shard: Shard, tra
             await asyncio.sleep(WATCHED)
             process.send_signal(signal.SIGUSR2)
             await running
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE
             while not trace.exists():
                 shard.check_alive()
                 if time.monotonic() > deadline:
