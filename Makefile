@@ -8,7 +8,7 @@ PORT ?= 3000
 SCALE ?= 16
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help setup serve test lint types imports unit test-models test-shards test-clients test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help setup serve test lint types imports unit computing timed test-models test-shards test-clients test-gpu fuzz faults chaos proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,7 +25,11 @@ $(STAMP): pyproject.toml constraints.txt
 serve: setup ## serve the default model on port 3000
 	$(BIN)/text-generation-launcher --port $(PORT)
 
-test: lint types imports unit ## everything CI runs
+# Types take three minutes of one core, and so do the tests that only compute: they share the two. What has time limits
+# runs alone.
+test: setup ## everything CI runs
+	$(MAKE) -j2 lint imports types computing
+	$(MAKE) timed
 
 lint: setup
 	$(BIN)/ruff check legato tests examples
@@ -37,8 +41,15 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
-unit: setup
-	$(BIN)/pytest
+COMPUTING := tests/kernels tests/models tests/quantization tests/sampling
+
+unit: computing timed ## all tests, without the checks of the text
+
+computing: setup
+	$(BIN)/pytest $(COMPUTING)
+
+timed: setup
+	$(BIN)/pytest $(COMPUTING:%=--ignore=%)
 
 test-models: setup ## the tests that need real weights, fetched once
 	$(BIN)/pytest -m weights
