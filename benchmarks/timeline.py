@@ -2,7 +2,8 @@
 
     python -m benchmarks.timeline --json benchmarks/results/timeline.json --picture docs/timeline.svg
 
-The shard runs in a process of its own, as it always does; SIGUSR1 and SIGUSR2 start and end torch's profiler in it.
+The shard runs in a process of its own, as it always does. Once a file says so it records a number of steps with torch's
+profiler, on the thread that launches them.
 """
 
 from __future__ import annotations
@@ -11,19 +12,16 @@ import argparse
 import asyncio
 import itertools
 import json
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from legato.benchmark.machine import circumstances
 from legato.benchmark.session import connect, opened
@@ -32,14 +30,17 @@ from legato.benchmark.shard import Shard
 from legato.benchmark.workloads import custom
 from legato.common.errors import LegatoError
 from legato.common.options import RouterOptions
+from legato.pb import generate_pb2 as pb
+
+if TYPE_CHECKING:
+    from legato.server.pending import Pending  # and torch with it
 
 # The kernel that a decode step begins with.
 FIRST_KERNEL = "_gather_rows_kernel"
 PROMPT, NEW = 128, 600
-# Seconds after which every prompt is computed, and seconds to look at: every one of them takes the profiler many to
-# write down.
-SETTLED, WATCHED = 1.5, 0.5
-PATIENCE = 120
+# Seconds after which every prompt is computed. Then so many steps are recorded, which stands still for seconds before
+# and after them.
+SETTLED, RECORDED_STEPS, PATIENCE = 1.5, 60, 120
 SHOWN_STEPS = 3
 KINDS = {
     "attention": ("_decode_kernel", "_merge_kernel"),
@@ -112,40 +113,53 @@ def cut_into_steps(batch: int, activities: Sequence[Activity]) -> Timeline:
 # ---- recording ------------------------------------------------------------------------------------------------------
 
 
-def run_shard(model: str, socket: str, trace: str) -> None:
-    """A shard that can be profiled."""
+class Recorder:
+    """Looks for the file before every step that is launched, and profiles those that follow once it is there."""
+
+    def __init__(self, wanted: Path, trace: Path, num_steps: int = RECORDED_STEPS) -> None:
+        self._wanted = wanted
+        self._trace = trace
+        self._left = num_steps
+        self._profiler: Any = None
+
+    def before_step(self) -> None:
+        if self._left < 0 or (self._profiler is None and not self._wanted.exists()):
+            return
+        if self._profiler is None:
+            self._profiler = _profiler()
+            self._profiler.start()
+        if self._left == 0:
+            self._profiler.stop()
+            unfinished = self._trace.with_suffix(".part")
+            self._profiler.export_chrome_trace(str(unfinished))
+            unfinished.rename(self._trace)
+        self._left -= 1
+
+
+def _profiler() -> Any:
     import torch
 
+    activities = torch.profiler.ProfilerActivity
+    return torch.profiler.profile(activities=[activities.CUDA if torch.cuda.is_available() else activities.CPU])
+
+
+def run_shard(model: str, socket: str, wanted: str, trace: str) -> None:
+    """A shard that can be profiled."""
     from legato.server.cli import main
+    from legato.server.engine import Engine
 
-    def profile() -> torch.profiler.profile:
-        return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    recorder, launch = Recorder(Path(wanted), Path(trace)), Engine.launch
 
-    with profile():  # the first one takes seconds to start
-        torch.zeros(1, device="cuda")
-    profiler = profile()
+    def recorded(engine: Engine, request: pb.StepRequest) -> Pending:
+        recorder.before_step()
+        return launch(engine, request)
 
-    def stop() -> None:
-        profiler.stop()
-        profiler.export_chrome_trace(f"{trace}.part")
-        Path(f"{trace}.part").rename(trace)
-
-    # On a thread of their own: the profiler takes its time, and the main thread has streams to serve.
-    switch = ThreadPoolExecutor(1)
-
-    def told(action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:
-            traceback.print_exc()
-
-    signal.signal(signal.SIGUSR1, lambda number, frame: switch.submit(told, profiler.start))
-    signal.signal(signal.SIGUSR2, lambda number, frame: switch.submit(told, stop))
+    Engine.launch = recorded  # type: ignore[method-assign, assignment]
     sys.argv = ["text-generation-server", "serve", model, "--load-format=dummy", f"--uds-path={socket}"]
     main()
 
 
-async def record(batch: int, process: subprocess.Popen[bytes], shard: Shard, trace: Path, log: Path) -> Timeline:
+async def record(batch: int, shard: Shard, wanted: Path, trace: Path, log: Path) -> Timeline:
     shards, info = await connect(shard)
     tokens = batch * (PROMPT + NEW + info.block_size)
     options = RouterOptions(
@@ -160,9 +174,7 @@ async def record(batch: int, process: subprocess.Popen[bytes], shard: Shard, tra
             await session.run(work, lambda count: None)  # captures graphs
             running = asyncio.ensure_future(session.run(work, lambda count: None))
             await asyncio.sleep(SETTLED if batch > 1 else SETTLED / 2)
-            process.send_signal(signal.SIGUSR1)
-            await asyncio.sleep(WATCHED)
-            process.send_signal(signal.SIGUSR2)
+            wanted.touch()
             await running
             deadline = time.monotonic() + PATIENCE
             while not trace.exists():
@@ -175,19 +187,22 @@ async def record(batch: int, process: subprocess.Popen[bytes], shard: Shard, tra
     events = json.loads(trace.read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     activities = [Activity(event["name"], event["ts"], event["dur"]) for event in events if event.get("cat") in kinds]
+    if not activities:
+        raise SystemExit("error: nothing was recorded that ran on a GPU; is there one?")
     return cut_into_steps(batch, activities)
 
 
 def timeline(model: str, batch: int) -> Timeline:
     with tempfile.TemporaryDirectory(prefix="legato-timeline-") as folder:
-        where, trace = str(write_shape(model, Path(folder) / model)), Path(folder) / "trace.json"
-        log = Path(folder) / "shard.log"
-        command = [sys.executable, "-m", "benchmarks.timeline", "--shard", where, f"{folder}/shard", str(trace)]
+        where = str(write_shape(model, Path(folder) / model))
+        wanted, trace, log = (Path(folder) / name for name in ("record", "trace.json", "shard.log"))
+        command = [sys.executable, "-m", "benchmarks.timeline", "--shard", where, f"{folder}/shard"]
+        command += [str(wanted), str(trace)]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
         shard = Shard(f"{folder}/shard-0", process, log)
         try:
-            return asyncio.run(record(batch, process, shard, trace, log))
+            return asyncio.run(record(batch, shard, wanted, trace, log))
         except LegatoError:
             shard.check_alive(patience=0.5)  # its own words say more than a broken stream
             raise
@@ -250,7 +265,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--picture", help="write the picture (SVG) here")
-    parser.add_argument("--shard", nargs=3, metavar=("MODEL", "SOCKET", "TRACE"), help=argparse.SUPPRESS)
+    parser.add_argument("--shard", nargs=4, metavar=("MODEL", "SOCKET", "WANTED", "TRACE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.shard:
         run_shard(*options.shard)
