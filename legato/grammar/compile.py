@@ -67,6 +67,10 @@ def check_size(grammar: Grammar) -> None:
         size = len(grammar.value.encode())
     except UnicodeEncodeError:
         raise GrammarError("the text is not valid Unicode: it contains half of a surrogate pair") from None
+    check_bytes(size)
+
+
+def check_bytes(size: int) -> None:
     if size > MAX_BYTES:
         raise TooComplex(f"it has {size} bytes, more than the limit of {MAX_BYTES}")
 

@@ -99,6 +99,7 @@ class Endings:
         self._ends_of_values = _longest_first({i: data for i, data in ends.items() if not data.strip(b"]}")})
         by_text = {data: i for i, data in sorted(tokens.items(), reverse=True)}
         self._going_on = [by_text[text.encode()] for text in _GOING_ON if text.encode() in by_text]
+        self._end_of_key = trie.tokenizer.tokenize_bytes(b'":')
         blanks = _longest_first({i: data for i, data in tokens.items() if data and not data.strip(b" ")})
         self._filling = blanks + [by_text[text.encode()] for text in _FILLING if text.encode() in by_text]
 
@@ -169,10 +170,16 @@ class Endings:
         return next(self._others(position, place), [])
 
     def _options(self, position: LLMatcher, place: Place) -> list[list[int]]:
-        """What a search tries next. Whatever can be closed is closed: no way gets shorter by what is put in before."""
+        """What a search tries next. Whatever can be closed is closed: no way gets shorter by what is put in before. But
+        a key may be the beginning of another one, and that the one that is missing."""
         if forced := self._forced(position):
             return [forced]
-        return [*self._ends(position, place)] or [*self._others(position, place)]
+        ends = [*self._ends(position, place)]
+        if ends and place.in_string and position.validate_tokens(self._end_of_key) == len(self._end_of_key):
+            mask = np.frombuffer(position.compute_bitmask(), dtype=np.int32)
+            if np.count_nonzero(mask) <= _BREADTH:
+                ends += _each_of(mask)
+        return ends or [*self._others(position, place)]
 
     def _ends(self, position: LLMatcher, place: Place) -> Iterator[list[int]]:
         """What closes something, as much as possible first."""
@@ -187,8 +194,11 @@ class Endings:
             if position.validate_tokens([token_id]):
                 yield [token_id]
         if place.in_string:  # one that may not hold just anything
-            mask = np.frombuffer(position.compute_bitmask(), dtype=np.int32)
-            yield from ([token_id] for token_id in ids_of(mask)[:_BREADTH])
+            yield from _each_of(np.frombuffer(position.compute_bitmask(), dtype=np.int32))
+
+
+def _each_of(mask: Bitmask) -> list[list[int]]:
+    return [[token_id] for token_id in ids_of(mask)[:_BREADTH]]
 
 
 def _rest(position: LLMatcher, way: Sequence[int], most: int) -> list[int] | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec.structs import force_setattr
 
 from legato.router.state import FinishReason
 
@@ -26,6 +27,13 @@ GRAMMAR_SHAPE: dict[str, Any] = {
 def _range(**bounds: float) -> Meta:
     """Bounds for the reader of the documentation. Checked in `validation.py`, in TGI's order and words."""
     return Meta(extra_json_schema=dict(bounds))
+
+
+def none_for_null(struct: Struct, name: str) -> None:
+    """A field that is not decoded does not know `null`."""
+    value = getattr(struct, name)
+    if isinstance(value, Raw) and bytes(memoryview(value)[:5]) == b"null":
+        force_setattr(struct, name, None)
 
 
 class GenerateParameters(Struct, kw_only=True, frozen=True):
@@ -102,14 +110,14 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
         U32 | None, Meta(description="Return the N most likely tokens at every position, with `details`.")
     ] = None
     grammar: Annotated[
-        Any,
+        Raw,  # decoded when its size is known
         Meta(
             extra_json_schema={"anyOf": [GRAMMAR_SHAPE, {"type": "null"}]},
             description="What the text must look like: `type` is `json`, `json_object`, `json_schema`, `regex`,"
             " `choice` or `lark`, `value` the schema, the expression, the list of strings or the grammar.",
             examples=[{"type": "regex", "value": "[0-9]+"}],
         ),
-    ] = None
+    ] = None  # type: ignore[assignment]
     adapter_id: Annotated[str | None, Meta(description="A LoRA adapter. None is loaded yet, so any is refused.")] = None
     logit_bias: Annotated[
         dict[int, float] | None,
@@ -121,6 +129,9 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
         _range(minimum=0, maximum=9),
         Meta(description="Who is served first when not everybody can be: 0 before 9; 5 if not given."),
     ] = None
+
+    def __post_init__(self) -> None:
+        none_for_null(self, "grammar")
 
 
 class GenerateRequest(Struct, kw_only=True, frozen=True):

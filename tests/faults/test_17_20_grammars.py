@@ -179,6 +179,23 @@ def test_white_space_ends(wanted: Any, opening: str, letters: str) -> None:
         matcher.accept([token_id], TRIE)
 
 
+@pytest.mark.usefixtures("small_heap")
+@pytest.mark.parametrize("name", [name for name, (_, status, words) in SCHEMAS.items() if words == "bytes"])
+def test_too_large_a_schema_is_as_cheap_to_refuse_for_openais_clients(name: str) -> None:
+    shape = {"type": "json_schema", "json_schema": {"name": "large", "schema": SCHEMAS[name][0]}}
+    body = json.dumps({"prompt": "hi", "max_tokens": 3, "response_format": shape}).encode()
+
+    async def main() -> None:
+        async with serving() as app:
+            lag = Lag()
+            answer = await lag.during(post(app, "/v1/completions", body))
+        assert answer.status == 400, answer.body
+        assert "bytes" in answer.body.decode()
+        assert lag.worst <= NO_LAG
+
+    asyncio.run(main())
+
+
 # ---- row 20 ----------------------------------------------------------------------------------------------------------
 
 DEAD_ENDS = {

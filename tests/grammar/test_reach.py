@@ -46,6 +46,13 @@ def test_a_key_is_found_beside_another_of_as_many_tokens() -> None:
     assert way is not None and TRIE.tokenizer.decode_bytes(way[:-1]) == '{"é":""}'.encode()
 
 
+def test_a_key_is_found_that_begins_like_another() -> None:
+    properties = {"a": {"type": "string"}, "a_long_property_name": {"type": "string"}}
+    wanted = {"type": "object", "properties": properties, "required": ["a_long_property_name"]}
+    way = ENDINGS.shortest(compile_grammar(schema(wanted), TRIE), Place(), 300)
+    assert way is not None and TRIE.tokenizer.decode_bytes(way[:-1]) == b'{"a_long_property_name":""}'
+
+
 @pytest.mark.parametrize("kind", [GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.LARK])
 def test_only_json_has_one(kind: GrammarKind) -> None:
     assert reach_of(Grammar(kind, '["a"]')) is None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
-from legato.router.schemas import GRAMMAR_SHAPE, U32
+from legato.router.schemas import GRAMMAR_SHAPE, U32, none_for_null
 
 Flag = bool | None
 Count = Annotated[U32 | None, Meta(extra_json_schema={"minimum": 1})]
@@ -108,12 +108,13 @@ class SharedFields(Struct, kw_only=True, frozen=True):
         list[int] | None, Meta(description="Tokens that end the text, and are no part of it.")
     ] = None
     response_format: Annotated[
-        Annotated[dict[str, Any], Meta(extra_json_schema=GRAMMAR_SHAPE)] | None,
+        Raw,  # decoded when its size is known
         Meta(
+            extra_json_schema={"anyOf": [GRAMMAR_SHAPE, {"type": "null"}]},
             description="What the text must look like: `text`, `json_object`, `json_schema`, `regex`, `choice` or "
-            "`lark`, in OpenAI's shape or in TGI's."
+            "`lark`, in OpenAI's shape or in TGI's.",
         ),
-    ] = None
+    ] = None  # type: ignore[assignment]
     priority: Annotated[
         int | None,
         Meta(
@@ -124,6 +125,9 @@ class SharedFields(Struct, kw_only=True, frozen=True):
     echo: Annotated[Flag, Meta(description="Put the prompt, or the message that is continued, before the text.")] = (
         False
     )
+
+    def __post_init__(self) -> None:
+        none_for_null(self, "response_format")
 
 
 class CompletionRequest(SharedFields, kw_only=True, frozen=True):

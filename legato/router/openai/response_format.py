@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from legato.router.grammar_shapes import read_grammar
 from legato.router.state import Grammar
 
 
-def grammar_of(response_format: dict[str, Any] | None) -> Grammar | None:
+def grammar_of(response_format: object) -> Grammar | None:
     """None: any text will do."""
     return read_grammar(response_format, "response_format")
