@@ -150,11 +150,16 @@ def _over_time(result: Result) -> tuple[list[str], list[float], list[float]]:
     """Labels, tokens per second and mean number of requests that were out, for stretches of equal length."""
     width = max(result.figures.seconds, 1e-9) / NUM_MOMENTS
     tokens, busy = [0.0] * NUM_MOMENTS, [0.0] * NUM_MOMENTS
+
+    def stretch(moment: float) -> int:
+        """Clocks of several processes differ a little: something may be before the start or after the end."""
+        return min(max(int(moment / width), 0), NUM_MOMENTS - 1)
+
     for record in result.records:
         for moment in _token_moments(record):
-            tokens[min(int(moment / width), NUM_MOMENTS - 1)] += 1
+            tokens[stretch(moment)] += 1
         start, end = record.due, record.due + record.latency
-        for index in range(int(start / width), min(int(end / width), NUM_MOMENTS - 1) + 1):
+        for index in range(stretch(start), stretch(end) + 1):
             busy[index] += max(0.0, min(end, (index + 1) * width) - max(start, index * width))
     labels = [f"{(index + 1) * width:.3g}" if index % 4 == 3 else "" for index in range(NUM_MOMENTS)]
     return labels, [count / width for count in tokens], [seconds / width for seconds in busy]

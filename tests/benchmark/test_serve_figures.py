@@ -109,6 +109,13 @@ def test_the_page_stands_for_itself() -> None:
     assert "http-equiv" not in text and "src=" not in text and "a fast one" in text
 
 
+def test_requests_outside_of_the_time_that_was_measured_are_drawn_at_its_ends() -> None:
+    """The clocks of the load's processes differ by more than a request takes that is answered at once."""
+    early, late = good(due=-1.0, ttft=1e-4, gap=1e-6), good(due=9.0, ttft=1e-4, gap=1e-6)
+    text = page(AROUND, ASKED, [result(good(), early, late)])
+    assert "Requests that are out" in text
+
+
 def test_progress_goes_by_what_ends_sooner() -> None:
     counts = Counts(Level(concurrency=1, num_requests=10, duration=1e9), records=[good()] * 5)
     assert progress_of(counts) == 0.5
