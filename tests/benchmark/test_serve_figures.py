@@ -111,7 +111,7 @@ def test_the_page_stands_for_itself() -> None:
 
 def test_requests_outside_of_the_time_that_was_measured_are_drawn_at_its_ends() -> None:
     """The clocks of the load's processes differ by more than a request takes that is answered at once."""
-    early, late = good(due=-100.0, ttft=1e-4, gap=1e-6), good(due=100.0, ttft=1e-4, gap=1e-6)
+    early, late = good(due=-1e6, ttft=1e-4, gap=1e-6), good(due=100.0, ttft=1e-4, gap=1e-6)
     text = page(AROUND, ASKED, [result(good(), early, late)])
     assert "Requests that are out" in text
 
