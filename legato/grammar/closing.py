@@ -49,6 +49,7 @@ class Closing:
         self._look_at = tokens_left  # how many tokens are left when it must be looked again whether they suffice
         self._ways: list[list[int]] = []  # to the end from here or from near here; the last one found comes first
         self._costs: dict[int, float] = {}  # how long the way to the end would be after the tokens that were tried here
+        self._is_free = False  # whether this is a string that may hold anything, where more text changes no cost
         self._says_the_end = True  # while there is room for the token that does
         self._hopeless = False
 
@@ -78,7 +79,7 @@ class Closing:
             mask |= bits_of(way[:1], len(mask))
 
     def _read(self) -> None:
-        if not (self._place.in_string and all(map(self._endings.is_content, self._unread))):
+        if not (self._is_free and all(map(self._endings.is_content, self._unread))):
             self._costs.clear()
         self._place.feed(self._trie.tokenizer.decode_bytes(self._unread))
         self._unread.clear()
@@ -122,6 +123,7 @@ class Closing:
 
     def _within(self, spare: int, position: LLMatcher, mask: Bitmask) -> Bitmask | None:
         """The tokens that cost at most `spare` more than the way that is known; None for all of them."""
+        self._is_free = False
         if spare < 0:
             return np.zeros_like(mask)
         decisions = int(spare // self._reach.decision)
@@ -138,10 +140,10 @@ class Closing:
         if not self._place.in_string:
             return self._endings.blank
         content = self._endings.content
-        anything = np.array_equal(mask & content, content) and all(
+        self._is_free = np.array_equal(mask & content, content) and all(
             self._is_harmless(i, position) for i in self._endings.sample
         )
-        return content if anything else np.zeros_like(mask)
+        return content if self._is_free else np.zeros_like(mask)
 
     def _is_harmless(self, token_id: int, position: LLMatcher) -> bool:
         """A pattern, or a second string with another minimum, may want more as soon as there is something."""

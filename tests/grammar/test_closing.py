@@ -125,6 +125,17 @@ def test_a_document_that_fits_is_whole_and_valid_whoever_writes_it(
     assert EOS in ids or more == 0, "a text that has room for it says that it has ended"
 
 
+@pytest.mark.parametrize("short", [{"pattern": "^[A-Z][a-z]*$"}, {"maxLength": 2}])
+@pytest.mark.parametrize("chooser", CHOOSERS)
+def test_a_short_string_does_not_become_a_long_one(chooser: Callable[[int], Choose], short: dict[str, Any]) -> None:
+    """A letter that may begin it may not go on with it: what it costs there is another matter."""
+    wanted = {"anyOf": [{"type": "string", **short}, {"type": "string", "minLength": 20}]}
+    grammar = schema(wanted)
+    for seed in range(20):
+        text = text_of(written(grammar, shortest_len(grammar) + 2, chooser(seed)))
+        assert conforms(json.loads(text), wanted), text
+
+
 @pytest.mark.parametrize("limit", range(1, 12))
 @pytest.mark.parametrize("chooser", CHOOSERS)
 def test_any_object_closes_at_any_limit(chooser: Callable[[int], Choose], limit: int) -> None:
