@@ -25,9 +25,10 @@ $(STAMP): pyproject.toml constraints.txt
 serve: setup ## serve the default model on port 3000
 	$(BIN)/text-generation-launcher --port $(PORT)
 
-# Types and the tests that only compute share two cores. What has time limits runs alone.
+# Types and the tests that only compute share two cores, one thread each: two programs whose threads wait for each other
+# on the same cores take twice as long. What has time limits runs alone.
 test: setup ## everything CI runs
-	$(MAKE) -j2 lint imports unit-models types unit-engine
+	OMP_NUM_THREADS=1 $(MAKE) -j2 lint imports unit-models types unit-engine
 	$(MAKE) unit-timed
 
 lint: setup
