@@ -90,6 +90,7 @@ class Timeline:
             "step_us_p50": statistics.median(lengths),
             "gap_us_p50": statistics.median(self.gaps),
             "gap_us_max": max(self.gaps),
+            "gaps_us": [round(gap, 1) for gap in self.gaps],
             "busy_us_by_kind": {kind: self._busy(kind) for kind in COLOURS},
         }
 

@@ -22,7 +22,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual) in one pass. `inplace` writes the sum over `residual`."""
+    """(rms_norm(x + residual), x + residual) in one pass. `inplace` writes the sum over `residual`.
+
+    `x` may come in the parts of `split_linear`, which are added and rounded first.
+    """
     _check(x, weight, residual=residual)
     if runs_triton(x):
         return _add_norm_triton(x, residual, weight, None, eps, False, inplace)
@@ -40,11 +43,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual) in one pass. The sum is written over `residual`."""
+    """(layer_norm(x + residual), x + residual) in one pass. The sum is written over `residual`, `x` as above."""
     _check(x, weight, bias, residual)
     if runs_triton(x):
         return _add_norm_triton(x, residual, weight, bias, eps, True, inplace=True)
-    total = residual.add_(x)
+    total = residual.add_(_added_up(x, residual))
     return F.layer_norm(total, x.shape[-1:], weight, bias, eps), total
 
 
@@ -53,8 +56,19 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, residua
         assert vector is None or (vector.shape == x.shape[-1:] and vector.stride(-1) == 1), (name, x.shape)
     assert x.stride(-1) == 1 and x.shape[-1] <= MAX_HIDDEN_SIZE, (x.stride(), x.shape)
     if residual is not None:
-        assert residual.shape == x.shape and residual.dtype == x.dtype, (residual.shape, x.shape)
         assert residual.stride(-1) == 1, residual.stride()
+        if _is_in_parts(x, residual):
+            assert x.shape[1:] == residual.shape and x.dtype == torch.float32, (residual.shape, x.shape)
+        else:
+            assert residual.shape == x.shape and residual.dtype == x.dtype, (residual.shape, x.shape)
+
+
+def _is_in_parts(x: Tensor, residual: Tensor) -> bool:
+    return x.dim() > residual.dim()
+
+
+def _added_up(x: Tensor, residual: Tensor) -> Tensor:
+    return x.sum(dim=0).to(residual.dtype) if _is_in_parts(x, residual) else x
 
 
 def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,6 +80,7 @@ def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _add_rms_norm_torch(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool
 ) -> tuple[Tensor, Tensor]:
+    x = _added_up(x, residual)
     total = residual.add_(x) if inplace else residual + x
     return _rms_norm_torch(total, weight, eps), total
 
@@ -73,23 +88,24 @@ def _add_rms_norm_torch(
 def _norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(out, rows, rows, rows, weight, bias, eps, center, add=False)
+    _launch(out, rows[None], rows, rows, weight, bias, eps, center, add=False)
     return out.view(x.shape)
 
 
 def _add_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, inplace: bool
 ) -> tuple[Tensor, Tensor]:
-    rows, residual_rows = (tensor.view(-1, x.shape[-1]) for tensor in (x, residual))
-    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    residual_rows = residual.view(-1, x.shape[-1])
+    parts = x.view(-1, *residual_rows.shape)
+    out = torch.empty(residual_rows.shape, dtype=residual.dtype, device=x.device)
     total = residual_rows if inplace else torch.empty_like(out)
-    _launch(out, rows, residual_rows, total, weight, bias, eps, center, add=True)
-    return out.view(x.shape), residual if inplace else total.view(x.shape)
+    _launch(out, parts, residual_rows, total, weight, bias, eps, center, add=True)
+    return out.view(residual.shape), residual if inplace else total.view(residual.shape)
 
 
 def _launch(
     out: Tensor,
-    x: Tensor,
+    x: Tensor,  # [parts, rows, hidden]
     residual: Tensor,
     total: Tensor,
     weight: Tensor | None,
@@ -98,7 +114,7 @@ def _launch(
     center: bool,
     add: bool,
 ) -> None:
-    num_rows, hidden_size = x.shape
+    num_parts, num_rows, hidden_size = x.shape
     if num_rows == 0:
         return
     block = next_power_of_two(hidden_size)
@@ -111,11 +127,13 @@ def _launch(
         bias,
         eps,
         hidden_size,
+        x.stride(1),
         x.stride(0),
         residual.stride(0),
         total.stride(0),
         CENTER=center,
         ADD=add,
+        NUM_PARTS=num_parts,
         BLOCK=block,
         num_warps=_num_warps(block),
         **launch_options(x),
@@ -138,29 +156,39 @@ def _norm_kernel(
     eps: float,
     hidden_size: Scalar,
     x_stride: Scalar,
+    part_stride: Scalar,
     residual_stride: Scalar,
     total_stride: Scalar,
     CENTER: constexpr,
     ADD: constexpr,
+    NUM_PARTS: constexpr,
     BLOCK: constexpr,
     OVERLAP: constexpr,
 ) -> None:
-    wait_for_previous(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden_size
+    # No kernel writes these, so they need not wait.
+    if weight is not None:
+        scale = tl.load(weight + column, mask=inside, other=0.0)
+    if bias is not None:
+        shift = tl.load(bias + column, mask=inside, other=0.0)
+    wait_for_previous(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    for part in tl.static_range(1, NUM_PARTS):
+        value += tl.load(x + part * part_stride + row * x_stride + column, mask=inside, other=0.0)
+    value = value.to(out.dtype.element_ty)
     if ADD:
         value = value.to(tl.float32) + tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
         # What the next layer reads back is the rounded sum, so the norm is the norm of that.
-        value = value.to(x.dtype.element_ty)
+        value = value.to(out.dtype.element_ty)
         tl.store(total + row * total_stride + column, value, mask=inside)
     wide = value.to(tl.float32)
     if CENTER:
         wide = tl.where(inside, wide - tl.sum(wide, axis=0) / hidden_size, 0.0)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden_size + eps)
     if weight is not None:
-        normed *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        normed *= scale.to(tl.float32)
     if bias is not None:
-        normed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * hidden_size + column, normed.to(x.dtype.element_ty), mask=inside)
+        normed += shift.to(tl.float32)
+    tl.store(out + row * hidden_size + column, normed.to(out.dtype.element_ty), mask=inside)

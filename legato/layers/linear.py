@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from legato.layers.shard import Shard
 from legato.quantization.base import Weight
+from legato.quantization.dense import DenseWeight
 
 
 class Linear:
@@ -30,9 +31,15 @@ class RowLinear:
         self.weight = weight
         self.shard = shard
         self.reduces = reduce and shard.world_size > 1
+        self._apply = weight.apply
+
+    def leave_parts(self) -> None:
+        """From now on the result goes into `norm.add`, which also takes a product in parts."""
+        if isinstance(self.weight, DenseWeight) and not self.reduces:
+            self._apply = self.weight.apply_in_parts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        product = self.weight.apply(x)
+        product = self._apply(x)
         return self.shard.all_reduce(product) if self.reduces else product
 
 

@@ -26,10 +26,13 @@ class RMSNorm:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a layer's output to the residual stream: (normed sum, sum). Takes `x` for its own."""
+        """Add a layer's output to the residual stream: (normed sum, sum). Takes `x` for its own.
+
+        It may be in parts, [p, T, hidden] in float32, which are added first.
+        """
         if residual is None:
             return self(x), x
-        if x.is_cuda:
+        if x.is_cuda or x.dim() > residual.dim():
             return add_rms_norm(x, residual, self.weight, self.eps, inplace=True)
         total = x.add_(residual)
         return self(total), total

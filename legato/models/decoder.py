@@ -13,7 +13,7 @@ import torch
 
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache, KVShape, LayerCache
-from legato.layers.linear import Embedding, Head
+from legato.layers.linear import Embedding, Head, RowLinear
 from legato.layers.mlp import Product
 from legato.layers.shard import Heads, Shard
 from legato.layers.step import Step
@@ -55,6 +55,12 @@ class SequentialLayer:
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+
+    def leave_parts(self) -> None:
+        """Let its norms and the next layer's add up what its products leave in parts."""
+        for product in (self.attention.output, getattr(self.mlp, "down", None)):
+            if isinstance(product, RowLinear):
+                product.leave_parts()
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
@@ -109,7 +115,10 @@ class Decoder:
         residual: torch.Tensor | None = None
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             x, residual = layer(x, residual, layer_cache, step)
-        return x if residual is None else x.add_(residual)
+        if residual is None:
+            return x
+        is_in_parts = x.dim() > residual.dim()
+        return self.norm.add(x, residual)[1] if is_in_parts else x.add_(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(hidden))

@@ -122,12 +122,14 @@ class Llama(Decoder):
         return config.rope()
 
     def layer(self, parts: LlamaParts, name: str, rotary: Rotary, window: int) -> Layer:
-        return SequentialLayer(
+        layer = SequentialLayer(
             parts.norm(f"{name}.input_layernorm"),
             parts.attention(f"{name}.self_attn", rotary, window),
             parts.norm(f"{name}.post_attention_layernorm"),
             self.mlp(parts, name),
         )
+        layer.leave_parts()
+        return layer
 
     def mlp(self, parts: LlamaParts, name: str) -> Product:
         """Of the layer `name`."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from legato.kernels.small_linear import small_linear
+from legato.kernels.split_linear import pays_to_split, split_linear
 
 # Up to this many rows our kernel is faster than cuBLAS.
 SMALL_ROWS = 1
@@ -27,6 +28,12 @@ class DenseWeight:
         if x.is_cuda and x.shape[0] <= SMALL_ROWS:
             return small_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def apply_in_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """As `apply`, or the parts [p, T, out] in float32 that the caller has to add up, whichever is faster."""
+        if self.bias is None and pays_to_split(x, self.weight):
+            return split_linear(x, self.weight)
+        return self.apply(x)
 
 
 class PackedWeight:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from legato.common.errors import ModelFileError
+from legato.kernels.split_linear import split_linear
 from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
+from legato.quantization import dense
 from legato.server.prepare import prepare
 from legato.server.rows import Rows
 from tests.server.local import DEVICE, load
@@ -119,3 +121,19 @@ def change_tensors(folder: Path, change: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_products_in_parts_make_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    model = load(tiny_llama(tmp_path, mlp_bias=bias), dtype=torch.bfloat16)
+    whole = logits(model, list(range(3, 100)))
+    split = []
+
+    def in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        split.append(weight.shape)
+        return split_linear(x, weight)
+
+    monkeypatch.setattr(dense, "pays_to_split", lambda x, weight: True)
+    monkeypatch.setattr(dense, "split_linear", in_parts)
+    torch.testing.assert_close(logits(model, list(range(3, 100))), whole, rtol=2e-2, atol=2e-2)
+    assert len(split) == model.config.num_layers * (1 if bias else 2)
