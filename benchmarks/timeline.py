@@ -99,8 +99,8 @@ class Timeline:
 
 
 def cut_into_steps(batch: int, activities: Sequence[Activity]) -> Timeline:
-    """A step begins with its first kernel, or with the copy of the row numbers right before it. The first and the last
-    one of a recording are not whole."""
+    """A step begins with its first kernel, or with the copy of the row numbers right before it. The last one of a
+    recording is not whole. Before the first two the profiler stood still to begin, and no step was under way."""
     ordered = sorted(activities, key=lambda activity: activity.start)
     begins = [
         place - (place > 0 and "HtoD" in ordered[place - 1].name)
@@ -108,7 +108,7 @@ def cut_into_steps(batch: int, activities: Sequence[Activity]) -> Timeline:
         if FIRST_KERNEL in activity.name
     ]
     steps = [ordered[begin:end] for begin, end in itertools.pairwise(begins)]
-    return Timeline(batch, steps[1:])
+    return Timeline(batch, steps[2:])
 
 
 # ---- recording ------------------------------------------------------------------------------------------------------

@@ -65,8 +65,9 @@ class RowTable:
         if features:
             numbers = [float(getattr(params, column.name)) for column in Column]
             self.numbers[:, row] = on_device(torch.tensor(numbers), self.device)
-            self.counters[row] = counter(params.seed, position)
-            self.last_tokens[row] = last_token
+            # Not by assignment, which waits for the device: torch copies the number from the host.
+            self.counters[row].fill_(counter(params.seed, position))
+            self.last_tokens[row].fill_(last_token)
 
     def count_down(self, rows: list[int]) -> None:
         """These rows got a token. The host knows that without asking what it is, so nothing is read back."""

@@ -208,7 +208,7 @@ class Engine:
             sequence = self.rows[part.row]
             last = min(part.start + part.count, len(sequence.input_ids) - 1)
             if sequence.prompt_logprobs and part.start < last:
-                successors = torch.from_numpy(sequence.input_ids[part.start + 1 : last + 1]).to(self.device)
+                successors = to_device(sequence.input_ids[part.start + 1 : last + 1], self.device)
                 states = hidden[first : first + last - part.start]
                 wanted[part.row] = [
                     prompt_scores(self.model.logits(state), successor, sequence.num_top_tokens)

@@ -18,7 +18,7 @@ def activities(*starts: float) -> list[Activity]:
 
 
 def test_a_step_begins_with_the_copy_before_its_first_kernel() -> None:
-    timeline = cut_into_steps(1, activities(0, 100, 140, 200, 300))
+    timeline = cut_into_steps(1, activities(-500, 0, 100, 140, 200, 300))
     assert [[activity.start for activity in step] for step in timeline.steps] == [
         [100, 110, 120],
         [140, 150, 160],
@@ -28,7 +28,7 @@ def test_a_step_begins_with_the_copy_before_its_first_kernel() -> None:
 
 
 def test_figures_and_picture_name_the_gaps() -> None:
-    timeline = cut_into_steps(8, activities(0, 100, 140, 200, 300))
+    timeline = cut_into_steps(8, activities(-500, 0, 100, 140, 200, 300))
     figures = timeline.figures()
     assert (figures["batch"], figures["gap_us_p50"], figures["gap_us_max"]) == (8, 20, 30)
     assert figures["busy_us_by_kind"]["matrix product"] == 10

@@ -11,6 +11,7 @@ import torch
 
 from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
+from legato.kernels.kv_format import as_stored
 from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
 from legato.router.state import GenerationRequest
@@ -39,16 +40,24 @@ def model(folder: Path) -> CausalModel:
 
 
 def logits(model: CausalModel, dtype: torch.dtype) -> torch.Tensor:
-    """Of the second half of a prompt, whose first half comes from the cache."""
-    cache = KVCache(replace(model.kv_shape, dtype=dtype), 8, 16, DEVICE)
+    """Of the second half of a prompt, whose first half comes from the cache.
+
+    The first half is computed with a full cache, which is then rounded: a CPU does not look at the cache for a prompt
+    that is all there is, a GPU does, and would carry the rounding into the keys of the next layer.
+    """
+    caches = [KVCache(replace(model.kv_shape, dtype=each), 8, 16, DEVICE) for each in (torch.float32, dtype)]
     rows = Rows(1, 4, DEVICE)
     ids = np.random.default_rng(0).integers(3, 320, 60).tolist()
     rows.admit(0, 1, ids, 0, False)
     rows.append_blocks(0, [3, 1, 4, 2])
     rows.write_blocks()
-    for count in (30, 30):
-        step = prepare(rows, [rows.advance(0, count)], 16, torch.float32)
+    for cache in caches:
+        step = prepare(rows, [rows.advance(0, 30)], 16, torch.float32)
         hidden = model.forward(step, cache)
+        if cache is not caches[-1]:
+            for full, rounded in zip(cache.layers, caches[-1].layers, strict=True):
+                rounded.keys.copy_(as_stored(full.keys, dtype))
+                rounded.values.copy_(as_stored(full.values, dtype))
     return model.logits(hidden).cpu()
 
 
