@@ -145,6 +145,14 @@ class Launched:
         return self.process.returncode, stderr
 
 
+@pytest.fixture(autouse=True)
+def hanging_up_is_not_ignored() -> Iterator[None]:
+    """As it is for tests that somebody starts with nohup; the launcher would inherit that, and heed it."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
 @pytest.fixture
 def free_port() -> int:
     with socket.socket() as probe:
