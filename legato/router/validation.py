@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import struct
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -195,7 +196,15 @@ class Validator:
         if len(inputs) <= _SHORT:
             ids: list[int] = self.encode(inputs).ids
         else:
-            ids = await self.in_thread(lambda: self.encode(inputs).ids)
+            ids = await self.in_thread(lambda: self._ids_of_long(inputs))
+        return ids
+
+    def _ids_of_long(self, inputs: str) -> list[int]:
+        encoding = self.encode(inputs)
+        ids: list[int] = encoding.ids
+        # Making this list and ending the encoding both keep the interpreter lock, for tenths of a second where there
+        # are millions of tokens: streams get their turn in between.
+        time.sleep(0)
         return ids
 
     async def in_thread(self, work: Callable[[], T]) -> T:

@@ -17,6 +17,7 @@ from legato.grammar.kinds import Grammar, GrammarKind
 from legato.router.grammar_process import CheckerProcesses
 from tests.grammar.texts import EOS, json_tokenizer, schema
 
+pytestmark = pytest.mark.usefixtures("small_heap")
 T = TypeVar("T")
 REGEX, LARK = GrammarKind.REGEX, GrammarKind.LARK
 
