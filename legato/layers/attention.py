@@ -56,16 +56,18 @@ class SelfAttention:
         self.is_plain = slopes is None and not soft_cap
 
     def __call__(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        """qkv [T, heads of q, k and v side by side], the packed projection -> [T, num_heads v_head_dim].
+        """qkv [T, heads of q, k and v side by side], the packed projection -> [T, num_heads v_head_dim], or of as many
+        tokens as go on.
 
         Takes `qkv` for its own.
         """
         if self.v_head_dim == self.head_dim:
-            return self._attend(qkv, cache, step)
+            return step.going_on(self._attend(qkv, cache, step))
         num_values = self.num_kv_heads * self.v_head_dim
         values = qkv[:, -num_values:].unflatten(1, (self.num_kv_heads, self.v_head_dim))
         values = F.pad(values, (0, self.head_dim - self.v_head_dim))
-        wide = self._attend(torch.cat((qkv[:, :-num_values], values.flatten(1)), dim=1), cache, step)
+        wide = torch.cat((qkv[:, :-num_values], values.flatten(1)), dim=1)
+        wide = step.going_on(self._attend(wide, cache, step))
         return wide.unflatten(1, (self.num_heads, self.head_dim))[:, :, : self.v_head_dim].flatten(1)
 
     def separate(

@@ -64,12 +64,22 @@ class Step:
     on_host: PagedContext | None  # the same context as the CPU path wants it; None on other devices
     sides: Sides | None = None  # of encoder-decoder models only
     seen: Seen | None = None  # of models with eyes only
+    in_last_layer: bool = False  # where nothing but the logits is still to come
     _memo: dict[Hashable, object] = field(default_factory=dict)
 
     @property
     def is_decode(self) -> bool:
         """Every sequence brings one token."""
         return self.num_decodes == len(self.rows)
+
+    def going_on(self, states: torch.Tensor) -> torch.Tensor:
+        """Which of [T, ...] the rest of a layer needs, behind its attention: no key and no value comes of what the last
+        layer makes of tokens that nobody asks for."""
+        return self.wanted(states) if self.in_last_layer else states
+
+    def wanted(self, states: torch.Tensor) -> torch.Tensor:
+        """Those of [T, ...] whose logits are wanted."""
+        return states if self.logits_indices is None else states[self.logits_indices]
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What every layer needs and only the first one computes."""

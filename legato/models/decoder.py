@@ -31,7 +31,10 @@ class Layer(Protocol):
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`x` is what the layer before added to the residual stream, not yet added: a norm does that on the way."""
+        """`x` is what the layer before added to the residual stream, not yet added: a norm does that on the way.
+
+        Behind attention it goes on with the tokens that `step.going_on` leaves.
+        """
         ...
 
 
@@ -66,7 +69,7 @@ class SequentialLayer:
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         normed, residual = self.norm.add(x, residual)
-        normed, residual = self.mlp_norm.add(self.attention(normed, cache, step), residual)
+        normed, residual = self.mlp_norm.add(self.attention(normed, cache, step), step.going_on(residual))
         return self.mlp(normed), residual
 
 
@@ -87,9 +90,8 @@ class ParallelLayer:
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         normed, residual = self.norm.add(x, residual)
-        attended = self.attention(normed, cache, step)
-        if self.mlp_norm is not None:
-            normed = self.mlp_norm(residual)
+        attended, residual = self.attention(normed, cache, step), step.going_on(residual)
+        normed = step.going_on(normed) if self.mlp_norm is None else self.mlp_norm(residual)
         return self.shard.all_reduce(attended.add_(self.mlp(normed))), residual
 
 
@@ -114,6 +116,8 @@ class Decoder:
         x = self.embed(step)
         residual: torch.Tensor | None = None
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            if layer is self.layers[-1]:
+                step = replace(step, in_last_layer=True)
             x, residual = layer(x, residual, layer_cache, step)
         if residual is None:
             return x

@@ -195,7 +195,7 @@ class Fallback:
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         with _attending(Paged(step, cache)):
-            return self._run(step.input_ids, step.positions)
+            return step.wanted(self._run(step.input_ids, step.positions))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self._given.hidden = hidden[None]

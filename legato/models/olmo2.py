@@ -62,7 +62,7 @@ class Olmo2Layer:
         x = x if residual is None else x.add_(residual)
         block = self.attention
         qkv = self.projection_norm(block.qkv(x))
-        x = self.attended_norm(block.output(block.attention(qkv, cache, step))).add_(x)
+        x = self.attended_norm(block.output(block.attention(qkv, cache, step))).add_(step.going_on(x))
         return self.output_norm(self.mlp(x)), x
 
 

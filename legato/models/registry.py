@@ -67,7 +67,7 @@ class CausalModel(Protocol):
     can_capture: bool  # whether a decode may become a CUDA graph
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
-        """Hidden states [T, hidden_size] of all tokens of the step, the same on every shard."""
+        """Hidden states [m, hidden_size] of the tokens of the step whose logits are wanted, the same on every shard."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

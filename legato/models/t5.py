@@ -221,9 +221,9 @@ class T5:
         for layer, layer_cache in zip(self.decoder, cache.layers, strict=True):
             x = layer(x, layer_cache, tokens)
         if sides.decoder is None:
-            return x
+            return step.wanted(x)
         # The prompts' tokens have no hidden state of the decoder's.
-        return x.new_zeros(len(step.input_ids), x.shape[1]).index_copy_(0, sides.decoder, x)
+        return step.wanted(x.new_zeros(len(step.input_ids), x.shape[1]).index_copy_(0, sides.decoder, x))
 
     def _read(self, step: Step, sides: Sides, places: torch.Tensor, caches: Sequence[LayerCache]) -> None:
         x = self._embed(step.input_ids[places])

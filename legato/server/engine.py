@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -112,13 +113,12 @@ class Engine:
         """A step that there is a graph for; else nothing."""
         if self.graphs is None:
             return []
-        decodes_only = all(part.decode for part in parts)
-        order = list(range(len(parts))) if decodes_only else decodes_first(parts)
+        order = decodes_first(parts)
         ordered = [parts[place] for place in order]
         done = self.graphs.run(ordered)
         if done is None:
             return []
-        sampled = order if decodes_only else [place for place, part in enumerate(ordered) if part.samples]
+        sampled = [place for place, part in enumerate(ordered) if part.samples]
         rows = [ordered[place].row for place in sampled]
         if not rows:
             chosen = None
@@ -126,7 +126,7 @@ class Engine:
             chosen = Chosen(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
         else:
             chosen = self._choose(done.logits[: len(rows)], rows)
-        return [Outcome(chosen, order if decodes_only else _restore(order, sampled), {})]
+        return [Outcome(chosen, _restore(order, sampled), {})]
 
     def _forward(self, parts: list[RowStep], cuts: int = 0) -> list[Outcome]:
         """A step of any kind: one forward, or two halves one after the other where memory does not suffice for one.
@@ -153,15 +153,16 @@ class Engine:
         step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
         if self.eyes is not None:
             step = self.eyes.look(step, parts)
+        has_scores = any(self.rows[part.row].prompt_logprobs for part in parts)
         with SlicedWeight.in_one_sum(step.is_decode):
-            hidden = self.model.forward(step, self.cache)
+            hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
         if self.graphs is not None:
             self.rows.lengths[step.rows] = step.context_lens
             self.rows.adrift.difference_update(part.row for part in parts)
-        scores = self._prompt_scores(hidden, parts)
+        scores = self._prompt_scores(hidden, parts) if has_scores else {}
         if not any(part.samples for part in parts):
             return None, scores
-        return self.model.logits(hidden[step.logits_indices]), scores
+        return self.model.logits(step.wanted(hidden) if has_scores else hidden), scores
 
     def _choose(self, logits: torch.Tensor, rows: list[int]) -> Chosen:
         sampled = self.sampler.sample(logits, rows, self.grammars.allowed(rows))

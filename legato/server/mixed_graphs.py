@@ -122,8 +122,7 @@ class MixedGraphs(Graphs):
             chunks=ChunkSpans(0, inputs.chunk_starts, None),
             on_host=None,
         )
-        hidden = self._model.forward(step, self._cache)
-        logits = self._model.logits(hidden[inputs.sampled_tokens])
+        logits = self._model.logits(self._model.forward(step, self._cache))
         token_ids, logprobs = greedy_sample(logits)
         rows.lengths[inputs.rows] = inputs.context_lens
         rows.last_tokens[inputs.sampled_rows] = token_ids

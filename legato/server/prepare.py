@@ -13,8 +13,11 @@ from legato.server.rows import Rows, RowStep, to_device
 
 
 def decodes_first(parts: list[RowStep]) -> list[int]:
-    """Places of the decodes, then of the chunks: attention treats the two differently."""
-    return sorted(range(len(parts)), key=lambda i: not parts[i].decode)
+    """Places of the decodes, then of the chunks: attention treats the two differently.
+
+    The longest decodes come first: what is begun last should be short, or the device waits for it with nothing to do.
+    """
+    return sorted(range(len(parts)), key=lambda i: -parts[i].start if parts[i].decode else 1)
 
 
 def halves(parts: list[RowStep]) -> tuple[list[RowStep], list[RowStep]]:
@@ -76,7 +79,8 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         input_ids=input_ids,
         positions=positions,
         slots=blocks * block_size + positions % block_size,
-        logits_indices=to_device(packed.sampled_tokens, device),
+        # Kernels want something to do: of a step in which nobody samples, one token goes on all the same.
+        logits_indices=to_device(packed.sampled_tokens if len(packed.sampled_tokens) else packed.ends[:1] - 1, device),
         num_decodes=d,
         rows=row_index,
         block_tables=rows.block_tables,

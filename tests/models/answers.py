@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -71,7 +71,7 @@ def step_logits(model: CausalModel, sequences: list[list[int]], num_generated: i
         first += count
     rows.write_blocks()
     parts = [rows.advance(row, len(ids)) for row, ids in enumerate(sequences)]
-    step = prepare(rows, parts, BLOCK_SIZE, torch.float32)
+    step = replace(prepare(rows, parts, BLOCK_SIZE, torch.float32), logits_indices=None)
     with torch.inference_mode():
         logits = model.logits(model.forward(step, KVCache(model.kv_shape, first, BLOCK_SIZE, DEVICE)))
     return list(logits.cpu().split([len(ids) for ids in sequences]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from legato.common.errors import ModelFileError
 from legato.kernels.split_linear import split_linear
 from legato.layers.kv_cache import KVCache
+from legato.models.decoder import SequentialLayer
+from legato.models.llama import Llama
 from legato.models.registry import CausalModel
 from legato.quantization import dense
 from legato.server.prepare import prepare
@@ -26,13 +29,14 @@ YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_
 LINEAR_ROPE = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
 
 
-def logits(model: CausalModel, ids: list[int]) -> torch.Tensor:
-    """Of every position, through the paged path."""
+def logits(model: CausalModel, ids: list[int], wanted: list[int] | None = None) -> torch.Tensor:
+    """Of every position or of some, through the paged path."""
     rows = Rows(1, 64, DEVICE)
     rows.admit(0, 1, ids, 0, False)
     rows.append_blocks(0, list(range(1, 1 + -(-len(ids) // 16))))
     rows.write_blocks()
     step = prepare(rows, [rows.advance(0, len(ids))], 16, torch.float32)
+    step = replace(step, logits_indices=None if wanted is None else torch.tensor(wanted, device=DEVICE))
     with torch.inference_mode():
         return model.logits(model.forward(step, KVCache(model.kv_shape, 64, 16, DEVICE))).cpu()
 
@@ -62,6 +66,20 @@ def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> N
     with torch.inference_mode():
         expected = oracle(ids[None]).logits[0]
     torch.testing.assert_close(logits(load(folder), ids.tolist()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_last_layer_goes_on_with_nothing_but_the_tokens_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, wanted = load(tiny_llama(tmp_path)), list(range(3, 60)), [0, 20, 56]
+    assert isinstance(model, Llama)
+    expected = logits(model, ids)[wanted]
+    seen = []
+    for layer in model.layers:
+        assert isinstance(layer, SequentialLayer)
+        monkeypatch.setattr(layer, "mlp", lambda x, mlp=layer.mlp: seen.append(len(x)) or mlp(x))
+    torch.testing.assert_close(logits(model, ids, wanted), expected, rtol=1e-5, atol=1e-5)
+    assert seen == [len(ids)] * (len(model.layers) - 1) + [len(wanted)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

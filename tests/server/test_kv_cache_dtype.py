@@ -52,7 +52,7 @@ def logits(model: CausalModel, dtype: torch.dtype) -> torch.Tensor:
     rows.append_blocks(0, [3, 1, 4, 2])
     rows.write_blocks()
     for cache in caches:
-        step = prepare(rows, [rows.advance(0, 30)], 16, torch.float32)
+        step = replace(prepare(rows, [rows.advance(0, 30)], 16, torch.float32), logits_indices=None)
         hidden = model.forward(step, cache)
         if cache is not caches[-1]:
             for full, rounded in zip(cache.layers, caches[-1].layers, strict=True):

@@ -12,7 +12,7 @@ from tests.server.faults import FaultyServer
 from tests.server.local import load
 from tests.tiny_models import tiny_llama
 
-BROKEN = 2  # the request, and in steps of all four its place
+BROKEN = 2  # the request, and in steps of all four its place: they are of one length
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalModel:
 
 def requests() -> list[GenerationRequest]:
     kinds = [Sampling(), Sampling(do_sample=True, seed=3), Sampling(), Sampling(do_sample=True, seed=4, top_k=9)]
-    return [GenerationRequest(i, [5 + i] * (3 + i), 6, kind, ignore_eos=True) for i, kind in enumerate(kinds)]
+    return [GenerationRequest(i, [5 + i] * 4, 6, kind, ignore_eos=True) for i, kind in enumerate(kinds)]
 
 
 def run(model: CausalModel, breaks: dict[int, torch.Tensor] | None = None) -> FaultyServer:
