@@ -10,9 +10,9 @@ from contextlib import suppress
 
 import msgspec
 
+from legato.common.garbage import settle
 from legato.router import messages as say
 from legato.router.backend import Backend
-from legato.router.garbage import settle
 from legato.router.listening import Listeners
 from legato.router.metrics import Metrics
 from legato.router.permits import PermitPool

@@ -18,13 +18,13 @@ from starlette.types import ASGIApp
 from tokenizers import Tokenizer
 
 from legato.common.errors import LegatoError
+from legato.common.garbage import settle
 from legato.common.logging import setup
 from legato.common.model_files import ModelFiles
 from legato.common.vision import ImageRules, image_rules
 from legato.router import messages as say
 from legato.router.app import create_app
 from legato.router.chat_template import ChatTemplate
-from legato.router.garbage import settle
 from legato.router.http_server import HttpServer
 from legato.router.inference import Shared
 from legato.router.link import Link, decoder_for

@@ -9,6 +9,7 @@ from dataclasses import replace
 import grpc
 import torch
 
+from legato.common.garbage import unsettle
 from legato.common.milestones import WARM, WARMING
 from legato.common.options import ServerOptions
 from legato.common.vision import image_rules
@@ -105,7 +106,9 @@ class Model:
         """Size the cache by the memory that is left, allocate it, and run first steps so that no request has to."""
         started = time.perf_counter()
         logger.info(WARMING)
-        self._engine = self._capacity = None  # a second warm-up replaces the first cache instead of standing beside it
+        if self._engine is not None:  # a second warm-up replaces the first cache instead of standing beside it
+            unsettle()
+        self._engine = self._capacity = None
         max_positions = self.loaded.model.config.max_positions
         wishes = Wishes(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
         # Shards that have unlike room agree on what the smallest can hold.

@@ -35,9 +35,16 @@ IDLE_SECONDS = 0.25
 
 
 class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
-    def __init__(self, model: Model, server_urls: list[str], engine: ThreadPoolExecutor | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        server_urls: list[str],
+        engine: ThreadPoolExecutor | None = None,
+        when_warm: Callable[[], None] = lambda: None,
+    ) -> None:
         self._model = model
         self._server_urls = server_urls
+        self._when_warm = when_warm
         # The one thread that computes, model loading included: on a CPU a second one that ever did would bring a second
         # team of OpenMP threads, and OpenMP no longer waits actively when it has more threads than cores (43 ms a step
         # instead of 35).
@@ -77,6 +84,7 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         if self._capturing is not None:
             self._capturing.cancel()
         capacity = await self._on_engine(lambda: self._model.warmup(request))
+        self._when_warm()
         self._unary = None
         if self._model.alone and self._model.engine.graphs is not None:
             self._capturing = asyncio.create_task(self._capture_while_idle(self._model.engine.graphs))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -316,3 +318,28 @@ def test_a_shard_that_refuses_to_warm_up_tells_its_router_why(loaded: LoadedMode
             await shards.close()
 
     asyncio.run(run())
+
+
+SETTLED = """
+import asyncio, gc, sys
+from pathlib import Path
+from legato.common.model_files import ModelFiles
+from legato.server import serving
+from tests.server.shard import OPTIONS, warmup
+
+async def serve(service, path):
+    for _ in range(2):
+        await service.Warmup(warmup(), None)
+        print(gc.get_freeze_count())
+
+serving.serve = serve
+serving.run(ModelFiles.open(Path(sys.argv[1])), OPTIONS)
+"""
+
+
+def test_a_warm_shard_is_not_held_up_by_a_search_for_garbage(folder: Path) -> None:
+    """As a process: here a search would go through what all tests have left."""
+    done = subprocess.run([sys.executable, "-c", SETTLED, str(folder)], capture_output=True, text=True, check=True)
+    first, second = (int(count) for count in done.stdout.split()[-2:])
+    assert first > 100_000, "torch alone is more than that"
+    assert abs(second - first) < first / 10
