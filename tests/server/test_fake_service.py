@@ -25,6 +25,7 @@ from legato.router.shards import GrpcShards, WarmupLimits
 from legato.router.state import Admission, GenerationRequest, Grammar, GrammarKind, StepPlan, StepResult
 from legato.server.fake_service import FakeModel, FakeService, StepCost
 from legato.server.listening import listen
+from tests.server.silence import silence
 
 MODEL = FakeModel("llama", 300, 512, [2], list(range(10, 200)))
 LIMITS = WarmupLimits(None, 128, 64, 512, 8)
@@ -177,12 +178,12 @@ def test_steps_before_warmup_and_second_routers_are_refused(tmp_path: Path) -> N
         async with serving(tmp_path / "s-0") as shards:
             stub = rpc.TextGenerationServiceStub(shards._channels[0])
             with pytest.raises(grpc.aio.AioRpcError) as cold:
-                await stub.Tokens(iter([pb.StepRequest()])).read()
+                await stub.Tokens(silence()).read()
             words.append(cold.value.details())
             await shards.warmup(LIMITS)
             running = asyncio.ensure_future(shards.run(lambda result: None))
             await asyncio.sleep(0.1)
-            for call in (stub.Tokens(iter([pb.StepRequest()])).read, lambda: stub.Warmup(pb.WarmupRequest())):
+            for call in (stub.Tokens(silence()).read, lambda: stub.Warmup(pb.WarmupRequest())):
                 with pytest.raises(grpc.aio.AioRpcError) as second:
                     await call()
                 words.append(second.value.details())

@@ -27,6 +27,7 @@ from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.state import FinishReason, GenerationRequest, Output
 from legato.server.loading import LoadedModel
 from tests.server.shard import load_model, refusal, serving, warmup
+from tests.server.silence import silence
 from tests.tiny_models import greedy_oracle, tiny_llama
 
 NUM_TOKENS = 16
@@ -144,7 +145,7 @@ def test_nothing_is_computed_before_warmup(loaded: LoadedModel, tmp_path: Path) 
             for call in (
                 shard.Prefill(pb.PrefillRequest(batch=batch)),
                 shard.Decode(pb.DecodeRequest(batches=[pb.CachedBatch()])),
-                shard.Tokens(iter([pb.StepRequest()])).read(),
+                shard.Tokens(silence()).read(),
             ):
                 code, details = await refusal(call)
                 assert code is grpc.StatusCode.FAILED_PRECONDITION
@@ -275,7 +276,7 @@ def test_a_shard_has_one_driver_at_a_time(loaded: LoadedModel, tmp_path: Path) -
                     shard.Decode(pb.DecodeRequest(batches=[pb.CachedBatch()])),
                     shard.FilterBatch(pb.FilterBatchRequest()),
                     shard.Warmup(warmup()),
-                    shard.Tokens(iter([pb.StepRequest()])).read(),
+                    shard.Tokens(silence()).read(),
                 ):
                     code, details = await refusal(call)
                     assert code is grpc.StatusCode.FAILED_PRECONDITION
