@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.bound import Device, seconds, summary
 from legato.benchmark.workloads import Workload, make_workloads
 
-FREE_CACHE = Device(rows_per_second=1000, read_bytes=10, bandwidth=1000, kv_bytes=0)  # a step takes 10 ms or more
+# A step takes 10 ms or more.
+FREE_CACHE = Device(rows_per_second=1000, read_bytes=10, bandwidth=1000, kv_bytes=0, head=0)
 
 
 def workload(*requests: tuple[int, int]) -> Workload:
@@ -31,13 +34,20 @@ def test_decodes_run_beside_the_prompts_of_others() -> None:
 
 
 def test_every_decode_reads_its_own_context() -> None:
-    device = Device(rows_per_second=1e9, read_bytes=0, bandwidth=1000, kv_bytes=1)
+    device = Device(rows_per_second=1e9, read_bytes=0, bandwidth=1000, kv_bytes=1, head=0)
     # Three decodes after the prompt, which look back on 5, 6 and 7 tokens.
     assert seconds(workload((5, 4)), device, 100)[0] == pytest.approx((5 + 6 + 7) / 1000, rel=1e-3)
 
 
+def test_rows_that_sample_are_multiplied_by_the_head_as_well() -> None:
+    device = replace(FREE_CACHE, head=0.5)
+    # A prompt of which the last row samples, then 30 rows that all do.
+    assert seconds(workload((100, 1)), device, 100)[0] == pytest.approx(0.1005)
+    assert seconds(workload(*[(1, 2)] * 30), device, 100)[0] == pytest.approx(2 * 0.045)
+
+
 def test_smaller_steps_are_never_faster() -> None:
-    device = Device(43_000, 15e9, 4.3e12, 131_072)
+    device = Device(43_000, 15e9, 4.3e12, 131_072, 0.075)
     (mixed,) = make_workloads(["G4"], 4, 1000)
     taken = [seconds(mixed, device, size)[0] for size in (8192, 2048, 1024, 512)]
     assert taken == sorted(taken)
