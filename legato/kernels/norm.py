@@ -57,18 +57,19 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, residua
     assert x.stride(-1) == 1 and x.shape[-1] <= MAX_HIDDEN_SIZE, (x.stride(), x.shape)
     if residual is not None:
         assert residual.stride(-1) == 1, residual.stride()
-        if _is_in_parts(x, residual):
+        if is_in_parts(x, residual):
             assert x.shape[1:] == residual.shape and x.dtype == torch.float32, (residual.shape, x.shape)
         else:
             assert residual.shape == x.shape and residual.dtype == x.dtype, (residual.shape, x.shape)
 
 
-def _is_in_parts(x: Tensor, residual: Tensor) -> bool:
+def is_in_parts(x: Tensor, residual: Tensor) -> bool:
+    """Whether `x` is a product that is yet to be added up, as `split_linear` leaves it."""
     return x.dim() > residual.dim()
 
 
 def _added_up(x: Tensor, residual: Tensor) -> Tensor:
-    return x.sum(dim=0).to(residual.dtype) if _is_in_parts(x, residual) else x
+    return x.sum(dim=0).to(residual.dtype) if is_in_parts(x, residual) else x
 
 
 def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from legato.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from legato.kernels.norm import add_layer_norm, add_rms_norm, is_in_parts, layer_norm, rms_norm
 
 
 class RMSNorm:
@@ -32,7 +32,7 @@ class RMSNorm:
         """
         if residual is None:
             return self(x), x
-        if x.is_cuda or x.dim() > residual.dim():
+        if x.is_cuda or is_in_parts(x, residual):
             return add_rms_norm(x, residual, self.weight, self.eps, inplace=True)
         total = x.add_(residual)
         return self(total), total

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from legato.kernels.norm import is_in_parts
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache, KVShape, LayerCache
 from legato.layers.linear import Embedding, Head, RowLinear
@@ -121,8 +122,7 @@ class Decoder:
             x, residual = layer(x, residual, layer_cache, step)
         if residual is None:
             return x
-        is_in_parts = x.dim() > residual.dim()
-        return self.norm.add(x, residual)[1] if is_in_parts else x.add_(residual)
+        return self.norm.add(x, residual)[1] if is_in_parts(x, residual) else x.add_(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(hidden))
