@@ -16,8 +16,9 @@ from legato.common.errors import LegatoError
 MIB = 2**20
 # The first part of the time is not judged: caches fill, and graphs are captured for the sizes that come up.
 SETTLING = 0.25
-# What may come and go without being a leak: fragments of the allocators.
-TOLERANCE_SHARE, TOLERANCE_BYTES = 0.03, 64 * MIB
+# What may come and go without being a leak: fragments of the allocators, and a graph or two of sizes that are so rare
+# that they are captured late.
+TOLERANCE_SHARE, LEAST_TOLERANCE, MOST_TOLERANCE = 0.03, 64 * MIB, 512 * MIB
 
 
 class MemoryGrew(LegatoError):
@@ -72,7 +73,7 @@ class Soak:
 
 
 def tolerance(before: int) -> int:
-    return max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * before))
+    return min(max(LEAST_TOLERANCE, int(TOLERANCE_SHARE * before)), MOST_TOLERANCE)
 
 
 async def soak(run_all: Callable[[], Awaitable[Sequence[int]]], duration: float, path: str) -> Soak:

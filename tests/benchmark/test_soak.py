@@ -41,6 +41,11 @@ def test_growth_within_the_tolerance_is_not_judged() -> None:
     assert readings(10_000, 10_000, 10_290).problems == []
 
 
+def test_a_large_shard_may_not_grow_by_gigabytes() -> None:
+    assert readings(70_000, 70_000, 70_500).problems == []
+    assert readings(70_000, 70_000, 70_600).problems == ["host memory grew from 70000 to 70600 MiB"]
+
+
 def test_a_block_that_is_never_given_back_is_a_problem() -> None:
     assert readings(1, 1, blocks=3).problems == ["3 KV blocks were never given back"]
 
