@@ -8,7 +8,7 @@ PORT ?= 3000
 SCALE ?= 16
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help setup serve test lint types imports unit unit-models unit-engine unit-timed test-models test-shards test-clients test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help setup serve test lint types imports unit unit-models unit-engine unit-texts unit-timed test-models test-shards test-clients test-gpu fuzz faults chaos proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,9 +26,9 @@ serve: setup ## serve the default model on port 3000
 	$(BIN)/text-generation-launcher --port $(PORT)
 
 # Types and the tests that only compute share two cores, one thread each: two programs whose threads wait for each other
-# on the same cores take twice as long. What has time limits runs alone.
+# on the same cores take twice as long. The longest goes first. What has time limits runs alone.
 test: setup ## everything CI runs
-	OMP_NUM_THREADS=1 $(MAKE) -j2 lint imports unit-models types unit-engine
+	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-engine lint imports unit-models types unit-texts
 	$(MAKE) unit-timed
 
 lint: setup
@@ -46,7 +46,10 @@ MODELS := tests/kernels tests/models tests/quantization tests/sampling
 GRAMMARS := $(filter-out %/test_hostile.py %/test_rows.py,$(wildcard tests/grammar/test_*.py))
 ENGINE := tests/server tests/client tests/examples tests/test_plan.py tests/router/test_scheduler.py $(GRAMMARS)
 
-unit: unit-models unit-engine unit-timed
+TEXTS := tests/common/test_tokenizer.py tests/router/tools \
+	$(addprefix tests/router/test_,app.py auth.py chat_published.py chat_sources.py chat_template.py images.py policy_pace.py)
+
+unit: unit-models unit-engine unit-texts unit-timed
 
 unit-models: setup
 	$(BIN)/pytest $(MODELS)
@@ -54,8 +57,11 @@ unit-models: setup
 unit-engine: setup
 	$(BIN)/pytest $(ENGINE)
 
+unit-texts: setup
+	$(BIN)/pytest $(TEXTS)
+
 unit-timed: setup
-	$(BIN)/pytest $(MODELS:%=--ignore=%) $(ENGINE:%=--ignore=%)
+	$(BIN)/pytest $(MODELS:%=--ignore=%) $(ENGINE:%=--ignore=%) $(TEXTS:%=--ignore=%)
 
 test-models: setup ## the tests that need real weights, fetched once
 	$(BIN)/pytest -m weights
