@@ -23,7 +23,7 @@ from legato.benchmark.options import (
 )
 from legato.benchmark.session import Figures, Session, connect, opened
 from legato.benchmark.shard import Shard, running, spawned
-from legato.benchmark.soak import MemoryGrew, Soak, soak
+from legato.benchmark.soak import MemoryGrew, Soak, settled, soak
 from legato.benchmark.tables import markdown
 from legato.benchmark.workloads import Workload, check_names, custom, make_workloads
 from legato.common.errors import OptionError
@@ -32,6 +32,7 @@ from legato.common.options import RouterOptions
 from legato.common.program import command
 from legato.common.progress import progress
 from legato.pb import generate_pb2 as pb
+from legato.router.shards import GrpcShards
 
 # A prompt and an answer that take no time of their own, to see when the first token can be had.
 PROBE = Workload("probe", [[10]], [1])
@@ -97,10 +98,15 @@ async def benchmark(options: EngineOptions, names: Sequence[str], shard: Shard, 
             if options.duration is None:
                 results = [await _repeat(session, workload, options.repeat) for workload in workloads]
                 return Results(results, _describe(info, session), ready, first_token)
+            await settled(lambda: _num_uncaptured(shards))
             results, soaked = await _soak(session, workloads, options.duration, shard)
             return Results(results, _describe(info, session), ready, first_token, soaked)
     finally:
         await shards.close()
+
+
+async def _num_uncaptured(shards: GrpcShards) -> int:
+    return (await shards.info()).num_uncaptured
 
 
 async def _repeat(session: Session, workload: Workload, repeat: int) -> Result:

@@ -49,7 +49,7 @@ def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
         return DecodeConfig(num_splits=32, min_split_len=32, block_n=32, num_warps=4, num_stages=2)
     if programs <= 128:
         return DecodeConfig(num_splits=16, min_split_len=64, block_n=64, num_warps=4, num_stages=2)
-    if programs <= 512:
+    if programs < 512:
         return DecodeConfig(num_splits=4, min_split_len=128, block_n=64, num_warps=4, num_stages=2)
     if programs < 1024:
         return DecodeConfig(num_splits=2, min_split_len=1024, block_n=128, num_warps=4, num_stages=3)

@@ -76,8 +76,8 @@ class CapturePolicy:
         return halved
 
     @property
-    def pending(self) -> bool:
-        return not self._stopped and len(self.captured) < len(self.sizes)
+    def num_pending(self) -> int:
+        return 0 if self._stopped else len(self.sizes) - len(self.captured)
 
     def choose(self, size: int) -> int | None:
         """The captured size to run a step with; None to run it without a graph. Remembers what was missing."""
@@ -93,14 +93,14 @@ class CapturePolicy:
     def after_step(self) -> int | None:
         """The size to capture now, though requests may be waiting."""
         self._steps += 1
-        if not self.pending or self._steps < STEPS_BETWEEN:
+        if not self.num_pending or self._steps < STEPS_BETWEEN:
             return None
         (size, misses), *_ = self._misses.most_common(1) or [(0, 0)]
         return size if misses >= MISSES else None
 
     def when_idle(self) -> int | None:
         """The size to capture while nobody waits: what was missed, then the small ones, then all."""
-        if not self.pending:
+        if not self.num_pending:
             return None
         for size in [*(size for size, _ in self._misses.most_common()), 1, 2, 4, SMALL, *self.sizes]:
             if size in self.sizes and size not in self.captured:

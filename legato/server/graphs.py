@@ -116,7 +116,7 @@ class Graphs(ABC):
     def capture(self, size: int) -> bool:
         """Unless that was done, or given up, since somebody asked for it. False: it failed, and nothing but the graph
         is lost."""
-        if not self.policy.pending or size in self.policy.captured:
+        if not self.policy.num_pending or size in self.policy.captured:
             return True
         started = time.perf_counter()
         self._write_padding(size)

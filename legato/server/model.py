@@ -75,6 +75,7 @@ class Model:
         config = self.loaded.model.config
         # An encoder reads a prompt at once, and what it makes of the beginning depends on the end.
         has_encoder = config.decoder_start_token_id is not None
+        graphs = None if self._engine is None else self._engine.graphs
         return pb.InfoResponse(
             requires_padding=False,
             dtype=f"torch.{str(self.loaded.dtype)[6:]}",
@@ -89,6 +90,7 @@ class Model:
             max_position_embeddings=config.max_positions,
             model_type=config.model_type,
             decoder_start_token_id=config.decoder_start_token_id,
+            num_uncaptured=0 if graphs is None else graphs.num_pending,
         )
 
     @property

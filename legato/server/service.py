@@ -170,7 +170,7 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
     async def _capture_while_idle(self, graphs: StepGraphs) -> None:
         """A size at a time, so that whoever comes waits for one at most. Ends with the last size."""
         loop = asyncio.get_running_loop()
-        while graphs.pending:
+        while graphs.num_pending:
             await asyncio.sleep(IDLE_SECONDS)
             if self._in_flight == 0 and time.monotonic() > max(self._last_step, self._last_call) + IDLE_SECONDS:
                 await loop.run_in_executor(self._launcher, graphs.capture_while_idle)

@@ -40,7 +40,7 @@ class StepGraphs:
         row_numbers = [part.row for part in parts]
         if all(part.decode for part in parts):
             return self._decodes.run(row_numbers) if self._rows.adrift.isdisjoint(row_numbers) else None
-        if self._mixed is None or any(self._rows[part.row].prompt_logprobs for part in parts):
+        if self._mixed is None or any(map(self._rows.scores, parts)):
             return None
         done = self._mixed.run(parts)
         if done is not None:
@@ -72,5 +72,6 @@ class StepGraphs:
                 each.policy.stop()
 
     @property
-    def pending(self) -> bool:
-        return any(graphs.policy.pending for graphs in self.kinds)
+    def num_pending(self) -> int:
+        """Sizes that have no graph and may yet get one."""
+        return sum(graphs.policy.num_pending for graphs in self.kinds)

@@ -112,7 +112,7 @@ def test_a_capture_that_fails_costs_no_request(model: CausalModel, expected: lis
     graphed.faults.arm("capture", 1)
     assert graphed.engine.graphs is not None
     graphed.engine.graphs.capture_while_idle()
-    assert graphed.faults.hits == 1 and not graphed.engine.graphs.pending
+    assert graphed.faults.hits == 1 and not graphed.engine.graphs.num_pending
     for each in (server, graphed):
         assert check(each, [(kind, kind) for kind in range(8)], expected) == 0
 
@@ -120,7 +120,7 @@ def test_a_capture_that_fails_costs_no_request(model: CausalModel, expected: lis
 def test_decodes_by_graph_give_the_same_tokens(model: CausalModel, expected: list[list[int]]) -> None:
     server = FaultyServer(model, graphs=True, **SMALL)
     assert server.engine.graphs is not None
-    while server.engine.graphs.pending:
+    while server.engine.graphs.num_pending:
         server.engine.graphs.capture_while_idle()
     server.faults.arm("replay", 10**9)
     assert check(server, [(kind, kind) for kind in range(32)], expected) == 0

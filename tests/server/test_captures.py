@@ -88,7 +88,7 @@ def test_when_idle_small_sizes_come_before_all_others() -> None:
         order.append(size)
         policy.note(size)
     assert order == [2, 4, 8, 3, 5, 6, 7, 16]
-    assert not policy.pending
+    assert not policy.num_pending
 
 
 def test_frequent_sizes_have_their_graph_after_a_hundred_steps() -> None:

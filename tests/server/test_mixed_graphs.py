@@ -103,6 +103,18 @@ def test_who_wants_the_log_probabilities_of_a_prompt_gets_them(model: CausalMode
         assert ours == theirs and ours[0] is not None
 
 
+def test_later_tokens_of_who_wanted_them_leave_others_their_graph(model: CausalModel) -> None:
+    curious, other = greedy(prompt_logprobs=True)[0], greedy()[1]
+    server = GraphedServer(model)
+    server.submit(curious)
+    while not server.outputs[curious.id]:
+        server.step()
+    assert server.steps_without
+    server.steps_without.clear()
+    server.run([other])
+    assert server.steps_without == []
+
+
 @pytest.mark.parametrize("name", ["bloom", "mistral", "gemma2"])
 def test_other_kinds_of_attention(name: str, tmp_path: Path) -> None:
     """Slopes, a window, a soft cap."""
