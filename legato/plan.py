@@ -33,6 +33,7 @@ class Stored:
     num_floats: int = 0  # numbers that are loaded in the model's number format
     packed_bytes: int = 0  # quantised tensors that stay as they are
     types: dict[str, int] = field(default_factory=dict)  # format -> bytes in the files
+    num_whole: int = 0  # of the floats, those that every shard has
 
     @property
     def file_bytes(self) -> int:
@@ -40,6 +41,10 @@ class Stored:
 
     def loaded_bytes(self, dtype: str) -> int:
         return self.num_floats * SIZES[dtype] + self.packed_bytes
+
+    def bytes_of_each(self, dtype: str, num_shards: int) -> int:
+        whole = self.num_whole * SIZES[dtype]
+        return whole + -(-(self.loaded_bytes(dtype) - whole) // num_shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ class Plan:
             step += self.shape.graph_bytes(self.num_rows, self.dtype)
         return Fit(
             count,
-            -(-self.stored.loaded_bytes(self.dtype) // count),
+            self.stored.bytes_of_each(self.dtype, count),
             step,
             self.shape.bytes_per_token(self.kv_dtype, count),
             self.device.room(count),
@@ -134,7 +139,7 @@ def stored_in(files: ModelFiles, shape: Shape) -> Stored:
 
 
 def _stored_in_safetensors(paths: list[Path], shape: Shape) -> Stored:
-    num_floats = packed = 0
+    num_floats = num_whole = packed = 0
     types: Counter[str] = Counter()
     for path in paths:
         for name, tensor in _header(path).items():
@@ -145,9 +150,10 @@ def _stored_in_safetensors(paths: list[Path], shape: Shape) -> Stored:
             types[kind] += end - begin
             if kind in FLOATS:
                 num_floats += math.prod(tensor["shape"])
+                num_whole += math.prod(tensor["shape"]) if shape.is_whole(name) else 0
             else:
                 packed += end - begin
-    return Stored(num_floats, packed, dict(types))
+    return Stored(num_floats, packed, dict(types), num_whole)
 
 
 def _header(path: Path) -> dict[str, Any]:

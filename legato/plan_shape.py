@@ -26,6 +26,10 @@ TIED = FALCONS | GEMMA3 | {"bloom", "gemma", "gemma2", "gpt2", "gpt_bigcode", "m
 WITHOUT_GATE = FALCONS | {"bloom", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "starcoder2"}
 
 
+# How the tensors begin with which models see.
+EYES = ("visual.", "vision_tower.", "multi_modal_projector.", "image_newline")
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Of one layer."""
@@ -124,9 +128,11 @@ class Shape:
         """Whether the model loads the tensor of this name, if its files have it."""
         if self.is_tied and tensor in ("lm_head.weight", "output.weight"):
             return False
-        return self.model_type not in GEMMA3 or not tensor.removeprefix("model.").startswith(
-            ("vision_tower.", "multi_modal_projector.")
-        )
+        return self.model_type not in GEMMA3 or not self.is_whole(tensor)
+
+    def is_whole(self, tensor: str) -> bool:
+        """Whether every shard has all of it: what sees is small, and not divided."""
+        return tensor.removeprefix("model.").startswith(EYES)
 
 
 def _num_kv_heads(sizes: Sizes) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from legato.benchmark.shapes import SHAPES
 from legato.common.errors import LegatoError, ModelNotFound, OptionError
@@ -24,7 +25,7 @@ from legato.plan_shape import Shape
 from tests.models import tiny_experts as experts
 from tests.models import tiny_seeds as seeds
 from tests.models import tiny_today as today
-from tests.models.tiny_vision import tiny_qwen2_vl
+from tests.models.tiny_vision import tiny_llava_next, tiny_qwen2_vl
 from tests.tiny_models import tiny_llama
 
 GIB = 2**30
@@ -93,6 +94,18 @@ MODELS: dict[str, Make] = {
     "opt": seeds.tiny_opt,
     "qwen2-vl": tiny_qwen2_vl,
 }
+
+
+@pytest.mark.parametrize(
+    ("make", "language"), [(tiny_qwen2_vl, ("model.", "lm_head.")), (tiny_llava_next, ("language_model.",))]
+)
+def test_every_shard_has_the_eyes_of_a_model_whole(make: Make, language: tuple[str, ...], tmp_path: Path) -> None:
+    make(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    eyes = 4 * sum(tensor.numel() for name, tensor in tensors.items() if not name.startswith(language))
+    one, two = make_plan(PlanOptions(model_id=str(tmp_path), memory="1GiB", dtype="float32")).fits[:2]
+    assert 0 < eyes < one.weights
+    assert two.weights == eyes + (one.weights - eyes + 1) // 2
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
