@@ -129,11 +129,11 @@ def _relay_class(what: str, progress: Progress) -> Any:
     """A progress bar that shows nothing and passes the numbers on.
 
     The Hub's client makes one per kind of counting: files, bytes received, bytes written. Of those that count bytes the
-    one that is ahead is believed. Older clients count files alone; with them nothing is reported.
+    one that is ahead is believed. Older clients count files alone; with them nothing is reported. Whether the client
+    itself may draw bars, which transformers also turns off, makes no difference.
     """
-    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+    from tqdm import tqdm as bar_class  # type: ignore[import-untyped]
 
-    bar_class: Any = tqdm
     done: dict[int, int] = {}
 
     def display(bar: Any, *_: Any, **__: Any) -> bool:
@@ -143,6 +143,7 @@ def _relay_class(what: str, progress: Progress) -> Any:
         return True
 
     def initialise(bar: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("name", None)  # by which the client turns off single bars
         bar_class.__init__(bar, *args, **{**kwargs, "disable": False, "file": io.StringIO()})
 
     return type("ProgressRelay", (bar_class,), {"__init__": initialise, "display": display})
