@@ -153,7 +153,7 @@ class Engine:
         step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
         if self.eyes is not None:
             step = self.eyes.look(step, parts)
-        has_scores = any(map(self.rows.scores, parts))
+        has_scores = any(map(self.rows.wants_scores, parts))
         with SlicedWeight.in_one_sum(step.is_decode):
             hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
         if self.graphs is not None:

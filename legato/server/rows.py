@@ -64,7 +64,7 @@ class Rows:
         assert sequence is not None, f"row {row} is empty"
         return sequence
 
-    def scores(self, part: RowStep) -> bool:
+    def wants_scores(self, part: RowStep) -> bool:
         """Whether somebody wants to know what the model thinks of the tokens of this part: of a prompt, that is."""
         return self[part.row].prompt_logprobs and not part.decode
 

@@ -40,7 +40,7 @@ class StepGraphs:
         row_numbers = [part.row for part in parts]
         if all(part.decode for part in parts):
             return self._decodes.run(row_numbers) if self._rows.adrift.isdisjoint(row_numbers) else None
-        if self._mixed is None or any(map(self._rows.scores, parts)):
+        if self._mixed is None or any(map(self._rows.wants_scores, parts)):
             return None
         done = self._mixed.run(parts)
         if done is not None:
