@@ -14,16 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import stop
+from benchmarks.children import BenchmarkFailed, figures_of
 from legato.benchmark.machine import circumstances
 from legato.benchmark.shapes import SHAPES
 from legato.benchmark.tables import markdown
@@ -31,17 +28,9 @@ from legato.plan_shape import SIZES, Shape
 
 WORKLOAD = "G1"
 MODELS = "llama-8b,qwen3-8b,falcon-7b,starcoder-15b,mixtral-8x7b"
-# Of one shape: its weights are made up on the device, so even the largest is there within a minute or two.
-LIMIT_SECONDS = 600.0
-# Of a child that ends without an error of its own.
-SHOWN_LINES = 12
 HEADER = ("Shape", "Active GB", "KV MB", "Floor tok/s", "Tok/s, whole run", "Share", "Share by step p50")
 
 Benchmark = Callable[[str, int], dict[str, Any]]
-
-
-class BenchmarkFailed(Exception):
-    """A shape could not be measured; the message is what the benchmark said last."""
 
 
 @dataclass(frozen=True)
@@ -114,45 +103,10 @@ def num_active(shape: Shape) -> int:
 
 
 def run_benchmark(name: str, repeat: int) -> dict[str, Any]:
-    """What `legato bench engine` writes about a model. Its progress goes to our stderr, as it comes."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        words = [sys.executable, "-m", "legato.cli", "bench", "engine", f"--model={name}", f"--workload={WORKLOAD}"]
-        words += [f"--repeat={repeat}", f"--json={file}"]
-        # Its table has nothing that the file has not.
-        child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
-        limit = threading.Timer(LIMIT_SECONDS, child.terminate)
-        try:
-            limit.start()
-            said = _pass_on(child)
-            code = child.wait()
-        finally:
-            is_late = limit.finished.is_set()
-            limit.cancel()
-            stop(child)
-        if is_late:
-            raise BenchmarkFailed(f"not done after {LIMIT_SECONDS:.0f} s")
-        if code != 0:
-            raise BenchmarkFailed(_last_words(said) or f"ended with code {code}")
-        figures: dict[str, Any] = json.loads(file.read_text())
-        return figures
-
-
-def _pass_on(child: subprocess.Popen[str]) -> list[str]:
-    """All lines of its stderr, once it has closed that."""
-    assert child.stderr is not None
-    lines: list[str] = []
-    for line in child.stderr:
-        sys.stderr.write(line)
-        sys.stderr.flush()
-        lines.append(line.rstrip())
-    return lines
-
-
-def _last_words(lines: Sequence[str]) -> str:
-    """The error, which may quote a few lines of the shard, without the progress before it."""
-    starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
-    return "\n".join(lines[starts[0] :] if starts else lines[-SHOWN_LINES:]).removeprefix("error: ")
+    """What `legato bench engine` writes about a model."""
+    return figures_of(
+        ["-m", "legato.cli", "bench", "engine", f"--model={name}", f"--workload={WORKLOAD}", f"--repeat={repeat}"]
+    )
 
 
 def measure(name: str, repeat: int, bandwidth: float, benchmark: Benchmark) -> Figures | BenchmarkFailed:

@@ -1,0 +1,90 @@
+"""Workloads of `legato bench engine` in vLLM, in its own process and with nothing around it.
+
+    PYTHONPATH=where/vllm/is python -m benchmarks.in_vllm --model llama-8b --json figures.json
+
+`benchmarks.beside_vllm` calls it. Only the package that has the workloads is shared with Legato; vLLM's settings are
+those that its figures were published with: CUDA graphs, no prefix cache, up to 512 requests at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from legato.benchmark.shapes import SHAPES, write_shape
+from legato.benchmark.workloads import Workload, make_workloads
+
+LONGEST, MOST_REQUESTS = 4096, 512
+MEMORY_SHARE = 0.88
+# Nothing is fetched, reported or compiled by other tools: greedy answers need no sampler of flashinfer's.
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+class VLLM:
+    def __init__(self, model: str, folder: Path) -> None:
+        # Not an import at the top: nobody who has only Legato should need it for `--help`.
+        self._vllm: Any = import_module("vllm")
+        self.version: str = self._vllm.__version__
+        self._engine = self._vllm.LLM(
+            model=str(write_shape(model, folder / model)),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=LONGEST,
+            max_num_seqs=MOST_REQUESTS,
+            gpu_memory_utilization=MEMORY_SHARE,
+            enable_prefix_caching=False,
+            seed=0,
+        )
+
+    def seconds(self, workload: Workload) -> float:
+        """Greedy, every answer as long as the workload says."""
+        wishes = [
+            self._vllm.SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False)
+            for new in workload.new_tokens
+        ]
+        prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+        started = time.perf_counter()
+        answers = self._engine.generate(prompts, wishes, use_tqdm=False)
+        taken = time.perf_counter() - started
+        lengths = [len(answer.outputs[0].token_ids) for answer in answers]
+        assert lengths == workload.new_tokens, "vLLM answered with another number of tokens"
+        return taken
+
+
+def figures(workload: Workload, taken: float) -> dict[str, Any]:
+    """Under the names that `legato bench engine` has for them."""
+    rates = {"in_per_second": workload.num_in / taken, "out_per_second": workload.num_out / taken}
+    return {"seconds": taken, "num_in": workload.num_in, "num_out": workload.num_out, **rates}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--workload", default="G1,G2,G3,G4", help="separated by commas")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each")
+    parser.add_argument("--scale", type=int, default=1, help="divide the workloads by this")
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    given = parser.parse_args()
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        engine = VLLM(given.model, Path(folder))
+        engine.seconds(Workload("probe", [[10]], [1]))
+        first_token = time.perf_counter() - started
+        results = {}
+        for workload in make_workloads(given.workload.split(","), given.scale, int(SHAPES[given.model]["vocab_size"])):
+            runs = [figures(workload, engine.seconds(workload)) for _ in range(given.repeat)]
+            results[workload.name] = {"best": min(runs, key=lambda run: float(run["seconds"])), "runs": runs}
+    report = {"vllm": engine.version, "first_token_seconds": first_token, "workloads": results}
+    given.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
