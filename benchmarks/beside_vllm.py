@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import BenchmarkFailed, figures_of
+from benchmarks.children import BenchmarkFailed, figures_of, leave_nothing_behind
 from legato.benchmark.machine import circumstances
 from legato.benchmark.shapes import SHAPES
 from legato.benchmark.tables import markdown
@@ -52,6 +51,15 @@ def table(figures: dict[str, dict[str, Any]], names: Sequence[str]) -> str:
         for name in names
     ]
     return markdown(HEADER, rows)
+
+
+def report(around: dict[str, Any], ratios: dict[str, float], figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Circumstances are those of all three, and told once."""
+    engines = {
+        engine: {key: value for key, value in measured.items() if key not in around}
+        for engine, measured in figures.items()
+    }
+    return {**around, "ratios": ratios, "engines": engines}
 
 
 def main(words: Sequence[str] | None = None, benchmark: Benchmark = figures_of) -> int:
@@ -87,15 +95,10 @@ def main(words: Sequence[str] | None = None, benchmark: Benchmark = figures_of) 
     print("\nFirst token after: " + ", ".join(f"{engine} {seconds:.1f} s" for engine, seconds in starts.items()))
     if given.out is not None:
         ratios = {name: ratio(figures, name) for name in names}
-        given.out.write_text(json.dumps({**around, "ratios": ratios, **figures}, indent=1) + "\n")
+        given.out.write_text(json.dumps(report(around, ratios, figures), indent=1) + "\n")
     return 0
 
 
-def _leave(number: int, frame: object) -> None:
-    """By way of every `finally`, so that SIGTERM leaves no benchmark behind."""
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
+    leave_nothing_behind()
     sys.exit(main())

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import BenchmarkFailed, figures_of
+from benchmarks.children import BenchmarkFailed, figures_of, leave_nothing_behind
 from legato.benchmark.machine import circumstances
 from legato.benchmark.shapes import SHAPES
 from legato.benchmark.tables import markdown
@@ -169,11 +168,6 @@ def main(words: Sequence[str] | None = None, benchmark: Benchmark = run_benchmar
     return 1 if failed else 0
 
 
-def _leave(number: int, frame: object) -> None:
-    """By way of every `finally`, so that SIGTERM leaves no benchmark behind."""
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
+    leave_nothing_behind()
     sys.exit(main())

@@ -14,7 +14,6 @@ import argparse
 import itertools
 import json
 import math
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models
 
-from benchmarks.children import stop
+from benchmarks.children import leave_nothing_behind, stop
 from legato.benchmark.machine import circumstances
 from legato.benchmark.shapes import SHAPES
 from legato.benchmark.tables import markdown
@@ -371,11 +370,6 @@ def main() -> None:
         options.out.write_text(json.dumps({**circumstances(), "work": work, **to_json(*figures)}, indent=1) + "\n")
 
 
-def _leave(number: int, frame: object) -> None:
-    """By way of every `finally`, so that SIGTERM leaves neither a server nor a checkpoint behind."""
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
+    leave_nothing_behind()
     main()

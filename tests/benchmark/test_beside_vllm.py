@@ -63,12 +63,14 @@ def test_both_get_the_same_work_and_all_of_it_is_written(
     assert done.returncode == 0, done.stderr
     assert [line.split("|")[1].strip(" -") for line in done.stdout.splitlines()[:4]] == ["Workload", "", "G1", "G3"]
     written = json.loads((tmp_path / "new" / "out.json").read_text())
-    assert {"date", "command", "commit", "machine", "ratios"} <= set(written)
-    assert written["vllm"]["vllm"] == "0.0.test"
+    assert {"date", "command", "legato", "commit", "machine", "ratios"} <= set(written)
+    assert "command" not in written["engines"]["legato"], "circumstances are told once"
+    engines = written["engines"]
+    assert engines["vllm"]["vllm"] == "0.0.test"
     for name in ("G1", "G3"):
-        theirs = written["vllm"]["workloads"][name]
+        theirs = engines["vllm"]["workloads"][name]
         for engine in ("legato", "legato_again"):
-            ours = written[engine]["workloads"][name]["best"]
+            ours = engines[engine]["workloads"][name]["best"]
             assert (ours["num_in"], ours["num_out"]) == (theirs["best"]["num_in"], theirs["best"]["num_out"])
         assert len(theirs["runs"]) == 2
         assert theirs["best"]["seconds"] == min(run["seconds"] for run in theirs["runs"])
