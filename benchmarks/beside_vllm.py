@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,12 @@ def table(figures: dict[str, dict[str, Any]], names: Sequence[str]) -> str:
     return markdown(HEADER, rows)
 
 
+def has_vllm(environment: Mapping[str, str]) -> bool:
+    """Asked of a process of its own, which does not import it: that would take seconds."""
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    return subprocess.run([sys.executable, "-c", question], env=environment, check=False).returncode == 0
+
+
 def report(around: dict[str, Any], ratios: dict[str, float], figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Circumstances are those of all three, and told once."""
     engines = {
@@ -76,9 +83,12 @@ def main(words: Sequence[str] | None = None, benchmark: Benchmark = figures_of) 
     work = [f"--model={given.model}", f"--workload={given.workload}"]
     work += [f"--repeat={given.repeat}", f"--scale={given.scale}"]
     paths = os.pathsep.join(path for path in (given.vllm_path, os.environ.get("PYTHONPATH", "")) if path)
+    theirs = os.environ | {"PYTHONPATH": paths}
+    if not has_vllm(theirs):
+        parser.error("vLLM is not in this environment: install it, or say with --vllm-path where it lies")
     turns: list[tuple[str, list[str], Mapping[str, str] | None]] = [
         ("legato", ["-m", "legato.cli", "bench", "engine", *work], None),
-        ("vllm", ["-m", "benchmarks.in_vllm", *work], os.environ | {"PYTHONPATH": paths}),
+        ("vllm", ["-m", "benchmarks.in_vllm", *work], theirs),
         ("legato_again", ["-m", "legato.cli", "bench", "engine", *work], None),
     ]
     around, figures = circumstances(), {}

@@ -99,6 +99,14 @@ def test_short_answers_are_no_figure(path: Path, tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "out.json").exists()
 
 
+def fake_python(folder: Path) -> str:
+    """One that has no packages at all."""
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
 def best(**rates: tuple[float, float]) -> dict[str, Any]:
     workloads = {
         name: {"best": {"in_per_second": read, "out_per_second": wrote}} for name, (read, wrote) in rates.items()
@@ -117,14 +125,24 @@ def test_long_prompts_are_compared_by_what_is_read_and_others_by_what_is_written
 
 
 def test_an_engine_that_fails_is_named_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def benchmark(words: Sequence[str], environment: Mapping[str, str] | None) -> dict[str, Any]:
         if "benchmarks.in_vllm" in words:
-            raise BenchmarkFailed("No module named 'vllm'")
+            raise BenchmarkFailed("out of memory")
         return best(G1=(1, 1))
 
     out = tmp_path / "out.json"
-    assert main(["--workload=G1", f"--out={out}"], benchmark) == 1
-    assert "error: vllm: No module named 'vllm'" in capsys.readouterr().err
+    assert main(["--workload=G1", f"--vllm-path={path}", f"--out={out}"], benchmark) == 1
+    assert "error: vllm: out of memory" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_vllm_is_missed_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Where somebody has it installed there is nothing to be missed.
+    monkeypatch.setattr("benchmarks.beside_vllm.sys.executable", fake_python(tmp_path))
+    with pytest.raises(SystemExit):
+        main([f"--vllm-path={tmp_path}"], lambda words, environment: pytest.fail("nothing may run"))
+    assert "--vllm-path" in capsys.readouterr().err.splitlines()[-1]
