@@ -24,10 +24,12 @@ from legato.grammar.vocabulary import Bitmask, TokenTrie
 _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
 _OPENING, _CLOSING = frozenset(b"{["), frozenset(b"}]")
 _STRUCTURE: Final = frozenset(b'{}[]",:')
+# Behind each of these there is one key or value less to be written.
+_PASSED: Final = frozenset(b"}],:")
 # Positions that a search looks at: some ten milliseconds.
 _PATIENCE: Final = 600
-# Positions that are as far and as free to go on as each other, of which it looks at no more: what may follow at once
-# does not tell everything that will.
+# Positions that are as far, as deep and as free to go on as each other, of which it looks at no more: what may follow
+# at once does not tell everything that will.
 _ALIKE: Final = 3
 # Tokens after which a way has met another one, if it does.
 _SOON: Final = 8
@@ -130,25 +132,28 @@ class Endings:
         return [*found, self.eos_token_id]
 
     def shortest(self, position: LLMatcher, place: Place, most: int) -> list[int] | None:
-        """Like `way`, for when that finds none: all ways at once, the shortest first, as far as patience goes."""
+        """Like `way`, for when that finds none: all ways at once, the shortest first, as far as patience goes. Of ways
+        as long as each other, those first that have more behind them."""
         order = count()
-        waiting = [(0, next(order), position, place, list[int]())]
-        seen: Counter[tuple[int, bytes]] = Counter()
+        waiting = [(0, 0, next(order), position, place, list[int]())]
+        seen: Counter[tuple[int, int, bytes]] = Counter()
         for _ in range(_PATIENCE):
             if not waiting:
                 return None
-            length, _, position, place, found = heapq.heappop(waiting)
+            length, behind, _, position, place, found = heapq.heappop(waiting)
             if position.is_accepting():
                 return [*found, self.eos_token_id]
-            mark = (length, position.compute_bitmask())
+            mark = (length, place.depth, position.compute_bitmask())
             if seen[mark] == _ALIKE:
                 continue
             seen[mark] += 1
             for tokens in self._options(position, place):
                 ahead = position.deep_copy()
                 if length + len(tokens) <= most and ahead.consume_tokens(tokens):
-                    there = place.after(self._trie.tokenizer.decode_bytes(tokens))
-                    heapq.heappush(waiting, (length + len(tokens), next(order), ahead, there, found + tokens))
+                    text = self._trie.tokenizer.decode_bytes(tokens)
+                    passed = behind - sum(map(_PASSED.__contains__, text))
+                    there = (length + len(tokens), passed, next(order), ahead, place.after(text), found + tokens)
+                    heapq.heappush(waiting, there)
         return None
 
     def _forced(self, position: LLMatcher) -> list[int]:
@@ -179,7 +184,8 @@ class Endings:
             mask = np.frombuffer(position.compute_bitmask(), dtype=np.int32)
             if np.count_nonzero(mask) <= _BREADTH:
                 ends += _each_of(mask)
-        return ends or [*self._others(position, place)]
+        options = ends or self._others(position, place)
+        return [list(tokens) for tokens in dict.fromkeys(map(tuple, options))]
 
     def _ends(self, position: LLMatcher, place: Place) -> Iterator[list[int]]:
         """What closes something, as much as possible first."""

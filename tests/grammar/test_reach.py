@@ -53,6 +53,34 @@ def test_a_key_is_found_that_begins_like_another() -> None:
     assert way is not None and TRIE.tokenizer.decode_bytes(way[:-1]) == b'{"a_long_property_name":""}'
 
 
+OBJECT = {"type": "object", "properties": {"name": {}}, "required": ["name"]}
+PAIR = {"type": "array", "items": {"enum": [True]}, "minItems": 2}
+WORDS = {"enum": ['n\u00e9"x\\', "ab"]}
+
+
+@pytest.mark.parametrize(
+    ("properties", "required", "text"),
+    [
+        ({"name": OBJECT, "age": PAIR}, "age", '{"age":[true,true]}'),
+        ({"ab": {}, 'q"t': {"minLength": 3}, "a": {"type": "string"}, "b": {"type": "string"}}, "b", '{"b":""}'),
+    ],
+)
+def test_optional_keys_do_not_hide_the_one_that_is_missing(properties: Any, required: str, text: str) -> None:
+    wanted = {"type": "object", "properties": properties, "required": [required]}
+    way = ENDINGS.shortest(compile_grammar(schema(wanted), TRIE), Place(), 300)
+    assert way is not None and TRIE.tokenizer.decode_bytes(way[:-1]) == text.encode()
+
+
+def test_long_values_do_not_hide_as_many_short_ones() -> None:
+    item = {"type": "object", "properties": {"age": WORDS, "name": {"type": "boolean"}}, "required": ["age"]}
+    wanted = {"type": "array", "items": item, "minItems": 5}
+    way = ENDINGS.shortest(compile_grammar(schema(wanted), TRIE), Place(), 300)
+    assert (
+        way is not None
+        and TRIE.tokenizer.decode_bytes(way[:-1]) == json.dumps(5 * [{"age": "ab"}], separators=(",", ":")).encode()
+    )
+
+
 @pytest.mark.parametrize("kind", [GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.LARK])
 def test_only_json_has_one(kind: GrammarKind) -> None:
     assert reach_of(Grammar(kind, '["a"]')) is None
