@@ -8,7 +8,7 @@ shortest; where that one is too long for a text, `shortest` looks at more of the
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -37,8 +37,6 @@ _SOON: Final = 8
 _SAMPLE: Final = 16
 # Tokens of a narrow string that a search goes into.
 _BREADTH: Final = 48
-# So narrow that all of it is looked at: tokens that may follow, and positions that differ in these.
-_NARROW: Final = 16
 # To be tried in this order outside of a string, once nothing can be closed. A digit comes after what may follow a
 # number, which would else never end.
 _GOING_ON: Final = (
@@ -174,28 +172,7 @@ class Endings:
             for key in keys:
                 if position.validate_tokens(key) == len(key):
                     return key
-            if tokens := self._out_of_string(position, place):
-                return tokens
         return next(self._others(position, place), [])
-
-    def _out_of_string(self, position: LLMatcher, place: Place) -> list[int]:
-        """To where a narrow string can be closed. What fills others may go round in circles there: `^(ab)*c$`."""
-        waiting = deque([(position, list[int]())])
-        seen: set[bytes] = set()
-        while waiting:
-            position, found = waiting.popleft()
-            if found and next(self._ends(position, place), []):
-                return found
-            mask = position.compute_bitmask()
-            words = np.frombuffer(mask, dtype=np.int32)
-            if mask in seen or len(seen) == _NARROW or np.count_nonzero(words) > _NARROW:
-                continue
-            seen.add(mask)
-            for token_id in ids_of(words)[:_NARROW]:
-                ahead = position.deep_copy()
-                if self.is_content(token_id) and ahead.consume_token(token_id):
-                    waiting.append((ahead, [*found, token_id]))
-        return []
 
     def _options(self, position: LLMatcher, place: Place) -> list[list[int]]:
         """What a search tries next. Whatever can be closed is closed: no way gets shorter by what is put in before. But

@@ -81,12 +81,6 @@ def test_long_values_do_not_hide_as_many_short_ones() -> None:
     )
 
 
-def test_a_pattern_that_could_go_round_in_circles_is_left() -> None:
-    words = {"type": "array", "items": {"type": "string", "pattern": "^(ab)*c$"}, "minItems": 5}
-    way = ENDINGS.way(compile_grammar(schema(words), TRIE), Place(), 300)
-    assert way is not None and TRIE.tokenizer.decode_bytes(way[:-1]) == b'["c","c","c","c","c"]'
-
-
 @pytest.mark.parametrize("kind", [GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.LARK])
 def test_only_json_has_one(kind: GrammarKind) -> None:
     assert reach_of(Grammar(kind, '["a"]')) is None
