@@ -26,7 +26,7 @@ from legato.common.options import Model
 from legato.common.program import command
 from legato.plan import Device, Fit, Plan, Stored, choose_dtype, stored_in
 from legato.plan_shape import Shape
-from legato.router.budget import step_sizes
+from legato.scheduling.budget import step_sizes
 from legato.server.reserve import HOST_SHARE
 
 GIB = 2**30

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from legato.router.scheduler import Scheduler, SchedulerLimits
-from legato.router.state import GenerationRequest, Output, StepPlan, StepResult
+from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.state import GenerationRequest, Output, StepPlan, StepResult
 
 
 def fake_next_token(tokens: list[int], vocab: int) -> int:

@@ -18,10 +18,10 @@ from legato.pb import generate_pb2 as pb
 from legato.router.backend import Backend
 from legato.router.cli import warm_up
 from legato.router.metrics import Step
-from legato.router.scheduler import Scheduler
 from legato.router.seam import Limits
 from legato.router.shards import GrpcShards
-from legato.router.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
+from legato.scheduling.scheduler import Scheduler
+from legato.scheduling.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.router.metrics import Step
-from legato.router.scheduler import Scheduler
 from legato.router.seam import Limits, Sink
-from legato.router.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
+from legato.scheduling.scheduler import Scheduler
+from legato.scheduling.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
 
 # One step computes, the next waits at the shard: the device never waits for the router.
 STEPS_IN_FLIGHT = 2

@@ -20,17 +20,17 @@ from legato.common.program import command, run_program
 from legato.pb import generate_pb2 as pb
 from legato.router.auth import read_keys
 from legato.router.backend import Backend
-from legato.router.blocks import RESERVED_BLOCKS
-from legato.router.budget import StepSizes, step_sizes
 from legato.router.listening import Listeners
 from legato.router.messages import Setup
 from legato.router.metrics import Metrics
 from legato.router.running import Router
-from legato.router.scheduler import Scheduler, SchedulerLimits
 from legato.router.seam import Limits
 from legato.router.settings import RouterSettings
 from legato.router.shards import GrpcShards, WarmupLimits
 from legato.router.workers import Workers
+from legato.scheduling.blocks import RESERVED_BLOCKS
+from legato.scheduling.budget import StepSizes, step_sizes
+from legato.scheduling.scheduler import Scheduler, SchedulerLimits
 
 logger = logging.getLogger(__name__)
 

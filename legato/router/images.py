@@ -18,7 +18,7 @@ from legato.common.vision import ImageRules, Size, UnfitImage, spread_marks
 from legato.router.errors import RequestError, TooLong
 from legato.router.images_fetch import Fetcher, FetchRefused
 from legato.router.settings import RouterSettings
-from legato.router.state import PromptImage
+from legato.scheduling.state import PromptImage
 
 # TGI's way to put a picture into a text.
 _MARKDOWN = re.compile(r"!\[\]\(([^)]*)\)")

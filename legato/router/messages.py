@@ -14,7 +14,7 @@ from legato.grammar.kinds import Grammar
 from legato.router.metrics import Figures
 from legato.router.seam import Limits
 from legato.router.settings import RouterSettings
-from legato.router.state import GenerationRequest, Output
+from legato.scheduling.state import GenerationRequest, Output
 
 # ---- to a worker -----------------------------------------------------------------------------------------------------
 

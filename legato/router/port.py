@@ -14,7 +14,7 @@ from legato.grammar.errors import GrammarError
 from legato.router import messages as say
 from legato.router.permits import PermitPool
 from legato.router.seam import Backend
-from legato.router.state import GenerationRequest, Grammar, Output
+from legato.scheduling.state import GenerationRequest, Grammar, Output
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from legato.grammar.errors import GrammarError
 from legato.router import messages as say
 from legato.router.errors import Overloaded
 from legato.router.seam import Limits, Sink
-from legato.router.state import GenerationRequest, Grammar, Output
+from legato.scheduling.state import GenerationRequest, Grammar, Output
 
 # Seconds for which tokens prove that scheduler and shards are well: asking would say nothing newer.
 PROOF = 1.0

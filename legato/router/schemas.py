@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from msgspec.structs import force_setattr
 
-from legato.router.state import FinishReason
+from legato.scheduling.state import FinishReason
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from legato.router.state import GenerationRequest, Grammar, Output
+from legato.scheduling.state import GenerationRequest, Grammar, Output
 
 
 @dataclass(frozen=True, slots=True)

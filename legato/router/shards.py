@@ -20,7 +20,7 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
-from legato.router.state import Admission, Grammar, Sampling, StepPlan, StepResult
+from legato.scheduling.state import Admission, Grammar, Sampling, StepPlan, StepResult
 
 T = TypeVar("T")
 

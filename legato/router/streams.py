@@ -17,7 +17,7 @@ from legato.common.stopping import StopMatcher
 from legato.router.errors import ClientGone, GenerationFailed, TimedOut
 from legato.router.schemas import PrefillToken, Token
 from legato.router.seam import Backend
-from legato.router.state import FinishReason, GenerationRequest, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, Output
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from legato.router.offsets import token_offsets
 from legato.router.schemas import GenerateParameters, GenerateRequest, SimpleToken
 from legato.router.seam import Limits
 from legato.router.settings import RouterSettings
-from legato.router.state import (
+from legato.scheduling.state import (
     DEFAULT_PRIORITY,
     LAST_PRIORITY,
     GenerationRequest,

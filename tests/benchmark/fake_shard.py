@@ -16,7 +16,7 @@ import grpc
 from legato.common.token_ids import unpack
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
-from legato.router.state import Admission, GenerationRequest, StepPlan
+from legato.scheduling.state import Admission, GenerationRequest, StepPlan
 from tests.fakes import FakeShard
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]

@@ -12,7 +12,7 @@ import pytest
 
 from legato.client import AsyncClient, Client, errors
 from legato.client.types import FinishReason, Message
-from legato.router.state import GenerationRequest, Output
+from legato.scheduling.state import GenerationRequest, Output
 from tests.client.served import canned, served, unused_url
 from tests.router.asgi import FakeBackend, outputs_of
 from tests.router.openai.fakes import HI

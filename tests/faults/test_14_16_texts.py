@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from legato.common.detokenize import REPLACEMENT, Vocabulary, _token_bytes
 from legato.common.stopping import StopMatcher
-from legato.router.state import FinishReason, Output
 from legato.router.streams import Transcript
+from legato.scheduling.state import FinishReason, Output
 from tests.common.test_detokenize import sentencepiece
 from tests.faults.scale import cases
 from tests.router.asgi import LIMITS, FakeBackend, ask, outputs_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legato.router.state import FinishReason, GenerationRequest, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from tests.router.asgi import FakeBackend, token_ids
 
 

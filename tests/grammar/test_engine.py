@@ -14,7 +14,7 @@ from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.vocabulary import TokenTrie
 from legato.models.registry import CausalModel
 from legato.router.shards import _from_pb, _to_pb
-from legato.router.state import FinishReason, GenerationRequest, Output, Sampling
+from legato.scheduling.state import FinishReason, GenerationRequest, Output, Sampling
 from legato.server.grammars import load_trie
 from tests.grammar.texts import conforms, schema
 from tests.server.local import LocalServer, load

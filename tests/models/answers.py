@@ -12,7 +12,7 @@ from legato.layers.kv_cache import KVCache
 from legato.layers.shard import Shard
 from legato.models.config import ModelConfig
 from legato.models.registry import CausalModel, LimitedModel, get_model
-from legato.router.state import GenerationRequest
+from legato.scheduling.state import GenerationRequest
 from legato.server.prepare import prepare
 from legato.server.rows import Rows
 from tests.server.local import DEVICE, LocalServer

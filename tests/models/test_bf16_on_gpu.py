@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from legato.models.registry import CausalModel
-from legato.router.state import GenerationRequest
+from legato.scheduling.state import GenerationRequest
 from tests.server.local import DEVICE, LocalServer, load
 from tests.tiny_models import tiny_llama
 

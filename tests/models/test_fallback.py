@@ -23,7 +23,7 @@ from legato.layers.kv_cache import KVShape
 from legato.layers.shard import Shard
 from legato.models import foreign, registry
 from legato.models.registry import CausalModel, get_model, model_config
-from legato.router.state import GenerationRequest
+from legato.scheduling.state import GenerationRequest
 from legato.server.capacity import Wishes
 from legato.server.loading import LoadedModel
 from legato.server.memory import Reading

@@ -13,7 +13,7 @@ from tokenizers import normalizers
 from legato.common import hub
 from legato.common.model_files import ModelFiles
 from legato.models.registry import CausalModel
-from legato.router.state import GenerationRequest
+from legato.scheduling.state import GenerationRequest
 from tests.common.test_tokenizer import CORPUS, NASTY
 from tests.models.test_llama import logits
 from tests.models.test_smollm2 import PROMPTS

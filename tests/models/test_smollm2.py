@@ -12,7 +12,7 @@ import torch
 from legato.common import hub
 from legato.common.model_files import ModelFiles
 from legato.models.registry import CausalModel
-from legato.router.state import GenerationRequest
+from legato.scheduling.state import GenerationRequest
 from tests.models.test_llama import logits
 from tests.server.local import LocalServer, load
 

@@ -13,7 +13,7 @@ from legato.common.errors import UnsupportedModel
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
 from legato.models.mistral import Mistral
-from legato.router.state import GenerationRequest
+from legato.scheduling.state import GenerationRequest
 from tests.models import tiny_today as today
 from tests.models.answers import prompts
 from tests.models.oracle import oracle_logits

@@ -19,7 +19,7 @@ from legato.common.vision import ImageRules, Size, image_rules
 from legato.layers.shard import Shard
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
-from legato.router.state import GenerationRequest, PromptImage, with_names
+from legato.scheduling.state import GenerationRequest, PromptImage, with_names
 from legato.server.image_pixels import num_pixels, pixels_of
 from legato.server.images import Eyes
 from tests.models import tiny_vision as tiny

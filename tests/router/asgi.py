@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from legato.router.app import create_app
 from legato.router.seam import Limits, Sink
 from legato.router.settings import RouterSettings
-from legato.router.state import FinishReason, GenerationRequest, Grammar, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, Grammar, Output
 
 LIMITS = Limits(
     max_input_tokens=64, max_total_tokens=100, max_batch_total_tokens=4096, vocab_size=400, eos_token_ids=frozenset({1})

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legato.router.schemas import GenerateParameters
-from legato.router.state import Output
+from legato.scheduling.state import Output
 from tests.router.asgi import Call, FakeBackend, app_for, ask, call, get, post, token_ids, until
 
 # ---- limits ----------------------------------------------------------------------------------------------------------

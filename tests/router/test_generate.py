@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from legato.router.state import FinishReason, GenerationRequest, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from tests.router.asgi import EOS, Call, FakeBackend, app_for, ask, get, outputs_of, post, token_ids, until
 
 HELLO = [*token_ids("hello world"), EOS]

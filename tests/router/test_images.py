@@ -16,9 +16,9 @@ from legato.common.vision import Colours, QwenRules
 from legato.pb import generate_pb2 as pb
 from legato.router.app import create_app
 from legato.router.messages import Submit
-from legato.router.prefix_tree import PrefixTree
 from legato.router.shards import _admission
-from legato.router.state import Admission, GenerationRequest
+from legato.scheduling.prefix_tree import PrefixTree
+from legato.scheduling.state import Admission, GenerationRequest
 from tests.models.tiny_vision import QWEN_TEMPLATE, picture
 from tests.router.asgi import LIMITS, SETTINGS, Answer, FakeBackend, post
 from tests.router.asgi import tokenizer as plain_tokenizer

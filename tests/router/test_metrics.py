@@ -8,7 +8,7 @@ import pytest
 
 from legato.router.app import create_app
 from legato.router.metrics import BATCH_SIZE_BUCKETS, DURATION_BUCKETS, Metrics, Step
-from legato.router.state import Output
+from legato.scheduling.state import Output
 from tests.router.asgi import LIMITS, SETTINGS, FakeBackend, get, post, token_ids, tokenizer
 
 STEP = Step(

@@ -17,7 +17,7 @@ from legato.router.schemas import (
     StreamResponse,
     Token,
 )
-from legato.router.state import FinishReason
+from legato.scheduling.state import FinishReason
 
 DECODER = msgspec.json.Decoder(GenerateRequest)
 

@@ -15,7 +15,7 @@ from legato.common.token_ids import unpack
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
-from legato.router.state import Admission, GenerationRequest, Sampling, StepPlan, StepResult
+from legato.scheduling.state import Admission, GenerationRequest, Sampling, StepPlan, StepResult
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 LIMITS = WarmupLimits(None, None, 64, None, 8)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from legato.router import sse
 from legato.router.errors import GenerationFailed
 from legato.router.schemas import StreamResponse, Token
-from legato.router.state import GenerationRequest
 from legato.router.streams import Stream, Transcript
+from legato.scheduling.state import GenerationRequest
 from tests.router.asgi import FakeBackend
 from tests.router.test_streams import VOCABULARY
 

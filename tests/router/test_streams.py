@@ -7,8 +7,8 @@ import pytest
 
 from legato.common.detokenize import Vocabulary
 from legato.router.errors import ClientGone, GenerationFailed
-from legato.router.state import FinishReason, GenerationRequest, Output
 from legato.router.streams import MAX_UNREAD, Piece, Stream, Transcript
+from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from tests.router.asgi import EOS, FakeBackend, outputs_of, token_ids, tokenizer
 
 VOCABULARY = Vocabulary(tokenizer())

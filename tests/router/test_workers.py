@@ -21,9 +21,9 @@ from legato.router.metrics import Metrics, add_up
 from legato.router.permits import PermitPool
 from legato.router.port import Port
 from legato.router.remote_backend import HEARING_PER_TURN, RemoteBackend
-from legato.router.state import FinishReason, GenerationRequest, Grammar, GrammarKind, Output
 from legato.router.turnstile import Turnstile
 from legato.router.workers import Worker, WorkerFailed, Workers
+from legato.scheduling.state import FinishReason, GenerationRequest, Grammar, GrammarKind, Output
 from tests.router.asgi import LIMITS, FakeBackend, outputs_of, until
 from tests.router.test_metrics import samples
 

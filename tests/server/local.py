@@ -14,10 +14,10 @@ from legato.grammar.vocabulary import TokenTrie
 from legato.layers.kv_cache import KVCache
 from legato.models.config import ModelConfig
 from legato.models.registry import CausalModel, get_model
-from legato.router.scheduler import Scheduler, SchedulerLimits
 from legato.router.shards import _from_pb, _to_pb
-from legato.router.state import GenerationRequest, Output
 from legato.sampling.sampler import Sampler
+from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.state import GenerationRequest, Output
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from legato.models.registry import CausalModel
-from legato.router.state import GenerationRequest, Sampling
+from legato.scheduling.state import GenerationRequest, Sampling
 from tests.server.faults import STAGES, FaultyServer
 from tests.server.local import LocalServer, load
 from tests.tiny_models import tiny_llama

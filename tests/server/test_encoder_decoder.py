@@ -16,7 +16,7 @@ from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.common.token_ids import pack
 from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
-from legato.router.state import GenerationRequest
+from legato.scheduling.state import GenerationRequest
 from legato.server.capacity import Wishes
 from legato.server.model import Model
 from legato.server.prepare import halves

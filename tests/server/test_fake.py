@@ -9,9 +9,9 @@ import pytest
 
 from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
-from legato.router.scheduler import Scheduler, SchedulerLimits
 from legato.router.shards import _from_pb, _to_pb
-from legato.router.state import GenerationRequest, Output, Sampling
+from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.state import GenerationRequest, Output, Sampling
 from legato.server.fake import BrokenContract, FakeEngine, FakeLimits
 
 VOCAB = 100

@@ -22,7 +22,7 @@ from legato.launcher.plan import make_plan
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.router.shards import GrpcShards, WarmupLimits
-from legato.router.state import Admission, GenerationRequest, Grammar, GrammarKind, StepPlan, StepResult
+from legato.scheduling.state import Admission, GenerationRequest, Grammar, GrammarKind, StepPlan, StepResult
 from legato.server.fake_service import FakeModel, FakeService, StepCost
 from legato.server.listening import listen
 from tests.server.silence import silence

@@ -14,7 +14,7 @@ from legato.common.options import ServerOptions
 from legato.kernels.kv_format import as_stored
 from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
-from legato.router.state import GenerationRequest
+from legato.scheduling.state import GenerationRequest
 from legato.server.loading import load as load_files
 from legato.server.model import Model
 from legato.server.prepare import prepare

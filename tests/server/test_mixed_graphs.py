@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from legato.models.registry import CausalModel
-from legato.router.state import GenerationRequest
+from legato.scheduling.state import GenerationRequest
 from legato.server import mixed_graphs
 from legato.server.rows import RowStep
 from tests.server.faults import Faults, record

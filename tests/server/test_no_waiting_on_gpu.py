@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from legato.router.state import GenerationRequest, Sampling
+from legato.scheduling.state import GenerationRequest, Sampling
 from tests.server.local import DEVICE, LocalServer, load
 from tests.tiny_models import tiny_llama
 

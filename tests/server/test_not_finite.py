@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from legato.models.registry import CausalModel
-from legato.router.state import GenerationRequest, Sampling
+from legato.scheduling.state import GenerationRequest, Sampling
 from legato.server.pending import NOT_FINITE
 from tests.server.faults import FaultyServer
 from tests.server.local import load

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from legato.models.registry import CausalModel
-from legato.router.state import GenerationRequest, Sampling
+from legato.scheduling.state import GenerationRequest, Sampling
 from tests.server.local import LocalServer, load
 from tests.tiny_models import greedy_oracle, tiny_llama
 

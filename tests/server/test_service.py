@@ -21,10 +21,10 @@ from legato.layers.step import Step
 from legato.pb import generate_pb2 as pb
 from legato.router.backend import Backend
 from legato.router.metrics import Step as StepFigures
-from legato.router.scheduler import Scheduler, SchedulerLimits
 from legato.router.seam import Limits
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
-from legato.router.state import FinishReason, GenerationRequest, Output
+from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from legato.server.loading import LoadedModel
 from tests.server.shard import load_model, refusal, serving, warmup
 from tests.server.silence import silence

@@ -32,12 +32,12 @@ from legato.router.openai.responses import (
 from legato.router.openai.serving import Choice, identity_of, serve
 from legato.router.openai.terms import Terms, terms_of, top_logprobs
 from legato.router.openai.token_names import TokenNames
-from legato.router.state import FinishReason
 from legato.router.streams import Piece
 from legato.router.tools.parser import CallParser
 from legato.router.tools.requests import ToolError
 from legato.router.tools.tooling import Tooling
 from legato.router.validation import ValidRequest
+from legato.scheduling.state import FinishReason
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 _encode = msgspec.json.Encoder().encode

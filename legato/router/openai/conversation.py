@@ -14,9 +14,9 @@ from legato.router.inference import Inference, Template
 from legato.router.offsets import token_offsets
 from legato.router.openai.requests import ChatRequest
 from legato.router.schemas import SimpleToken
-from legato.router.state import PromptImage
 from legato.router.tools.requests import ToolUse, tool_use_of
 from legato.router.tools.tooling import Tooling
+from legato.scheduling.state import PromptImage
 
 
 def check_conversation(request: ChatRequest) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from legato.router.grammar_shapes import read_grammar
-from legato.router.state import Grammar
+from legato.scheduling.state import Grammar
 
 
 def grammar_of(response_format: object) -> Grammar | None:

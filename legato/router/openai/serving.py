@@ -21,9 +21,9 @@ from legato.router.openai.requests import SharedFields
 from legato.router.openai.responses import FinishReason, PromptTokensDetails, Usage
 from legato.router.openai.terms import Terms
 from legato.router.settings import RouterSettings
-from legato.router.state import FinishReason as NativeReason
 from legato.router.streams import Piece, Stream, StreamGroup
 from legato.router.validation import ValidRequest
+from legato.scheduling.state import FinishReason as NativeReason
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from legato.router.errors import InvalidRequest
 from legato.router.openai.requests import SharedFields
 from legato.router.openai.response_format import grammar_of
-from legato.router.state import Grammar, Sampling
 from legato.router.validation import (
     Validator,
     ValidRequest,
@@ -24,6 +23,7 @@ from legato.router.validation import (
     random_seed,
     share,
 )
+from legato.scheduling.state import Grammar, Sampling
 
 # Answers to one prompt. TGI has no flag for it; `--max-best-of` is for those that are thrown away.
 MAX_CHOICES = 8

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from legato.router.state import FinishReason, Output
+from legato.scheduling.state import FinishReason, Output
 from tests.router.asgi import EOS, LIMITS, FakeBackend, outputs_of, token_ids
 from tests.router.openai.fakes import CHAT, HI, FakeTemplate, Server, chat, chunks, problem
 

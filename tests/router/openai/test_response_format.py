@@ -6,7 +6,7 @@ import pytest
 
 from legato.router.errors import InvalidRequest
 from legato.router.openai.response_format import grammar_of
-from legato.router.state import Grammar, GrammarKind
+from legato.scheduling.state import Grammar, GrammarKind
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 AS_GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","properties":{"a":{"type":"integer"}}}')

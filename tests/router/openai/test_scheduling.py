@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from legato.router.scheduler import Scheduler, SchedulerLimits
-from legato.router.state import FinishReason, GenerationRequest, Sampling, StepPlan, StepResult
+from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.state import FinishReason, GenerationRequest, Sampling, StepPlan, StepResult
 from tests.fakes import FakeShard, Simulation, expected_tokens
 
 LIMITS = SchedulerLimits(num_blocks=65, block_size=4, max_rows=8, max_step_tokens=32)

@@ -23,7 +23,7 @@ from legato.router.openai.responses import (
     TopLogprob,
     Usage,
 )
-from legato.router.state import FinishReason, Output
+from legato.scheduling.state import FinishReason, Output
 from tests.router.asgi import Call, FakeBackend, get, outputs_of, post, token_ids, until
 from tests.router.openai.fakes import CHAT, COMPLETIONS, HI, Server, chat, chunks, complete
 

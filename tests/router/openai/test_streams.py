@@ -8,8 +8,8 @@ import pytest
 
 from legato.common.detokenize import Vocabulary
 from legato.router.errors import ClientGone, GenerationFailed
-from legato.router.state import FinishReason, GenerationRequest, Output
 from legato.router.streams import Stream, StreamGroup, Transcript
+from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from tests.router.asgi import FakeBackend, outputs_of, token_ids, tokenizer
 
 VOCABULARY = Vocabulary(tokenizer())

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from legato.router.state import GenerationRequest, Sampling
+from legato.scheduling.state import GenerationRequest, Sampling
 from tests.router.asgi import EOS, FakeBackend
 from tests.router.openai.fakes import chat, complete, problem
 

@@ -10,7 +10,7 @@ import pytest
 from legato.common.errors import OptionError
 from legato.router.cli import vertex_port, vertex_route
 from legato.router.errors import GenerationFailed
-from legato.router.state import GenerationRequest, Output
+from legato.scheduling.state import GenerationRequest, Output
 from tests.router.asgi import Answer, Call, FakeBackend, app_for, get, outputs_of, post, until
 from tests.router.openai.fakes import HI, Server, chunks
 

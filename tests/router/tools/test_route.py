@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from legato.router.app import create_app
 from legato.router.openai.responses import ChatCompletionChunk
-from legato.router.state import FinishReason, GenerationRequest, GrammarKind, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, GrammarKind, Output
 from tests.router import asgi
 from tests.router.asgi import EOS, LIMITS, SETTINGS, Answer, FakeBackend, outputs_of
 from tests.router.openai.fakes import CHAT, HI, FakeTemplate, Server, chunks, problem

@@ -11,9 +11,9 @@ from legato.common.errors import OptionError
 from legato.common.options import RouterOptions
 from legato.pb import generate_pb2 as pb
 from legato.router.cli import settings_for, warm_up
-from legato.router.scheduler import Scheduler, SchedulerLimits
 from legato.router.shards import WarmupLimits
-from legato.router.state import GenerationRequest, StepPlan
+from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.state import GenerationRequest, StepPlan
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
 VOCAB, START = 50, 7

@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from legato.router.prefix_tree import Node
-from legato.router.queue import Rank, Tenant
-from legato.router.state import GenerationRequest, StepPlan
+from legato.scheduling.prefix_tree import Node
+from legato.scheduling.queue import Rank, Tenant
+from legato.scheduling.state import GenerationRequest, StepPlan
 
 NEVER = sys.maxsize
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from legato.router.queue import LeastServed, Queue, Rank, Tenant, Tenants, rank
-from legato.router.scheduler import SchedulerLimits
-from legato.router.state import GenerationRequest
+from legato.scheduling.queue import LeastServed, Queue, Rank, Tenant, Tenants, rank
+from legato.scheduling.scheduler import SchedulerLimits
+from legato.scheduling.state import GenerationRequest
 from tests.fakes import Simulation
 
 LIMITS = SchedulerLimits(num_blocks=257, block_size=4, max_rows=2, max_step_tokens=64)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from legato.router.auth import tenant_of
-from legato.router.state import GenerationRequest
+from legato.scheduling.state import GenerationRequest
 from tests.router.asgi import Answer, FakeBackend, app_for, post
 
 ROUTES: dict[str, Any] = {

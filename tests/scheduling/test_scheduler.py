@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from legato.router.queue import AGING_SECONDS
-from legato.router.scheduler import RAN_TOO_LONG, Scheduler, SchedulerLimits
-from legato.router.state import FinishReason, GenerationRequest, StepPlan, StepResult
+from legato.scheduling.queue import AGING_SECONDS
+from legato.scheduling.scheduler import RAN_TOO_LONG, Scheduler, SchedulerLimits
+from legato.scheduling.state import FinishReason, GenerationRequest, StepPlan, StepResult
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
 VOCAB = 50

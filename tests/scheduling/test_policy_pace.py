@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from legato.router.budget import FEWEST_MIXED_TOKENS, StepBudget, StepSizes, step_sizes
-from legato.router.scheduler import Scheduler, SchedulerLimits
-from legato.router.state import GenerationRequest, StepPlan, StepResult
+from legato.scheduling.budget import FEWEST_MIXED_TOKENS, StepBudget, StepSizes, step_sizes
+from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.state import GenerationRequest, StepPlan, StepResult
 from tests.fakes import Simulation
 
 H200 = step_sizes("cuda", None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from legato.router.queue import AGING_SECONDS
-from legato.router.scheduler import SchedulerLimits
-from legato.router.state import GenerationRequest
+from legato.scheduling.queue import AGING_SECONDS
+from legato.scheduling.scheduler import SchedulerLimits
+from legato.scheduling.state import GenerationRequest
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
 

@@ -16,13 +16,13 @@ import itertools
 from collections import deque
 from dataclasses import dataclass
 
-from legato.router.blocks import RESERVED_BLOCKS, BlockPool
-from legato.router.budget import StepBudget, StepSizes
-from legato.router.deadlines import Deadlines
-from legato.router.entry import NEVER, Entry, InFlight, PlannedRow
-from legato.router.prefix_tree import Node, PrefixTree
-from legato.router.queue import LAST, Queue, Rank, Tenants, rank
-from legato.router.state import Admission, FinishReason, GenerationRequest, Output, StepPlan, StepResult
+from legato.scheduling.blocks import RESERVED_BLOCKS, BlockPool
+from legato.scheduling.budget import StepBudget, StepSizes
+from legato.scheduling.deadlines import Deadlines
+from legato.scheduling.entry import NEVER, Entry, InFlight, PlannedRow
+from legato.scheduling.prefix_tree import Node, PrefixTree
+from legato.scheduling.queue import LAST, Queue, Rank, Tenants, rank
+from legato.scheduling.state import Admission, FinishReason, GenerationRequest, Output, StepPlan, StepResult
 
 # Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
 LOOK_AHEAD = 32

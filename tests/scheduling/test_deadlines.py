@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from legato.router.app import create_app
-from legato.router.scheduler import Scheduler, SchedulerLimits
-from legato.router.state import GenerationRequest, Output
+from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.state import GenerationRequest, Output
 from tests.fakes import Simulation, check_blocks
 from tests.router.asgi import SETTINGS, FakeBackend, post, tokenizer
 from tests.router.test_backend import Bench, bench
