@@ -8,7 +8,7 @@
     │   └── UnsupportedModel    well-formed, but not something Legato runs
     └── EndpointInUse           a port or socket belongs to another process
 
-Errors of requests live with the router (`router/errors.py`); impossible states are asserts.
+Errors of requests live with the router (`api/errors.py`); impossible states are asserts.
 """
 
 from __future__ import annotations

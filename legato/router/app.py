@@ -17,11 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer
 
-from legato.common.vision import ImageRules
-from legato.router import metrics as prometheus
-from legato.router.auth import OPEN_PATHS, RequireKey
-from legato.router.docs_page import PAGE
-from legato.router.errors import (
+from legato.api.errors import (
     ClientGone,
     InternalError,
     MethodNotAllowed,
@@ -29,6 +25,11 @@ from legato.router.errors import (
     RequestError,
     Unhealthy,
 )
+from legato.api.native import Info, TokenizeRequest
+from legato.common.vision import ImageRules
+from legato.router import metrics as prometheus
+from legato.router.auth import OPEN_PATHS, RequireKey
+from legato.router.docs_page import PAGE
 from legato.router.exchange import DIRECT_SEND, Exchange
 from legato.router.generate import GenerateRoutes
 from legato.router.inference import Inference, Shared, Template
@@ -42,7 +43,6 @@ from legato.router.openapi import document
 from legato.router.platforms.kserve import KServeRoutes
 from legato.router.platforms.sagemaker import SageMakerRoutes
 from legato.router.platforms.vertex import VertexRoutes
-from legato.router.schemas import Info, TokenizeRequest
 from legato.router.seam import Backend, Limits
 from legato.router.settings import RouterSettings
 from legato.router.turnstile import Turnstile

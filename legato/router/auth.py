@@ -14,8 +14,8 @@ from typing import ClassVar
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from legato.api.errors import RequestError
 from legato.common.errors import OptionError
-from legato.router.errors import RequestError
 from legato.router.exchange import TENANT
 
 # Load balancers and orchestrators ask for these, and have no keys. They tell nothing but whether the model computes.

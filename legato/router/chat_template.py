@@ -16,11 +16,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from legato.api.errors import RequestError
 from legato.common.model_files import ModelFiles
 from legato.router.chat_frames import Kind
 from legato.router.chat_process import Facts, ProcessEnded, RenderLimits, TemplateProcesses
 from legato.router.chat_sources import ChatTemplates, find_templates
-from legato.router.errors import RequestError
 
 
 class TemplateFailed(RequestError):

@@ -13,7 +13,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from legato.router.errors import ClientGone, CompressedBody, InvalidRequest, MalformedBody, PayloadTooLarge
+from legato.api.errors import ClientGone, CompressedBody, InvalidRequest, MalformedBody, PayloadTooLarge
 
 T = TypeVar("T")
 

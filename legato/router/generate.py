@@ -10,12 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from legato.router import sse
-from legato.router.errors import ClientGone, InternalError, Overloaded, RequestError
-from legato.router.exchange import Client, Exchange
-from legato.router.inference import Inference, logger
-from legato.router.metrics import Timings
-from legato.router.schemas import (
+from legato.api.errors import ClientGone, InternalError, Overloaded, RequestError
+from legato.api.native import (
     BestOfSequence,
     CompatGenerateRequest,
     Details,
@@ -25,6 +21,10 @@ from legato.router.schemas import (
     StreamDetails,
     StreamResponse,
 )
+from legato.router import sse
+from legato.router.exchange import Client, Exchange
+from legato.router.inference import Inference, logger
+from legato.router.metrics import Timings
 from legato.router.streams import Piece, Stream
 from legato.router.validation import ValidRequest
 

@@ -15,11 +15,11 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
+from legato.api.errors import GenerationFailed, InvalidRequest
 from legato.common.errors import LegatoError
 from legato.grammar.compile import check_size, lenient
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
-from legato.router.errors import GenerationFailed, InvalidRequest
 from legato.router.grammar_process import CheckerProcesses
 from legato.router.seam import Limits
 from legato.router.settings import RouterSettings

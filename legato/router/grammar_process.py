@@ -21,10 +21,10 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from legato.api.errors import Overloaded
 from legato.grammar import checker
 from legato.grammar.errors import GrammarError, TooComplex
 from legato.grammar.kinds import Grammar
-from legato.router.errors import Overloaded
 
 logger = logging.getLogger(__name__)
 

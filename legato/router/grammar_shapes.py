@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
+from legato.api.errors import InvalidRequest
 from legato.grammar.compile import check_bytes
 from legato.grammar.errors import GrammarError
-from legato.router.errors import InvalidRequest
 from legato.scheduling.state import Grammar, GrammarKind
 
 _TYPES = "text, json, json_object, json_schema, regex, choice or lark"

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from legato.api.errors import RequestError, TooLong
 from legato.common.pictures import MIMES, BadPicture, decode, format_of, has_decoder
 from legato.common.vision import ImageRules, Size, UnfitImage, spread_marks
-from legato.router.errors import RequestError, TooLong
 from legato.router.images_fetch import Fetcher, FetchRefused
 from legato.router.settings import RouterSettings
 from legato.scheduling.state import PromptImage

@@ -15,14 +15,14 @@ from typing import Any, Literal, Protocol
 
 from tokenizers import Tokenizer
 
+from legato.api.errors import ClientGone, RequestError
+from legato.api.native import GenerateRequest
 from legato.common.detokenize import Vocabulary
 from legato.common.vision import ImageRules
-from legato.router.errors import ClientGone, RequestError
 from legato.router.exchange import Client
 from legato.router.images import Images
 from legato.router.metrics import Metrics, Timings
 from legato.router.permits import PermitPool, Permits
-from legato.router.schemas import GenerateRequest
 from legato.router.seam import Backend
 from legato.router.settings import RouterSettings
 from legato.router.streams import Stream, Transcript

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from tokenizers import Encoding
 
-from legato.router.schemas import SimpleToken
+from legato.api.native import SimpleToken
 
 
 def token_offsets(encoding: Encoding, text: str) -> list[SimpleToken]:

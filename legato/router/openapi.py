@@ -8,9 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from legato.router.auth import OPEN_PATHS, Unauthorized
-from legato.router.chat_template import TemplateError
-from legato.router.errors import (
+from legato.api.errors import (
     CompressedBody,
     GenerationFailed,
     InvalidRequest,
@@ -18,22 +16,7 @@ from legato.router.errors import (
     PayloadTooLarge,
     TimedOut,
 )
-from legato.router.openai import errors as openai_errors
-from legato.router.openai.errors import UnknownModel
-from legato.router.openai.requests import ChatRequest, CompletionRequest
-from legato.router.openai.responses import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatTokenizeResponse,
-    Completion,
-    CompletionChunk,
-    Model,
-    ModelList,
-    OpenAIError,
-)
-from legato.router.platforms import kserve
-from legato.router.platforms.vertex import VertexRequest, VertexResponse
-from legato.router.schemas import (
+from legato.api.native import (
     CompatGenerateRequest,
     ErrorResponse,
     GenerateRequest,
@@ -43,6 +26,23 @@ from legato.router.schemas import (
     StreamResponse,
     TokenizeRequest,
 )
+from legato.api.openai.requests import ChatRequest, CompletionRequest
+from legato.api.openai.responses import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatTokenizeResponse,
+    Completion,
+    CompletionChunk,
+    Model,
+    ModelList,
+    OpenAIError,
+)
+from legato.router.auth import OPEN_PATHS, Unauthorized
+from legato.router.chat_template import TemplateError
+from legato.router.openai import errors as openai_errors
+from legato.router.openai.errors import UnknownModel
+from legato.router.platforms import kserve
+from legato.router.platforms.vertex import VertexRequest, VertexResponse
 from legato.router.settings import RouterSettings
 
 _REFERENCE = "#/components/schemas/{name}"

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from legato.router.errors import Overloaded
+from legato.api.errors import Overloaded
 
 # Seconds that count as lately, and the most that anybody is told to stay away.
 LATELY = 10.0

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from legato.api.errors import Overloaded
 from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.router import messages as say
-from legato.router.errors import Overloaded
 from legato.router.seam import Limits, Sink
 from legato.scheduling.state import GenerationRequest, Grammar, Output
 

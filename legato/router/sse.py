@@ -6,8 +6,8 @@ import asyncio
 
 import msgspec
 
-from legato.router.errors import RequestError
-from legato.router.schemas import StreamResponse, Token
+from legato.api.errors import RequestError
+from legato.api.native import StreamResponse, Token
 from legato.router.streams import Stream
 
 HEADERS = {

@@ -12,10 +12,10 @@ from collections.abc import Callable, Container, Sequence
 
 from msgspec import Struct
 
+from legato.api.errors import ClientGone, GenerationFailed, TimedOut
+from legato.api.native import PrefillToken, Token
 from legato.common.detokenize import Vocabulary
 from legato.common.stopping import StopMatcher
-from legato.router.errors import ClientGone, GenerationFailed, TimedOut
-from legato.router.schemas import PrefillToken, Token
 from legato.router.seam import Backend
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 

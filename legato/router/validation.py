@@ -17,12 +17,12 @@ from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
-from legato.router.errors import InvalidRequest, TooLong
+from legato.api.errors import InvalidRequest, TooLong
+from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
 from legato.router.grammar import GrammarCompiler
 from legato.router.grammar_shapes import read_grammar
 from legato.router.images import Images
 from legato.router.offsets import token_offsets
-from legato.router.schemas import GenerateParameters, GenerateRequest, SimpleToken
 from legato.router.seam import Limits
 from legato.router.settings import RouterSettings
 from legato.scheduling.state import (

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import pytest
 
+from legato.api.errors import GenerationFailed, InvalidRequest
 from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.wire import from_pb, grammar_type
 from legato.pb import generate_pb2 as pb
-from legato.router.errors import GenerationFailed, InvalidRequest
 from legato.router.grammar import GrammarCompiler
 from legato.router.grammar_shapes import read_grammar
 from legato.router.seam import Limits

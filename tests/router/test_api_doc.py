@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from legato.api.native import GenerateParameters
 from legato.cli import legato
 from legato.common.program import run_program
 from legato.router.openapi import OPERATIONS
 from legato.router.reference import reference_page
-from legato.router.schemas import GenerateParameters
 
 PAGE = reference_page()
 

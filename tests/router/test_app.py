@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.router.schemas import GenerateParameters
+from legato.api.native import GenerateParameters
 from legato.scheduling.state import Output
 from tests.router.asgi import Call, FakeBackend, app_for, ask, call, get, post, token_ids, until
 

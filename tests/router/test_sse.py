@@ -7,9 +7,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legato.api.errors import GenerationFailed
+from legato.api.native import StreamResponse, Token
 from legato.router import sse
-from legato.router.errors import GenerationFailed
-from legato.router.schemas import StreamResponse, Token
 from legato.router.streams import Stream, Transcript
 from legato.scheduling.state import GenerationRequest
 from tests.router.asgi import FakeBackend

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from legato.api.errors import ClientGone, GenerationFailed
 from legato.common.detokenize import Vocabulary
-from legato.router.errors import ClientGone, GenerationFailed
 from legato.router.streams import MAX_UNREAD, Piece, Stream, Transcript
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from tests.router.asgi import EOS, FakeBackend, outputs_of, token_ids, tokenizer

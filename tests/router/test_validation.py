@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers
 
-from legato.router.errors import InvalidRequest
-from legato.router.schemas import GenerateParameters, GenerateRequest
+from legato.api.errors import InvalidRequest
+from legato.api.native import GenerateParameters, GenerateRequest
 from legato.router.validation import Validator, ValidRequest
 from tests.router.asgi import LIMITS, SETTINGS, token_ids, tokenizer
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from msgspec import UNSET
 
-from legato.router.openai.chunks import ChatChunks
-from legato.router.openai.responses import (
+from legato.api.openai.responses import (
     CalledFunction,
     ChatLogprobs,
     ChatMessage,
@@ -16,6 +15,7 @@ from legato.router.openai.responses import (
     ToolCall,
     ToolCallDelta,
 )
+from legato.router.openai.chunks import ChatChunks
 from legato.router.openai.serving import Choice
 from legato.router.tools.parser import CallBegins, CallParser, Content, Event, Message
 

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import msgspec
 
-from legato.router.errors import InvalidRequest
+from legato.api.errors import InvalidRequest
+from legato.api.openai.requests import ChatRequest
+from legato.api.openai.responses import (
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChatTokenizeResponse,
+    Usage,
+)
 from legato.router.exchange import Exchange
 from legato.router.inference import Inference
 from legato.router.openai.calls import call_chunks, called_message, finish_reason
@@ -19,16 +28,7 @@ from legato.router.openai.conversation import (
     tool_use,
 )
 from legato.router.openai.logprobs import chat_logprobs
-from legato.router.openai.requests import ChatRequest
 from legato.router.openai.response_format import grammar_of
-from legato.router.openai.responses import (
-    ChatChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatMessage,
-    ChatTokenizeResponse,
-    Usage,
-)
 from legato.router.openai.serving import Choice, identity_of, serve
 from legato.router.openai.terms import Terms, terms_of, top_logprobs
 from legato.router.openai.token_names import TokenNames

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from legato.router.openai.responses import ChatLogprobs, CompletionLogprobs, FinishReason, ToolCallDelta, Usage
+from legato.api.openai.responses import ChatLogprobs, CompletionLogprobs, FinishReason, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 

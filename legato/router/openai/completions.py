@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from legato.router.errors import InvalidRequest
+from legato.api.errors import InvalidRequest
+from legato.api.openai.requests import CompletionRequest
+from legato.api.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from legato.router.exchange import Exchange
 from legato.router.inference import Inference
 from legato.router.openai.chunks import CompletionChunks, Envelope
 from legato.router.openai.errors import unsupported
 from legato.router.openai.logprobs import completion_logprobs, joined, prompt_logprobs
 from legato.router.openai.prompts import Prompt, raw_prompts, read_prompt
-from legato.router.openai.requests import CompletionRequest
-from legato.router.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from legato.router.openai.serving import Choice, identity_of, serve
 from legato.router.openai.terms import terms_of, top_logprobs
 from legato.router.openai.token_names import TokenNames

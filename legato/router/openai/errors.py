@@ -11,8 +11,7 @@ import re
 
 import msgspec
 
-from legato.router.auth import Unauthorized
-from legato.router.errors import (
+from legato.api.errors import (
     GenerationFailed,
     InvalidRequest,
     MalformedBody,
@@ -21,7 +20,8 @@ from legato.router.errors import (
     RequestError,
     TooLong,
 )
-from legato.router.openai.responses import ErrorObject, OpenAIError
+from legato.api.openai.responses import ErrorObject, OpenAIError
+from legato.router.auth import Unauthorized
 
 # msgspec's messages say where: "Object missing required field `prompt`", "Expected `str`, got `int` - at `$.model`",
 # "... - at `key` in `$.logit_bias`".

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from legato.api.openai.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from legato.router.openai.prompts import Prompt
-from legato.router.openai.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from legato.router.openai.token_names import TokenNames
 from legato.router.streams import Piece, Stream
 

@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from legato.api.openai.responses import Model, ModelList
 from legato.router.openai.errors import UnknownModel
-from legato.router.openai.responses import Model, ModelList
 from legato.router.settings import RouterSettings
 
 JSON = "application/json"

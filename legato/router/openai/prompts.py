@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeGuard
 
+from legato.api.errors import InvalidRequest
+from legato.api.openai.requests import CompletionRequest
 from legato.common.detokenize import Vocabulary
-from legato.router.errors import InvalidRequest
-from legato.router.openai.requests import CompletionRequest
 from legato.router.validation import Validator
 
 RawPrompt = str | list[int]

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 from uuid import uuid4
 
+from legato.api.errors import ClientGone, InternalError, InvalidRequest, RequestError
+from legato.api.openai.requests import SharedFields
+from legato.api.openai.responses import FinishReason, PromptTokensDetails, Usage
 from legato.router import sse
-from legato.router.errors import ClientGone, InternalError, InvalidRequest, RequestError
 from legato.router.exchange import Client, Exchange
 from legato.router.inference import Inference, logger
 from legato.router.metrics import Timings
 from legato.router.openai import errors
 from legato.router.openai.chunks import DONE, Envelope, Identity
-from legato.router.openai.requests import SharedFields
-from legato.router.openai.responses import FinishReason, PromptTokensDetails, Usage
 from legato.router.openai.terms import Terms
 from legato.router.settings import RouterSettings
 from legato.router.streams import Piece, Stream, StreamGroup

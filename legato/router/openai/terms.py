@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from legato.router.errors import InvalidRequest
-from legato.router.openai.requests import SharedFields
+from legato.api.errors import InvalidRequest
+from legato.api.openai.requests import SharedFields
 from legato.router.openai.response_format import grammar_of
 from legato.router.validation import (
     Validator,

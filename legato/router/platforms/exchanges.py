@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from legato.router.errors import InvalidRequest
+from legato.api.errors import InvalidRequest
 from legato.router.exchange import Client, Exchange, decode
 
 Handler = Callable[[Exchange], Awaitable[None]]

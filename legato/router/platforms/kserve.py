@@ -14,12 +14,12 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from legato.router.errors import InvalidRequest, Unhealthy
+from legato.api.errors import InvalidRequest, Unhealthy
+from legato.api.native import GenerateParameters, GenerateRequest
 from legato.router.exchange import Exchange
 from legato.router.generate import GenerateRoutes
 from legato.router.inference import Inference
 from legato.router.platforms.exchanges import Ask, answer_all, text_of
-from legato.router.schemas import GenerateParameters, GenerateRequest
 
 JSON = "application/json"
 Byte = Annotated[int, Meta(ge=0, le=255)]

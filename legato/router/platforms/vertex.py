@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from legato.router.errors import InvalidRequest
+from legato.api.errors import InvalidRequest
 from legato.router.exchange import Exchange
 from legato.router.generate import GenerateRoutes
 from legato.router.openai.chat import ChatRoutes

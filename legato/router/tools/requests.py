@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from legato.router.errors import InvalidRequest, RequestError
+from legato.api.errors import InvalidRequest, RequestError
 
 Schema = dict[str, Any]
 _NO_PARAMETERS: Final[Schema] = {"type": "object", "properties": {}}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from legato.router.openai.requests import ChatRequest, CompletionRequest
+from legato.api.openai.requests import ChatRequest, CompletionRequest
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from tests.router.asgi import EOS, FakeBackend, outputs_of, token_ids
 from tests.router.openai.fakes import COMPLETIONS, Server, chat, chunks, complete

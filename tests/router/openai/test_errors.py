@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.router.openai.requests import ChatRequest, CompletionRequest
+from legato.api.openai.requests import ChatRequest, CompletionRequest
 from legato.scheduling.state import Output
 from tests.router.asgi import Call, FakeBackend, get, post, until
 from tests.router.openai.fakes import CHAT, COMPLETIONS, HI, FakeTemplate, Server, chat, complete, problem

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from legato.router.errors import InvalidRequest
+from legato.api.errors import InvalidRequest
 from legato.router.openai.response_format import grammar_of
 from legato.scheduling.state import Grammar, GrammarKind
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.router.openai.chunks import ChatChunks, CompletionChunks, Envelope, Identity
-from legato.router.openai.responses import (
+from legato.api.openai.responses import (
     ChatChunkChoice,
     ChatCompletionChunk,
     ChatDelta,
@@ -23,6 +22,7 @@ from legato.router.openai.responses import (
     TopLogprob,
     Usage,
 )
+from legato.router.openai.chunks import ChatChunks, CompletionChunks, Envelope, Identity
 from legato.scheduling.state import FinishReason, Output
 from tests.router.asgi import Call, FakeBackend, get, outputs_of, post, token_ids, until
 from tests.router.openai.fakes import CHAT, COMPLETIONS, HI, Server, chat, chunks, complete

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from legato.api.errors import ClientGone, GenerationFailed
 from legato.common.detokenize import Vocabulary
-from legato.router.errors import ClientGone, GenerationFailed
 from legato.router.streams import Stream, StreamGroup, Transcript
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from tests.router.asgi import FakeBackend, outputs_of, token_ids, tokenizer

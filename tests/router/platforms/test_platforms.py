@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from legato.api.errors import GenerationFailed
 from legato.common.errors import OptionError
 from legato.router.cli import vertex_port, vertex_route
-from legato.router.errors import GenerationFailed
 from legato.scheduling.state import GenerationRequest, Output
 from tests.router.asgi import Answer, Call, FakeBackend, app_for, get, outputs_of, post, until
 from tests.router.openai.fakes import HI, Server, chunks

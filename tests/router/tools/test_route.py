@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from legato.api.openai.responses import ChatCompletionChunk
 from legato.router.app import create_app
-from legato.router.openai.responses import ChatCompletionChunk
 from legato.scheduling.state import FinishReason, GenerationRequest, GrammarKind, Output
 from tests.router import asgi
 from tests.router.asgi import EOS, LIMITS, SETTINGS, Answer, FakeBackend, outputs_of

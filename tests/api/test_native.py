@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from legato.router.errors import InvalidRequest, MalformedBody, RequestError
-from legato.router.exchange import decode
-from legato.router.schemas import (
+from legato.api.errors import InvalidRequest, MalformedBody, RequestError
+from legato.api.native import (
     CompatGenerateRequest,
     Details,
     GenerateParameters,
@@ -17,6 +16,7 @@ from legato.router.schemas import (
     StreamResponse,
     Token,
 )
+from legato.router.exchange import decode
 from legato.scheduling.state import FinishReason
 
 DECODER = msgspec.json.Decoder(GenerateRequest)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Raw, Struct
 
-from legato.router.schemas import GRAMMAR_SHAPE, U32, none_for_null
+from legato.api.native import GRAMMAR_SHAPE, U32, none_for_null
 
 Flag = bool | None
 Count = Annotated[U32 | None, Meta(extra_json_schema={"minimum": 1})]

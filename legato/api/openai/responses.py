@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from legato.router.schemas import SimpleToken
+from legato.api.native import SimpleToken
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import msgspec
 
-from legato.router.schemas import ErrorResponse
+from legato.api.native import ErrorResponse
 
 
 class RequestError(Exception):
