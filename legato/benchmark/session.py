@@ -14,11 +14,11 @@ from legato.benchmark.stats import Summary
 from legato.benchmark.workloads import Workload
 from legato.common.garbage import settle, unsettle
 from legato.common.options import RouterOptions
+from legato.ipc.seam import Limits
 from legato.pb import generate_pb2 as pb
 from legato.router.backend import Backend
 from legato.router.cli import warm_up
 from legato.router.metrics import Step
-from legato.router.seam import Limits
 from legato.router.shards import GrpcShards
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, Grammar, Output, StepPlan, StepResult

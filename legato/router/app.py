@@ -27,6 +27,8 @@ from legato.api.errors import (
 )
 from legato.api.native import Info, TokenizeRequest
 from legato.common.vision import ImageRules
+from legato.ipc.seam import Backend, Limits
+from legato.ipc.settings import RouterSettings
 from legato.router import metrics as prometheus
 from legato.router.auth import OPEN_PATHS, RequireKey
 from legato.router.docs_page import PAGE
@@ -43,8 +45,6 @@ from legato.router.openapi import document
 from legato.router.platforms.kserve import KServeRoutes
 from legato.router.platforms.sagemaker import SageMakerRoutes
 from legato.router.platforms.vertex import VertexRoutes
-from legato.router.seam import Backend, Limits
-from legato.router.settings import RouterSettings
 from legato.router.turnstile import Turnstile
 
 JSON = "application/json"

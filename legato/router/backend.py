@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from legato.common.errors import LegatoError
+from legato.ipc.seam import Limits, Sink
 from legato.router.metrics import Step
-from legato.router.seam import Limits, Sink
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
 

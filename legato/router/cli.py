@@ -17,15 +17,15 @@ from legato.common.locate import locate
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
+from legato.ipc.messages import Setup
+from legato.ipc.seam import Limits
+from legato.ipc.settings import RouterSettings
 from legato.pb import generate_pb2 as pb
 from legato.router.auth import read_keys
 from legato.router.backend import Backend
 from legato.router.listening import Listeners
-from legato.router.messages import Setup
 from legato.router.metrics import Metrics
 from legato.router.running import Router
-from legato.router.seam import Limits
-from legato.router.settings import RouterSettings
 from legato.router.shards import GrpcShards, WarmupLimits
 from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS

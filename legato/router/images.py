@@ -16,8 +16,8 @@ from typing import Any
 from legato.api.errors import RequestError, TooLong
 from legato.common.pictures import MIMES, BadPicture, decode, format_of, has_decoder
 from legato.common.vision import ImageRules, Size, UnfitImage, spread_marks
+from legato.ipc.settings import RouterSettings
 from legato.router.images_fetch import Fetcher, FetchRefused
-from legato.router.settings import RouterSettings
 from legato.scheduling.state import PromptImage
 
 # TGI's way to put a picture into a text.

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.samples import Sample
 
-from legato.router.seam import Limits
+from legato.ipc.seam import Limits
 
 # What a process has counted: metric -> sample as it is written -> number. Zeros are left out.
 Figures: TypeAlias = dict[str, dict[str, float]]

@@ -37,13 +37,13 @@ from legato.api.openai.responses import (
     ModelList,
     OpenAIError,
 )
+from legato.ipc.settings import RouterSettings
 from legato.router.auth import OPEN_PATHS, Unauthorized
 from legato.router.chat_template import TemplateError
 from legato.router.openai import errors as openai_errors
 from legato.router.openai.errors import UnknownModel
 from legato.router.platforms import kserve
 from legato.router.platforms.vertex import VertexRequest, VertexResponse
-from legato.router.settings import RouterSettings
 
 _REFERENCE = "#/components/schemas/{name}"
 _SECURITY = "api_key"

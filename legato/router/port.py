@@ -11,9 +11,9 @@ import msgspec
 
 from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
-from legato.router import messages as say
+from legato.ipc import messages as say
+from legato.ipc.seam import Backend
 from legato.router.permits import PermitPool
-from legato.router.seam import Backend
 from legato.scheduling.state import GenerationRequest, Grammar, Output
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from legato.ipc.settings import RouterSettings
 from legato.router.openapi import document
-from legato.router.settings import RouterSettings
 
 Json = dict[str, Any]
 

@@ -12,8 +12,8 @@ import msgspec
 from legato.api.errors import Overloaded
 from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
-from legato.router import messages as say
-from legato.router.seam import Limits, Sink
+from legato.ipc import messages as say
+from legato.ipc.seam import Limits, Sink
 from legato.scheduling.state import GenerationRequest, Grammar, Output
 
 # Seconds for which tokens prove that scheduler and shards are well: asking would say nothing newer.

@@ -11,13 +11,13 @@ from contextlib import suppress
 import msgspec
 
 from legato.common.garbage import settle
-from legato.router import messages as say
+from legato.ipc import messages as say
+from legato.ipc.settings import RouterSettings
 from legato.router.backend import Backend
 from legato.router.listening import Listeners
 from legato.router.metrics import Metrics
 from legato.router.permits import PermitPool
 from legato.router.port import Port
-from legato.router.settings import RouterSettings
 from legato.router.workers import Worker, Workers
 
 logger = logging.getLogger(__name__)

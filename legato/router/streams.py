@@ -16,7 +16,7 @@ from legato.api.errors import ClientGone, GenerationFailed, TimedOut
 from legato.api.native import PrefillToken, Token
 from legato.common.detokenize import Vocabulary
 from legato.common.stopping import StopMatcher
-from legato.router.seam import Backend
+from legato.ipc.seam import Backend
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ from tokenizers import Encoding, Tokenizer
 
 from legato.api.errors import InvalidRequest, TooLong
 from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
+from legato.ipc.seam import Limits
+from legato.ipc.settings import RouterSettings
 from legato.router.grammar import GrammarCompiler
 from legato.router.grammar_shapes import read_grammar
 from legato.router.images import Images
 from legato.router.offsets import token_offsets
-from legato.router.seam import Limits
-from legato.router.settings import RouterSettings
 from legato.scheduling.state import (
     DEFAULT_PRIORITY,
     LAST_PRIORITY,

@@ -22,12 +22,12 @@ from legato.common.garbage import settle
 from legato.common.logging import setup
 from legato.common.model_files import ModelFiles
 from legato.common.vision import ImageRules, image_rules
-from legato.router import messages as say
+from legato.ipc import messages as say
+from legato.ipc.link import Link, decoder_for
 from legato.router.app import create_app
 from legato.router.chat_template import ChatTemplate
 from legato.router.http_server import HttpServer
 from legato.router.inference import Shared
-from legato.router.link import Link, decoder_for
 from legato.router.metrics import Metrics
 from legato.router.remote_backend import RemoteBackend
 

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from legato.common.errors import LegatoError
-from legato.router import messages as say
-from legato.router.link import Link, decoder_for
+from legato.ipc import messages as say
+from legato.ipc.link import Link, decoder_for
 from legato.router.metrics import Figures, add_up
 from legato.router.port import Port
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from legato.ipc.settings import RouterSettings
 from legato.router.openai.terms import MAX_CHOICES
-from legato.router.settings import RouterSettings
 from tests.faults.scale import cases
 from tests.router.asgi import Answer, ask
 from tests.router.openai.fakes import CHAT, COMPLETIONS, HI, Server

@@ -15,11 +15,11 @@ from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.wire import from_pb, grammar_type
+from legato.ipc.seam import Limits
+from legato.ipc.settings import RouterSettings
 from legato.pb import generate_pb2 as pb
 from legato.router.grammar import GrammarCompiler
 from legato.router.grammar_shapes import read_grammar
-from legato.router.seam import Limits
-from legato.router.settings import RouterSettings
 from tests.grammar.texts import EOS, json_tokenizer, schema
 
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from legato.ipc.seam import Limits, Sink
+from legato.ipc.settings import RouterSettings
 from legato.router.app import create_app
-from legato.router.seam import Limits, Sink
-from legato.router.settings import RouterSettings
 from legato.scheduling.state import FinishReason, GenerationRequest, Grammar, Output
 
 LIMITS = Limits(

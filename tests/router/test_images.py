@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from legato.common.token_ids import unpack
 from legato.common.vision import Colours, QwenRules
+from legato.ipc.messages import Submit
 from legato.pb import generate_pb2 as pb
 from legato.router.app import create_app
-from legato.router.messages import Submit
 from legato.router.shards import _admission
 from legato.scheduling.prefix_tree import PrefixTree
 from legato.scheduling.state import Admission, GenerationRequest

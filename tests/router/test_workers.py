@@ -14,8 +14,8 @@ import pytest
 from legato.api.errors import Overloaded
 from legato.common.errors import EndpointInUse, LegatoError
 from legato.grammar.errors import GrammarError
-from legato.router import messages as say
-from legato.router.link import Link, decoder_for
+from legato.ipc import messages as say
+from legato.ipc.link import Link, decoder_for
 from legato.router.listening import KERNEL_SPREADS, Listeners
 from legato.router.metrics import Metrics, add_up
 from legato.router.permits import PermitPool

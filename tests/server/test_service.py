@@ -16,12 +16,12 @@ import pytest
 import torch
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from legato.ipc.seam import Limits
 from legato.layers.kv_cache import KVCache
 from legato.layers.step import Step
 from legato.pb import generate_pb2 as pb
 from legato.router.backend import Backend
 from legato.router.metrics import Step as StepFigures
-from legato.router.seam import Limits
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
 from legato.scheduling.state import FinishReason, GenerationRequest, Output

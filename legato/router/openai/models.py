@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from legato.api.openai.responses import Model, ModelList
+from legato.ipc.settings import RouterSettings
 from legato.router.openai.errors import UnknownModel
-from legato.router.settings import RouterSettings
 
 JSON = "application/json"
 

@@ -13,6 +13,7 @@ from uuid import uuid4
 from legato.api.errors import ClientGone, InternalError, InvalidRequest, RequestError
 from legato.api.openai.requests import SharedFields
 from legato.api.openai.responses import FinishReason, PromptTokensDetails, Usage
+from legato.ipc.settings import RouterSettings
 from legato.router import sse
 from legato.router.exchange import Client, Exchange
 from legato.router.inference import Inference, logger
@@ -20,7 +21,6 @@ from legato.router.metrics import Timings
 from legato.router.openai import errors
 from legato.router.openai.chunks import DONE, Envelope, Identity
 from legato.router.openai.terms import Terms
-from legato.router.settings import RouterSettings
 from legato.router.streams import Piece, Stream, StreamGroup
 from legato.router.validation import ValidRequest
 from legato.scheduling.state import FinishReason as NativeReason

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from legato.ipc.settings import RouterSettings
 from legato.router.exchange import Exchange
 from legato.router.generate import GenerateRoutes
 from legato.router.openai.chat import ChatRoutes
 from legato.router.openai.completions import CompletionRoutes
 from legato.router.platforms.exchanges import Handler, Reread, handler_for, read_raw
-from legato.router.settings import RouterSettings
 
 
 class SageMakerRoutes:

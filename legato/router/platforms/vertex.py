@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from legato.api.errors import InvalidRequest
+from legato.ipc.settings import RouterSettings
 from legato.router.exchange import Exchange
 from legato.router.generate import GenerateRoutes
 from legato.router.openai.chat import ChatRoutes
 from legato.router.platforms.exchanges import Ask, Handler, answer_all, handler_for, text_of
-from legato.router.settings import RouterSettings
 
 Instance = Annotated[
     Raw,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from legato.router.link import TURN_SECONDS, Link, decoder_for
+from legato.ipc.link import TURN_SECONDS, Link, decoder_for
 
 
 class Number(msgspec.Struct, tag="number"):

@@ -11,9 +11,9 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from legato.grammar.kinds import Grammar
+from legato.ipc.seam import Limits
+from legato.ipc.settings import RouterSettings
 from legato.router.metrics import Figures
-from legato.router.seam import Limits
-from legato.router.settings import RouterSettings
 from legato.scheduling.state import GenerationRequest, Output
 
 # ---- to a worker -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""How our own processes talk: framed messages over socket pairs."""
