@@ -18,10 +18,10 @@ from legato.ipc.seam import Limits
 from legato.pb import generate_pb2 as pb
 from legato.router.backend import Backend
 from legato.router.cli import warm_up
-from legato.router.metrics import Step
 from legato.router.shards import GrpcShards
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
+from legato.telemetry.metrics import Step
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from msgspec import Struct
 from legato.grammar.kinds import Grammar
 from legato.ipc.seam import Limits
 from legato.ipc.settings import RouterSettings
-from legato.router.metrics import Figures
 from legato.scheduling.state import GenerationRequest, Output
+from legato.telemetry.metrics import Figures
 
 # ---- to a worker -----------------------------------------------------------------------------------------------------
 

@@ -29,13 +29,11 @@ from legato.api.native import Info, TokenizeRequest
 from legato.common.vision import ImageRules
 from legato.ipc.seam import Backend, Limits
 from legato.ipc.settings import RouterSettings
-from legato.router import metrics as prometheus
 from legato.router.auth import OPEN_PATHS, RequireKey
 from legato.router.docs_page import PAGE
 from legato.router.exchange import DIRECT_SEND, Exchange
 from legato.router.generate import GenerateRoutes
 from legato.router.inference import Inference, Shared, Template
-from legato.router.metrics import Metrics
 from legato.router.openai import errors as openai_errors
 from legato.router.openai.chat import ChatRoutes
 from legato.router.openai.completions import CompletionRoutes
@@ -46,6 +44,8 @@ from legato.router.platforms.kserve import KServeRoutes
 from legato.router.platforms.sagemaker import SageMakerRoutes
 from legato.router.platforms.vertex import VertexRoutes
 from legato.router.turnstile import Turnstile
+from legato.telemetry import metrics as prometheus
+from legato.telemetry.metrics import Metrics
 
 JSON = "application/json"
 # Below this, errors are OpenAI's.

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.ipc.seam import Limits, Sink
-from legato.router.metrics import Step
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
+from legato.telemetry.metrics import Step
 
 # One step computes, the next waits at the shard: the device never waits for the router.
 STEPS_IN_FLIGHT = 2

@@ -24,13 +24,13 @@ from legato.pb import generate_pb2 as pb
 from legato.router.auth import read_keys
 from legato.router.backend import Backend
 from legato.router.listening import Listeners
-from legato.router.metrics import Metrics
 from legato.router.running import Router
 from legato.router.shards import GrpcShards, WarmupLimits
 from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes, step_sizes
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from legato.api.native import (
 from legato.router import sse
 from legato.router.exchange import Client, Exchange
 from legato.router.inference import Inference, logger
-from legato.router.metrics import Timings
 from legato.router.streams import Piece, Stream
 from legato.router.validation import ValidRequest
+from legato.telemetry.metrics import Timings
 
 _generate_decoder = msgspec.json.Decoder(GenerateRequest)
 _compat_decoder = msgspec.json.Decoder(CompatGenerateRequest)

@@ -23,10 +23,10 @@ from legato.ipc.seam import Backend
 from legato.ipc.settings import RouterSettings
 from legato.router.exchange import Client
 from legato.router.images import Images
-from legato.router.metrics import Metrics, Timings
 from legato.router.permits import PermitPool, Permits
 from legato.router.streams import Stream, Transcript
 from legato.router.validation import Validator, ValidRequest, random_seed
+from legato.telemetry.metrics import Metrics, Timings
 
 logger = logging.getLogger("legato.router")
 

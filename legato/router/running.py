@@ -15,10 +15,10 @@ from legato.ipc import messages as say
 from legato.ipc.settings import RouterSettings
 from legato.router.backend import Backend
 from legato.router.listening import Listeners
-from legato.router.metrics import Metrics
 from legato.router.permits import PermitPool
 from legato.router.port import Port
 from legato.router.workers import Worker, Workers
+from legato.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from legato.router.app import create_app
 from legato.router.chat_template import ChatTemplate
 from legato.router.http_server import HttpServer
 from legato.router.inference import Shared
-from legato.router.metrics import Metrics
 from legato.router.remote_backend import RemoteBackend
+from legato.telemetry.metrics import Metrics
 
 
 class Worker:

@@ -21,8 +21,8 @@ import msgspec
 from legato.common.errors import LegatoError
 from legato.ipc import messages as say
 from legato.ipc.link import Link, decoder_for
-from legato.router.metrics import Figures, add_up
 from legato.router.port import Port
+from legato.telemetry.metrics import Figures, add_up
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from legato.common.options import LauncherOptions
 from legato.router.app import _routes
 from legato.router.auth import read_keys
 from legato.router.inference import Inference
-from legato.router.metrics import Metrics
 from legato.router.openapi import document
+from legato.telemetry.metrics import Metrics
 from tests.router.asgi import LIMITS, SETTINGS, Answer, Call, FakeBackend, app_for, call, get, post, tokenizer
 
 KEYS = ("first-key", "second-key")

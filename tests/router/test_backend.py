@@ -10,10 +10,10 @@ import pytest
 
 from legato.ipc.seam import Limits
 from legato.router.backend import STEPS_IN_FLIGHT, Backend
-from legato.router.metrics import Step
 from legato.router.shards import ShardsLost
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
 from legato.scheduling.state import FinishReason, GenerationRequest, Output, StepPlan, StepResult
+from legato.telemetry.metrics import Step
 from tests.fakes import FakeShard, expected_tokens
 
 VOCAB = 50

@@ -12,8 +12,8 @@ from legato.api.native import GenerateParameters
 from legato.router.app import _routes, create_app
 from legato.router.docs_page import PAGE
 from legato.router.inference import Inference
-from legato.router.metrics import Metrics
 from legato.router.openapi import OPERATIONS, document
+from legato.telemetry.metrics import Metrics
 from tests.router.asgi import LIMITS, SETTINGS, FakeBackend, get, post, tokenizer
 from tests.router.openai.fakes import FakeTemplate
 

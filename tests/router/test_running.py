@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from legato.router.listening import Listeners
-from legato.router.metrics import Metrics
 from legato.router.running import Router
 from legato.router.workers import Worker
+from legato.telemetry.metrics import Metrics
 from tests.router.asgi import LIMITS, SETTINGS, FakeBackend
 
 

@@ -17,15 +17,15 @@ from legato.grammar.errors import GrammarError
 from legato.ipc import messages as say
 from legato.ipc.link import Link, decoder_for
 from legato.router.listening import KERNEL_SPREADS, Listeners
-from legato.router.metrics import Metrics, add_up
 from legato.router.permits import PermitPool
 from legato.router.port import Port
 from legato.router.remote_backend import HEARING_PER_TURN, RemoteBackend
 from legato.router.turnstile import Turnstile
 from legato.router.workers import Worker, WorkerFailed, Workers
 from legato.scheduling.state import FinishReason, GenerationRequest, Grammar, GrammarKind, Output
+from legato.telemetry.metrics import Metrics, add_up
 from tests.router.asgi import LIMITS, FakeBackend, outputs_of, until
-from tests.router.test_metrics import samples
+from tests.telemetry.test_metrics import samples
 
 
 @dataclass

@@ -21,11 +21,11 @@ from legato.layers.kv_cache import KVCache
 from legato.layers.step import Step
 from legato.pb import generate_pb2 as pb
 from legato.router.backend import Backend
-from legato.router.metrics import Step as StepFigures
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from legato.server.loading import LoadedModel
+from legato.telemetry.metrics import Step as StepFigures
 from tests.server.shard import load_model, refusal, serving, warmup
 from tests.server.silence import silence
 from tests.tiny_models import greedy_oracle, tiny_llama

@@ -17,13 +17,13 @@ from legato.ipc.settings import RouterSettings
 from legato.router import sse
 from legato.router.exchange import Client, Exchange
 from legato.router.inference import Inference, logger
-from legato.router.metrics import Timings
 from legato.router.openai import errors
 from legato.router.openai.chunks import DONE, Envelope, Identity
 from legato.router.openai.terms import Terms
 from legato.router.streams import Piece, Stream, StreamGroup
 from legato.router.validation import ValidRequest
 from legato.scheduling.state import FinishReason as NativeReason
+from legato.telemetry.metrics import Timings
 
 
 @dataclass(slots=True)
