@@ -37,9 +37,9 @@ from legato.api.openai.responses import (
     ModelList,
     OpenAIError,
 )
+from legato.chat.template import TemplateError
 from legato.ipc.settings import RouterSettings
 from legato.router.auth import OPEN_PATHS, Unauthorized
-from legato.router.chat_template import TemplateError
 from legato.router.openai import errors as openai_errors
 from legato.router.openai.errors import UnknownModel
 from legato.router.platforms import kserve

@@ -17,6 +17,7 @@ from pathlib import Path
 from starlette.types import ASGIApp
 from tokenizers import Tokenizer
 
+from legato.chat.template import ChatTemplate
 from legato.common.errors import LegatoError
 from legato.common.garbage import settle
 from legato.common.logging import setup
@@ -25,7 +26,6 @@ from legato.common.vision import ImageRules, image_rules
 from legato.ipc import messages as say
 from legato.ipc.link import Link, decoder_for
 from legato.router.app import create_app
-from legato.router.chat_template import ChatTemplate
 from legato.router.http_server import HttpServer
 from legato.router.inference import Shared
 from legato.router.remote_backend import RemoteBackend

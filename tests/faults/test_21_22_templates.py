@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from legato.router.chat_template import ChatTemplate, MissingTemplateVariable, TemplateError
+from legato.chat.template import ChatTemplate, MissingTemplateVariable, TemplateError
+from tests.chat.cases import make, user
 from tests.faults.injections import CANARY, ESCAPES, SIGNS, TYPED
 from tests.router.asgi import FakeBackend
-from tests.router.chat_cases import make, user
 from tests.router.openai.fakes import CHAT, HI, FakeTemplate, Server
 
 MEGABYTE = 1 << 20

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from legato.chat.tools.dialects import DIALECTS
+from legato.chat.tools.enforcement import call_grammar
+from legato.chat.tools.parser import CallParser, Message
+from legato.chat.tools.requests import tool_use_of
 from legato.grammar.matcher import MaskWriter
-from legato.router.tools.dialects import DIALECTS
-from legato.router.tools.enforcement import call_grammar
-from legato.router.tools.parser import CallParser, Message
-from legato.router.tools.requests import tool_use_of
 from tests.faults.loop_lag import Lag
 from tests.faults.scale import cases
 from tests.grammar.texts import at_random, conforms, json_tokenizer, trie_of, walk

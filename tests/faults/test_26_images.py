@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.chat.cases import make
 from tests.router.asgi import LIMITS, FakeBackend, ask
-from tests.router.chat_cases import make
 from tests.router.openai.fakes import CHAT, COMPLETIONS, Server
 
 

@@ -15,10 +15,10 @@ from schemathesis import Case, GenerationMode, Response
 
 from legato.router.app import create_app
 from legato.router.openapi import document
+from tests.chat.cases import make
 from tests.fuzz.backend import obliging
 from tests.fuzz.documented import BOTH, CASES, Operation, Send, fuzz, operations, read, sendings
 from tests.router.asgi import SETTINGS, Call, tokenizer
-from tests.router.chat_cases import make
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -19,10 +19,10 @@ from legato.router.app import create_app
 from legato.router.shards import _admission
 from legato.scheduling.prefix_tree import PrefixTree
 from legato.scheduling.state import Admission, GenerationRequest
+from tests.chat.cases import make
 from tests.models.tiny_vision import QWEN_TEMPLATE, picture
 from tests.router.asgi import LIMITS, SETTINGS, Answer, FakeBackend, post
 from tests.router.asgi import tokenizer as plain_tokenizer
-from tests.router.chat_cases import make
 
 pytest.importorskip("PIL", reason="pictures need Pillow, the extra `vision`")
 

@@ -15,9 +15,9 @@ from legato.api.openai.responses import (
     ToolCall,
     ToolCallDelta,
 )
+from legato.chat.tools.parser import CallBegins, CallParser, Content, Event, Message
 from legato.router.openai.chunks import ChatChunks
 from legato.router.openai.serving import Choice
-from legato.router.tools.parser import CallBegins, CallParser, Content, Event, Message
 
 
 def called_message(parser: CallParser, echo: str, text: str) -> ChatMessage:

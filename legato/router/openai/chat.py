@@ -16,6 +16,9 @@ from legato.api.openai.responses import (
     ChatTokenizeResponse,
     Usage,
 )
+from legato.chat.tools.parser import CallParser
+from legato.chat.tools.requests import ToolError
+from legato.chat.tools.tooling import Tooling
 from legato.router.exchange import Exchange
 from legato.router.inference import Inference
 from legato.router.openai.calls import call_chunks, called_message, finish_reason
@@ -33,9 +36,6 @@ from legato.router.openai.serving import Choice, identity_of, serve
 from legato.router.openai.terms import Terms, terms_of, top_logprobs
 from legato.router.openai.token_names import TokenNames
 from legato.router.streams import Piece
-from legato.router.tools.parser import CallParser
-from legato.router.tools.requests import ToolError
-from legato.router.tools.tooling import Tooling
 from legato.router.validation import ValidRequest
 from legato.scheduling.state import FinishReason
 

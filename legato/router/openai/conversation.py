@@ -10,12 +10,12 @@ import msgspec
 from legato.api.errors import InvalidRequest
 from legato.api.native import SimpleToken
 from legato.api.openai.requests import ChatRequest
-from legato.router.chat_template import TemplateError
+from legato.chat.template import TemplateError
+from legato.chat.tools.requests import ToolUse, tool_use_of
+from legato.chat.tools.tooling import Tooling
 from legato.router.images import in_messages
 from legato.router.inference import Inference, Template
 from legato.router.offsets import token_offsets
-from legato.router.tools.requests import ToolUse, tool_use_of
-from legato.router.tools.tooling import Tooling
 from legato.scheduling.state import PromptImage
 
 

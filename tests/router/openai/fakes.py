@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from legato.chat.template import TemplateError
 from legato.router.app import create_app
-from legato.router.chat_template import TemplateError
 from tests.router.asgi import SETTINGS, Answer, FakeBackend, post, tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from legato.chat.tools.call_reader import NAME
+from legato.chat.tools.dialects import HERMES, MISTRAL, Dialect
+from legato.chat.tools.requests import Schema, Tool
 from legato.grammar.compile import JSON_OPTIONS, lenient
 from legato.grammar.kinds import Grammar, GrammarKind
-from legato.router.tools.call_reader import NAME
-from legato.router.tools.dialects import HERMES, MISTRAL, Dialect
-from legato.router.tools.requests import Schema, Tool
 
 # Keywords whose values are data, and those whose values are schemas by name.
 _DATA: Final = frozenset({"const", "enum", "default", "examples"})

@@ -11,8 +11,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from legato.router.tools.dialects import Dialect
-from legato.router.tools.requests import ToolUse
+from legato.chat.tools.dialects import Dialect
+from legato.chat.tools.requests import ToolUse
 
 Message = dict[str, Any]
 

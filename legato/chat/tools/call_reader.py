@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from legato.router.tools.json_text import WHITESPACE, JsonText, Place
+from legato.chat.tools.json_text import WHITESPACE, JsonText, Place
 
 NAME: Final = "name"
 # Models are trained on either word, and mix them up.

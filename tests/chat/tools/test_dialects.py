@@ -5,8 +5,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from legato.chat.tools.dialects import DIALECTS, MISTRAL, dialect_of
 from legato.common.options import RouterOptions
-from legato.router.tools.dialects import DIALECTS, MISTRAL, dialect_of
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 

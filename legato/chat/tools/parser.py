@@ -18,9 +18,9 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from legato.router.tools.call_reader import ARGUMENTS, NAME, CallReader
-from legato.router.tools.dialects import Dialect
-from legato.router.tools.json_text import WHITESPACE
+from legato.chat.tools.call_reader import ARGUMENTS, NAME, CallReader
+from legato.chat.tools.dialects import Dialect
+from legato.chat.tools.json_text import WHITESPACE
 
 # Characters between an opening and a brace after which it is no name of a tool any more.
 _MAX_HEAD = 256

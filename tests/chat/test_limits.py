@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from legato.router.chat_rendering import Conversation, Renderer
-from legato.router.chat_sources import ChatTemplates
-from legato.router.chat_template import ChatTemplate, MissingTemplateVariable, RenderLimits, TemplateError
-from tests.router.chat_cases import assistant, make, user
+from legato.chat.rendering import Conversation, Renderer
+from legato.chat.sources import ChatTemplates
+from legato.chat.template import ChatTemplate, MissingTemplateVariable, RenderLimits, TemplateError
+from tests.chat.cases import assistant, make, user
 
 MEGABYTE = 1 << 20
 
@@ -240,7 +240,7 @@ class TestProcesses:
 
     def test_none_outlives_its_router(self) -> None:
         program = (
-            "from legato.router.chat_template import ChatTemplate, ChatTemplates; "
+            "from legato.chat.template import ChatTemplate, ChatTemplates; "
             "chat = ChatTemplate(ChatTemplates('test', {'default': 'x'}, {})); print('ready', flush=True); input()"
         )
         with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE) as router:

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from legato.chat.tools.dialects import DIALECTS, HERMES, JSON, Dialect
+from legato.chat.tools.enforcement import call_grammar, call_schema
+from legato.chat.tools.parser import CallParser, Message
+from legato.chat.tools.requests import Tool, tool_use_of
 from legato.grammar.compile import compile_grammar
 from legato.grammar.errors import GrammarError, UnsupportedKeyword
 from legato.grammar.kinds import GrammarKind
 from legato.grammar.matcher import MaskWriter, Matcher
 from legato.grammar.numbers import MAX_DIGITS
 from legato.grammar.vocabulary import TokenTrie
-from legato.router.tools.dialects import DIALECTS, HERMES, JSON, Dialect
-from legato.router.tools.enforcement import call_grammar, call_schema
-from legato.router.tools.parser import CallParser, Message
-from legato.router.tools.requests import Tool, tool_use_of
 from tests.router import asgi
 
 TREE = {

@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from legato.router.tools.dialects import HERMES, JSON, MISTRAL
-from legato.router.tools.history import PROMPT, History
-from legato.router.tools.requests import tool_use_of
+from legato.chat.tools.dialects import HERMES, JSON, MISTRAL
+from legato.chat.tools.history import PROMPT, History
+from legato.chat.tools.requests import tool_use_of
 
 WEATHER = {"name": "weather", "description": "The weather", "parameters": {"type": "object", "properties": {}}}
 USE = tool_use_of([{"type": "function", "function": {**WEATHER, "strict": True}}], None)

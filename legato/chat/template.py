@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from legato.api.errors import RequestError
+from legato.chat.frames import Kind
+from legato.chat.process import Facts, ProcessEnded, RenderLimits, TemplateProcesses
+from legato.chat.sources import ChatTemplates, find_templates
 from legato.common.model_files import ModelFiles
-from legato.router.chat_frames import Kind
-from legato.router.chat_process import Facts, ProcessEnded, RenderLimits, TemplateProcesses
-from legato.router.chat_sources import ChatTemplates, find_templates
 
 
 class TemplateFailed(RequestError):

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from legato.router.chat_sources import ChatTemplates
-from legato.router.chat_template import ChatTemplate, MissingTemplateVariable, TemplateError
+from legato.chat.sources import ChatTemplates
+from legato.chat.template import ChatTemplate, MissingTemplateVariable, TemplateError
 
 Message = dict[str, Any]
 

@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from legato.router.chat_content import ArgumentsForm, ContentForms, Message, arguments_form
-from legato.router.chat_environment import ChatEnvironment
+from legato.chat.content import ArgumentsForm, ContentForms, Message, arguments_form
+from legato.chat.environment import ChatEnvironment
 
 # Marks where the last message ends. The space at its end shows whether the template trims what it prints.
 END_MARK = "LEGATO_CONTINUES_HERE "

@@ -16,8 +16,8 @@ import pytest
 from legato.common.errors import ModelNotFound
 from legato.common.hub_cache import cache_folder
 from legato.common.hub_index import download_wheel
-from tests.router.chat_cases import CONVERSATIONS, PARTS, Reference, make, ours, user
-from tests.router.test_chat_template import in_parts
+from tests.chat.cases import CONVERSATIONS, PARTS, Reference, make, ours, user
+from tests.chat.test_template import in_parts
 
 pytestmark = pytest.mark.published
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from legato.router.chat_template import ChatTemplate, MissingTemplateVariable, TemplateError
-from tests.router.chat_cases import (
+from legato.chat.template import ChatTemplate, MissingTemplateVariable, TemplateError
+from tests.chat.cases import (
     CONVERSATIONS,
     PARTS,
     TOKENS,

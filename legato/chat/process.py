@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from legato.router.chat_frames import FrameError, Kind, receive, send
+from legato.chat.frames import FrameError, Kind, receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class TemplateProcess:
         with theirs:
             self._process = subprocess.Popen(
                 # -P: the folder that the router was started in has no say in what is imported.
-                [sys.executable, "-P", "-m", "legato.router.chat_worker"],
+                [sys.executable, "-P", "-m", "legato.chat.worker"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=environment,

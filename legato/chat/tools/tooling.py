@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from legato.chat.tools.dialects import Dialect, dialect_of
+from legato.chat.tools.enforcement import call_grammar
+from legato.chat.tools.history import History
+from legato.chat.tools.parser import CallParser
+from legato.chat.tools.requests import ToolUse
 from legato.grammar.kinds import Grammar
 from legato.router.inference import Template
-from legato.router.tools.dialects import Dialect, dialect_of
-from legato.router.tools.enforcement import call_grammar
-from legato.router.tools.history import History
-from legato.router.tools.parser import CallParser
-from legato.router.tools.requests import ToolUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from importlib import import_module
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError, UndefinedError
 
-from legato.router.chat_content import UnfitContent
-from legato.router.chat_frames import FrameError, Kind, receive, send
-from legato.router.chat_rendering import BadConversation, Conversation, Renderer
+from legato.chat.content import UnfitContent
+from legato.chat.frames import FrameError, Kind, receive, send
+from legato.chat.rendering import BadConversation, Conversation, Renderer
 
 # What Jinja and Python import when they first need it. By then no file can be opened.
 IMPORTED_EARLY = ("jinja2.constants", "jinja2.debug", "encodings.unicode_escape", "html", "pprint", "textwrap")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.router.tools.dialects import DIALECTS, HERMES, JSON, LLAMA3, MISTRAL, Dialect
-from legato.router.tools.json_text import JsonText
-from legato.router.tools.parser import CallBegins, CallGoesOn, CallParser, Content, Event, Message
+from legato.chat.tools.dialects import DIALECTS, HERMES, JSON, LLAMA3, MISTRAL, Dialect
+from legato.chat.tools.json_text import JsonText
+from legato.chat.tools.parser import CallBegins, CallGoesOn, CallParser, Content, Event, Message
 
 NAMES = frozenset({"weather", "math.add", "名前"})
 Result = tuple[str, list[tuple[str, Any]]]

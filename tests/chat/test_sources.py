@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from legato.chat.sources import find_templates
+from legato.chat.template import ChatTemplate
 from legato.common import hub
 from legato.common.errors import ModelFileError, OptionError
 from legato.common.model_files import ModelFiles
-from legato.router.chat_sources import find_templates
-from legato.router.chat_template import ChatTemplate
+from tests.chat.cases import CONVERSATIONS, WEATHER, ours, user
 from tests.common.test_model_files import write_gguf
-from tests.router.chat_cases import CONVERSATIONS, WEATHER, ours, user
 from tests.tiny_models import write_tokenizer
 
 

@@ -1,0 +1,1 @@
+"""Messages to prompt: chat templates, content parts, tools. Templates render in a confined process."""
