@@ -20,9 +20,9 @@ from legato.common.errors import LegatoError
 from legato.grammar.compile import check_size, lenient
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
+from legato.grammar.process import CheckerProcesses
 from legato.ipc.seam import Limits
 from legato.ipc.settings import RouterSettings
-from legato.router.grammar_process import CheckerProcesses
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from legato.common.model_files import ModelFiles
-from legato.grammar.closing import Closing
 from legato.grammar.compile import compile_grammar
-from legato.grammar.endings import Endings
+from legato.grammar.completion.closing import Closing
+from legato.grammar.completion.endings import Endings
+from legato.grammar.completion.reach import reach_of
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.matcher import MaskWriter, Matcher
-from legato.grammar.reach import reach_of
 from legato.grammar.vocabulary import TokenTrie
 from legato.sampling.allowed import Allowed
 

@@ -10,7 +10,7 @@ import pytest
 
 from legato.common.model_files import ModelFiles
 from legato.grammar.compile import compile_grammar
-from legato.grammar.endings import Endings, Place
+from legato.grammar.completion.endings import Endings, Place
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.vocabulary import TokenTrie
 from legato.models.registry import CausalModel

@@ -14,7 +14,7 @@ import pytest
 from legato.grammar.checker import SECONDS
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
-from legato.router.grammar_process import CheckerProcesses
+from legato.grammar.process import CheckerProcesses
 from tests.grammar.texts import EOS, json_tokenizer, schema
 
 pytestmark = pytest.mark.usefixtures("small_heap")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 
 from legato.grammar.compile import compile_grammar
-from legato.grammar.endings import Endings, Place
+from legato.grammar.completion.endings import Endings, Place
+from legato.grammar.completion.reach import Reach, reach_of
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
-from legato.grammar.reach import Reach, reach_of
 from tests.grammar.schemas import schemas
 from tests.grammar.texts import json_tokenizer, schema, trie_of
 

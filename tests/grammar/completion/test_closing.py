@@ -12,13 +12,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from legato.grammar.closing import Closing
 from legato.grammar.compile import JSON_OPTIONS, compile_grammar
-from legato.grammar.endings import Endings, Place
+from legato.grammar.completion.closing import Closing
+from legato.grammar.completion.endings import Endings, Place
+from legato.grammar.completion.reach import Reach, reach_of
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.matcher import MaskWriter, Matcher
-from legato.grammar.reach import Reach, reach_of
 from tests.grammar.schemas import schemas
 from tests.grammar.texts import EOS, Choose, allowed_ids, conforms, json_tokenizer, schema, trie_of
 

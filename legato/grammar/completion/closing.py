@@ -24,8 +24,8 @@ from typing import Final
 import numpy as np
 from llguidance import LLMatcher
 
-from legato.grammar.endings import Endings, Place, bits_of, ids_of
-from legato.grammar.reach import Reach
+from legato.grammar.completion.endings import Endings, Place, bits_of, ids_of
+from legato.grammar.completion.reach import Reach
 from legato.grammar.vocabulary import Bitmask, TokenTrie
 
 # What a harmless token may cost all the same: a string with a minimum length is filled up in fewer or more tokens.

@@ -1,0 +1,1 @@
+"""Completes JSON before `max_tokens` runs out."""
