@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from legato.common.errors import UnsupportedModel
-from legato.common.vision import LlavaNextRules, Size
 from legato.layers.mlp import MLP
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
@@ -21,6 +20,7 @@ from legato.models.llama import Llama, LlamaShape
 from legato.models.mistral import Mistral
 from legato.models.vision import ImageSpan, TowerAttention, TowerLayer
 from legato.models.weights import Weights
+from legato.vision.rules import LlavaNextRules, Size
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from legato.common.errors import ModelFileError
-from legato.common.vision import Size
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import LayerCache
 from legato.layers.mlp import MLP
@@ -29,6 +28,7 @@ from legato.models.llama import LlamaParts
 from legato.models.qwen import Qwen2
 from legato.models.vision import Angles, ImageSpan, TowerAttention, TowerLayer
 from legato.models.weights import Weights
+from legato.vision.rules import Size
 
 NORM_EPS = 1e-6
 # Of heads of 128 dimensions, where config.json does not say.

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from legato.common.vision import Size
 from legato.layers.mlp import Product
 from legato.layers.norm import LayerNorm
 from legato.layers.rotary import rotate
 from legato.models.registry import CausalModel
+from legato.vision.rules import Size
 
 # Cosines and sines [N, 1, head_dim] for `rotate`.
 Angles = tuple[torch.Tensor, torch.Tensor]

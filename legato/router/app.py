@@ -26,7 +26,6 @@ from legato.api.errors import (
     Unhealthy,
 )
 from legato.api.native import Info, TokenizeRequest
-from legato.common.vision import ImageRules
 from legato.ipc.seam import Backend, Limits
 from legato.ipc.settings import RouterSettings
 from legato.router.auth import OPEN_PATHS, RequireKey
@@ -46,6 +45,7 @@ from legato.router.platforms.vertex import VertexRoutes
 from legato.router.turnstile import Turnstile
 from legato.telemetry import metrics as prometheus
 from legato.telemetry.metrics import Metrics
+from legato.vision.rules import ImageRules
 
 JSON = "application/json"
 # Below this, errors are OpenAI's.

@@ -18,15 +18,15 @@ from tokenizers import Tokenizer
 from legato.api.errors import ClientGone, RequestError
 from legato.api.native import GenerateRequest
 from legato.common.detokenize import Vocabulary
-from legato.common.vision import ImageRules
 from legato.ipc.seam import Backend
 from legato.ipc.settings import RouterSettings
 from legato.router.exchange import Client
-from legato.router.images import Images
 from legato.router.permits import PermitPool, Permits
 from legato.router.streams import Stream, Transcript
 from legato.router.validation import Validator, ValidRequest, random_seed
 from legato.telemetry.metrics import Metrics, Timings
+from legato.vision.prompts import Images
+from legato.vision.rules import ImageRules
 
 logger = logging.getLogger("legato.router")
 

@@ -23,7 +23,6 @@ from legato.ipc.seam import Limits
 from legato.ipc.settings import RouterSettings
 from legato.router.grammar import GrammarCompiler
 from legato.router.grammar_shapes import read_grammar
-from legato.router.images import Images
 from legato.router.offsets import token_offsets
 from legato.scheduling.state import (
     DEFAULT_PRIORITY,
@@ -34,6 +33,7 @@ from legato.scheduling.state import (
     Sampling,
     with_names,
 )
+from legato.vision.prompts import Images
 
 T = TypeVar("T")
 

@@ -22,7 +22,6 @@ from legato.common.errors import LegatoError
 from legato.common.garbage import settle
 from legato.common.logging import setup
 from legato.common.model_files import ModelFiles
-from legato.common.vision import ImageRules, image_rules
 from legato.ipc import messages as say
 from legato.ipc.link import Link, decoder_for
 from legato.router.app import create_app
@@ -30,6 +29,7 @@ from legato.router.http_server import HttpServer
 from legato.router.inference import Shared
 from legato.router.remote_backend import RemoteBackend
 from legato.telemetry.metrics import Metrics
+from legato.vision.rules import ImageRules, image_rules
 
 
 class Worker:

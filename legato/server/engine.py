@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from legato.common.vision import ImageRules
 from legato.grammar.wire import from_pb
 from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
@@ -30,6 +29,7 @@ from legato.server.pending import Chosen, Outcome, Pending, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
 from legato.server.rows import Rows, RowStep, to_device
 from legato.server.step_graphs import StepGraphs
+from legato.vision.rules import ImageRules
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from legato.common.vision import Colours, ImageRules, LlavaNextRules, QwenRules, Size
+from legato.vision.rules import Colours, ImageRules, LlavaNextRules, QwenRules, Size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

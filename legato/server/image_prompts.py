@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from legato.common.pictures import BadPicture, decode, has_decoder
-from legato.common.vision import ImageRules, Size, UnfitImage, spread_marks
 from legato.pb import generate_pb2 as pb
 from legato.server.interceptor import RequestRefused
+from legato.vision.files import BadPicture, decode, has_decoder
+from legato.vision.rules import ImageRules, Size, UnfitImage, spread_marks
 
 # Of one picture, as a router allows that was not told otherwise (--max-image-pixels).
 MAX_PIXELS = 1 << 24

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from legato.common.pictures import decode
 from legato.common.token_ids import unpack
-from legato.common.vision import ImageRules, Size
 from legato.layers.step import Seen, Step
 from legato.models.vision import ImageSpan, SeeingModel
 from legato.pb import generate_pb2 as pb
 from legato.server.image_pixels import num_pixels, pixels_of
 from legato.server.rows import RowStep, to_device
+from legato.vision.files import decode
+from legato.vision.rules import ImageRules, Size
 
 # Image tokens whose embeddings are kept for requests to come: 64 MiB for a 7B model in 16 bits.
 STORED_TOKENS = 8192

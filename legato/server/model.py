@@ -12,7 +12,6 @@ import torch
 from legato.common.garbage import unsettle
 from legato.common.milestones import WARM, WARMING
 from legato.common.options import ServerOptions
-from legato.common.vision import image_rules
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
@@ -25,6 +24,7 @@ from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
 from legato.server.memory import cache_budget, gib, graph_bytes, host_budget, measure, refused_for_memory
 from legato.server.rehearsal import decode_step, first_step, full_step, ordinary_steps
+from legato.vision.rules import image_rules
 
 logger = logging.getLogger(__name__)
 

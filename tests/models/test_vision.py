@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from legato.common.model_files import ModelFiles
-from legato.common.pictures import decode
-from legato.common.vision import ImageRules, Size, image_rules
 from legato.layers.shard import Shard
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
 from legato.scheduling.state import GenerationRequest, PromptImage, with_names
 from legato.server.image_pixels import num_pixels, pixels_of
 from legato.server.images import Eyes
+from legato.vision.files import decode
+from legato.vision.rules import ImageRules, Size, image_rules
 from tests.models import tiny_vision as tiny
 from tests.models.shards import ShardProcesses
 from tests.server.local import DEVICE, LocalServer, load
@@ -213,7 +213,7 @@ def test_pixels_are_those_of_the_processor(qwen: Seeing) -> None:
 def test_tokens_are_counted_as_the_processor_counts(width: int, height: int) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    from legato.common.vision import Colours, QwenRules, UnfitImage
+    from legato.vision.rules import Colours, QwenRules, UnfitImage
 
     rules = QwenRules(tiny.IMAGE, Colours())
     try:

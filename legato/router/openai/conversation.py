@@ -13,10 +13,10 @@ from legato.api.openai.requests import ChatRequest
 from legato.chat.template import TemplateError
 from legato.chat.tools.requests import ToolUse, tool_use_of
 from legato.chat.tools.tooling import Tooling
-from legato.router.images import in_messages
 from legato.router.inference import Inference, Template
 from legato.router.offsets import token_offsets
 from legato.scheduling.state import PromptImage
+from legato.vision.prompts import in_messages
 
 
 def check_conversation(request: ChatRequest) -> None:

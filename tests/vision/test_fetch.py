@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from legato.router import images_fetch
-from legato.router.images_fetch import Fetcher, FetchRefused, is_public
+from legato.vision import fetch as images_fetch
+from legato.vision.fetch import Fetcher, FetchRefused, is_public
 
 ANYBODY: Callable[[Any], bool] = lambda address: True  # noqa: E731
 

@@ -12,13 +12,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from legato.common.token_ids import unpack
-from legato.common.vision import Colours, QwenRules
 from legato.ipc.messages import Submit
 from legato.pb import generate_pb2 as pb
 from legato.router.app import create_app
 from legato.router.shards import _admission
 from legato.scheduling.prefix_tree import PrefixTree
 from legato.scheduling.state import Admission, GenerationRequest
+from legato.vision.rules import Colours, QwenRules
 from tests.chat.cases import make
 from tests.models.tiny_vision import QWEN_TEMPLATE, picture
 from tests.router.asgi import LIMITS, SETTINGS, Answer, FakeBackend, post
@@ -191,7 +191,7 @@ def test_parts_of_other_kinds_are_refused(part: dict[str, Any]) -> None:
 
 
 def test_without_pillow_the_answer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legato.router.images.has_decoder", lambda: False)
+    monkeypatch.setattr("legato.vision.prompts.has_decoder", lambda: False)
     assert "legato[vision]" in problem(Server().chat(image(uri(WIDE))))
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from legato.api.errors import RequestError, TooLong
-from legato.common.pictures import MIMES, BadPicture, decode, format_of, has_decoder
-from legato.common.vision import ImageRules, Size, UnfitImage, spread_marks
 from legato.ipc.settings import RouterSettings
-from legato.router.images_fetch import Fetcher, FetchRefused
 from legato.scheduling.state import PromptImage
+from legato.vision.fetch import Fetcher, FetchRefused
+from legato.vision.files import MIMES, BadPicture, decode, format_of, has_decoder
+from legato.vision.rules import ImageRules, Size, UnfitImage, spread_marks
 
 # TGI's way to put a picture into a text.
 _MARKDOWN = re.compile(r"!\[\]\(([^)]*)\)")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from legato.common.pictures import BadPicture, claimed_size, decode
-from legato.common.vision import Size
+from legato.vision.files import BadPicture, claimed_size, decode
+from legato.vision.rules import Size
 
 pytest.importorskip("PIL", reason="pictures need Pillow, the extra `vision`")
 

@@ -11,7 +11,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from legato.common.errors import LegatoError
-from legato.common.vision import Size
+from legato.vision.rules import Size
 
 if TYPE_CHECKING:
     from PIL import Image
