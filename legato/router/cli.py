@@ -17,11 +17,11 @@ from legato.common.locate import locate
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
+from legato.http.auth import read_keys
 from legato.ipc.messages import Setup
 from legato.ipc.seam import Limits
 from legato.ipc.settings import RouterSettings
 from legato.pb import generate_pb2 as pb
-from legato.router.auth import read_keys
 from legato.router.backend import Backend
 from legato.router.listening import Listeners
 from legato.router.running import Router

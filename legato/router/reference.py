@@ -7,15 +7,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from legato.http.openapi import document
 from legato.ipc.settings import RouterSettings
-from legato.router.openapi import document
 
 Json = dict[str, Any]
 
 INTRODUCTION = """\
 # HTTP API
 
-<!-- Written by `legato api > docs/api.md`. Edit legato/router/openapi.py and the structs that it lists instead. -->
+<!-- Written by `legato api > docs/api.md`. Edit legato/http/openapi.py and the structs that it lists instead. -->
 
 A running server has the same reference as a page at `/docs`, and as an OpenAPI document at `/api-doc/openapi.json`.
 

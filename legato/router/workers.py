@@ -60,7 +60,7 @@ class Worker:
         with theirs:
             fds = (theirs.fileno(), listener.fileno())
             # -P: the folder that the router was started in has no say in what is imported.
-            words = [sys.executable, "-P", "-m", "legato.router.worker", *map(str, fds)]
+            words = [sys.executable, "-P", "-m", "legato.http.worker", *map(str, fds)]
             self._process = subprocess.Popen(words, pass_fds=fds, env=environment)
 
     async def load(self, setup: say.Setup) -> None:

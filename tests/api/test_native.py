@@ -16,7 +16,7 @@ from legato.api.native import (
     StreamResponse,
     Token,
 )
-from legato.router.exchange import decode
+from legato.http.exchange import decode
 from legato.scheduling.state import FinishReason
 
 DECODER = msgspec.json.Decoder(GenerateRequest)

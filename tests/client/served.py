@@ -13,8 +13,8 @@ from typing import Any
 
 import uvicorn
 
-from tests.router.asgi import FakeBackend
-from tests.router.openai.fakes import Server as Application
+from tests.http.asgi import FakeBackend
+from tests.http.routes.openai.fakes import Server as Application
 
 
 @dataclass

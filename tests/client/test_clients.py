@@ -14,8 +14,8 @@ from legato.client import AsyncClient, Client, errors
 from legato.client.types import FinishReason, Message
 from legato.scheduling.state import GenerationRequest, Output
 from tests.client.served import canned, served, unused_url
-from tests.router.asgi import FakeBackend, outputs_of
-from tests.router.openai.fakes import HI
+from tests.http.asgi import FakeBackend, outputs_of
+from tests.http.routes.openai.fakes import HI
 
 
 class Sync:

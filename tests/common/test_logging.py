@@ -46,14 +46,14 @@ def test_text_has_time_level_program_message_and_fields() -> None:
 
 def test_json_is_one_object_per_line() -> None:
     out = logged(json_output=True)
-    logging.getLogger("legato.router.app").info("two\nlines", extra={"fields": {"total_time": "1.2s"}})
+    logging.getLogger("legato.http.app").info("two\nlines", extra={"fields": {"total_time": "1.2s"}})
     (line,) = out.getvalue().splitlines()
     entry = json.loads(line)
     assert entry.pop("timestamp").endswith("Z")
     assert entry == {
         "level": "INFO",
         "message": "two\nlines",
-        "target": "legato.router.app",
+        "target": "legato.http.app",
         "program": "router",
         "fields": {"total_time": "1.2s"},
     }

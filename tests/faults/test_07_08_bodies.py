@@ -15,7 +15,7 @@ import pytest
 from starlette.types import ASGIApp, Message
 
 from tests.faults.house import AUTHORIZED, PAYLOAD_LIMIT, TIMEOUT, House
-from tests.router.asgi import app_for, call
+from tests.http.asgi import app_for, call
 
 LIMIT = 10_000
 SLACK = 64 * 1024

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from legato.router.app import create_app
+from legato.http.app import create_app
 from tests.chat.cases import make
 from tests.faults.loop_lag import Lag
 from tests.faults.scale import cases
 from tests.fuzz.backend import obliging
-from tests.router.asgi import LIMITS, SETTINGS, Answer, Call, FakeBackend, app_for, ask, post, tokenizer
+from tests.http.asgi import LIMITS, SETTINGS, Answer, Call, FakeBackend, app_for, ask, post, tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 REQUESTS: dict[str, Any] = {

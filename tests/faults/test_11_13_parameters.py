@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from legato.http.routes.openai.terms import MAX_CHOICES
 from legato.ipc.settings import RouterSettings
-from legato.router.openai.terms import MAX_CHOICES
 from tests.faults.scale import cases
-from tests.router.asgi import Answer, ask
-from tests.router.openai.fakes import CHAT, COMPLETIONS, HI, Server
+from tests.http.asgi import Answer, ask
+from tests.http.routes.openai.fakes import CHAT, COMPLETIONS, HI, Server
 
 # field -> the smallest and the largest number that is fine; None where a 32-bit float or the model's limit decides.
 NATIVE_FLOATS = {

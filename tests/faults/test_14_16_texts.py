@@ -12,13 +12,13 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from legato.common.detokenize import REPLACEMENT, Vocabulary, _token_bytes
 from legato.common.stopping import StopMatcher
-from legato.router.streams import Transcript
+from legato.http.streams import Transcript
 from legato.scheduling.state import FinishReason, Output
 from tests.common.test_detokenize import sentencepiece
 from tests.faults.scale import cases
-from tests.router.asgi import LIMITS, FakeBackend, ask, outputs_of
-from tests.router.asgi import tokenizer as asgi_tokenizer
-from tests.router.openai.fakes import COMPLETIONS, Server
+from tests.http.asgi import LIMITS, FakeBackend, ask, outputs_of
+from tests.http.asgi import tokenizer as asgi_tokenizer
+from tests.http.routes.openai.fakes import COMPLETIONS, Server
 
 # ---- row 14 ----------------------------------------------------------------------------------------------------------
 

@@ -20,11 +20,11 @@ from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.matcher import MaskWriter
 from legato.grammar.numbers import MAX_DIGITS
 from legato.grammar.rehearsal import rehearse
-from legato.router.app import create_app
+from legato.http.app import create_app
 from legato.scheduling.state import Output
 from tests.faults.loop_lag import Lag
 from tests.grammar.texts import EOS, allowed_ids, begin, json_tokenizer, schema, trie_of, walk
-from tests.router.asgi import LIMITS, SETTINGS, Answer, FakeBackend, post, token_ids
+from tests.http.asgi import LIMITS, SETTINGS, Answer, FakeBackend, post, token_ids
 
 NO_LAG = 0.02
 REGEX = GrammarKind.REGEX

@@ -15,8 +15,8 @@ import pytest
 from legato.chat.template import ChatTemplate, MissingTemplateVariable, TemplateError
 from tests.chat.cases import make, user
 from tests.faults.injections import CANARY, ESCAPES, SIGNS, TYPED
-from tests.router.asgi import FakeBackend
-from tests.router.openai.fakes import CHAT, HI, FakeTemplate, Server
+from tests.http.asgi import FakeBackend
+from tests.http.routes.openai.fakes import CHAT, HI, FakeTemplate, Server
 
 MEGABYTE = 1 << 20
 FRIENDLY = (

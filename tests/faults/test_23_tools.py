@@ -17,8 +17,8 @@ from legato.grammar.matcher import MaskWriter
 from tests.faults.loop_lag import Lag
 from tests.faults.scale import cases
 from tests.grammar.texts import at_random, conforms, json_tokenizer, trie_of, walk
-from tests.router.asgi import post
-from tests.router.openai.fakes import CHAT, HI, Server
+from tests.http.asgi import post
+from tests.http.routes.openai.fakes import CHAT, HI, Server
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
 COUNT = {"type": "object", "properties": {"n": {"type": "integer"}, "on": {"type": "boolean"}}, "required": ["n"]}

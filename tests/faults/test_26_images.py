@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.chat.cases import make
-from tests.router.asgi import LIMITS, FakeBackend, ask
-from tests.router.openai.fakes import CHAT, COMPLETIONS, Server
+from tests.http.asgi import LIMITS, FakeBackend, ask
+from tests.http.routes.openai.fakes import CHAT, COMPLETIONS, Server
 
 
 class Sentinel:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from legato.router.auth import OPEN_METHODS, OPEN_PATHS, RequireKey
+from legato.http.auth import OPEN_METHODS, OPEN_PATHS, RequireKey
 from tests.faults.scale import cases
-from tests.router.asgi import app_for, call
+from tests.http.asgi import app_for, call
 
 KEY = "Correct-Horse-Battery-Staple-0123456789"
 WRONG = {

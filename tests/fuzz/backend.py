@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
-from tests.router.asgi import FakeBackend, token_ids
+from tests.http.asgi import FakeBackend, token_ids
 
 
 def answer(request: GenerationRequest) -> list[Output]:

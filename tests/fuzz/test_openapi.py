@@ -13,12 +13,12 @@ import pytest
 import requests
 from schemathesis import Case, GenerationMode, Response
 
-from legato.router.app import create_app
-from legato.router.openapi import document
+from legato.http.app import create_app
+from legato.http.openapi import document
 from tests.chat.cases import make
 from tests.fuzz.backend import obliging
 from tests.fuzz.documented import BOTH, CASES, Operation, Send, fuzz, operations, read, sendings
-from tests.router.asgi import SETTINGS, Call, tokenizer
+from tests.http.asgi import SETTINGS, Call, tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -15,7 +15,7 @@ from legato.pb import generate_pb2 as pb
 from legato.router.shards import GrpcShards
 from legato.server.loading import LoadedModel
 from tests.grammar.texts import schema
-from tests.router.asgi import FakeBackend, ask
+from tests.http.asgi import FakeBackend, ask
 from tests.server.shard import Log, finish, load_model, prefill, refusal, request, serving, warmup
 from tests.tiny_models import tiny_llama
 

@@ -32,7 +32,7 @@ def workers(server: Launched) -> list[psutil.Process]:
 
 def is_worker(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "legato.router.worker" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and "legato.http.worker" in process.cmdline()
     except psutil.NoSuchProcess:
         return False
 

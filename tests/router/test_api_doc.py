@@ -10,7 +10,7 @@ import pytest
 from legato.api.native import GenerateParameters
 from legato.cli import legato
 from legato.common.program import run_program
-from legato.router.openapi import OPERATIONS
+from legato.http.openapi import OPERATIONS
 from legato.router.reference import reference_page
 
 PAGE = reference_page()

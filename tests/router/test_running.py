@@ -11,7 +11,7 @@ from legato.router.listening import Listeners
 from legato.router.running import Router
 from legato.router.workers import Worker
 from legato.telemetry.metrics import Metrics
-from tests.router.asgi import LIMITS, SETTINGS, FakeBackend
+from tests.http.asgi import LIMITS, SETTINGS, FakeBackend
 
 
 @dataclass

@@ -14,17 +14,17 @@ import pytest
 from legato.api.errors import Overloaded
 from legato.common.errors import EndpointInUse, LegatoError
 from legato.grammar.errors import GrammarError
+from legato.http.remote_backend import HEARING_PER_TURN, RemoteBackend
+from legato.http.turnstile import Turnstile
 from legato.ipc import messages as say
 from legato.ipc.link import Link, decoder_for
 from legato.router.listening import KERNEL_SPREADS, Listeners
 from legato.router.permits import PermitPool
 from legato.router.port import Port
-from legato.router.remote_backend import HEARING_PER_TURN, RemoteBackend
-from legato.router.turnstile import Turnstile
 from legato.router.workers import Worker, WorkerFailed, Workers
 from legato.scheduling.state import FinishReason, GenerationRequest, Grammar, GrammarKind, Output
 from legato.telemetry.metrics import Metrics, add_up
-from tests.router.asgi import LIMITS, FakeBackend, outputs_of, until
+from tests.http.asgi import LIMITS, FakeBackend, outputs_of, until
 from tests.telemetry.test_metrics import samples
 
 

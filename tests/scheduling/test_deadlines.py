@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from legato.router.app import create_app
+from legato.http.app import create_app
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
 from legato.scheduling.state import GenerationRequest, Output
 from tests.fakes import Simulation, check_blocks
-from tests.router.asgi import SETTINGS, FakeBackend, post, tokenizer
+from tests.http.asgi import SETTINGS, FakeBackend, post, tokenizer
 from tests.router.test_backend import Bench, bench
 from tests.router.test_backend import request as bench_request
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from legato.router.auth import tenant_of
+from legato.http.auth import tenant_of
 from legato.scheduling.state import GenerationRequest
-from tests.router.asgi import Answer, FakeBackend, app_for, post
+from tests.http.asgi import Answer, FakeBackend, app_for, post
 
 ROUTES: dict[str, Any] = {
     "/generate": lambda priority: {"inputs": "hi", "parameters": {"priority": priority}},

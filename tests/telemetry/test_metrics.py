@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from legato.router.app import create_app
+from legato.http.app import create_app
 from legato.scheduling.state import Output
 from legato.telemetry.metrics import BATCH_SIZE_BUCKETS, DURATION_BUCKETS, Metrics, Step
-from tests.router.asgi import LIMITS, SETTINGS, FakeBackend, get, post, token_ids, tokenizer
+from tests.http.asgi import LIMITS, SETTINGS, FakeBackend, get, post, token_ids, tokenizer
 
 STEP = Step(
     method="prefill",

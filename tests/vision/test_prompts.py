@@ -12,17 +12,17 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from legato.common.token_ids import unpack
+from legato.http.app import create_app
 from legato.ipc.messages import Submit
 from legato.pb import generate_pb2 as pb
-from legato.router.app import create_app
 from legato.router.shards import _admission
 from legato.scheduling.prefix_tree import PrefixTree
 from legato.scheduling.state import Admission, GenerationRequest
 from legato.vision.rules import Colours, QwenRules
 from tests.chat.cases import make
+from tests.http.asgi import LIMITS, SETTINGS, Answer, FakeBackend, post
+from tests.http.asgi import tokenizer as plain_tokenizer
 from tests.models.tiny_vision import QWEN_TEMPLATE, picture
-from tests.router.asgi import LIMITS, SETTINGS, Answer, FakeBackend, post
-from tests.router.asgi import tokenizer as plain_tokenizer
 
 pytest.importorskip("PIL", reason="pictures need Pillow, the extra `vision`")
 

@@ -12,7 +12,7 @@ from legato.chat.tools.history import History
 from legato.chat.tools.parser import CallParser
 from legato.chat.tools.requests import ToolUse
 from legato.grammar.kinds import Grammar
-from legato.router.inference import Template
+from legato.http.inference import Template
 
 
 @dataclass(frozen=True, slots=True)

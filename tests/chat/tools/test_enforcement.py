@@ -17,7 +17,7 @@ from legato.grammar.kinds import GrammarKind
 from legato.grammar.matcher import MaskWriter, Matcher
 from legato.grammar.numbers import MAX_DIGITS
 from legato.grammar.vocabulary import TokenTrie
-from tests.router import asgi
+from tests.http import asgi
 
 TREE = {
     "type": "object",

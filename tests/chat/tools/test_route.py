@@ -12,11 +12,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from legato.api.openai.responses import ChatCompletionChunk
-from legato.router.app import create_app
+from legato.http.app import create_app
 from legato.scheduling.state import FinishReason, GenerationRequest, GrammarKind, Output
-from tests.router import asgi
-from tests.router.asgi import EOS, LIMITS, SETTINGS, Answer, FakeBackend, outputs_of
-from tests.router.openai.fakes import CHAT, HI, FakeTemplate, Server, chunks, problem
+from tests.http import asgi
+from tests.http.asgi import EOS, LIMITS, SETTINGS, Answer, FakeBackend, outputs_of
+from tests.http.routes.openai.fakes import CHAT, HI, FakeTemplate, Server, chunks, problem
 
 WEATHER = {
     "type": "function",
@@ -195,7 +195,7 @@ def schema_of(backend: FakeBackend) -> list[str]:
 @pytest.fixture
 def any_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether grammars are followed is for other tests to say; here they only have to be asked for."""
-    monkeypatch.setattr("legato.router.openai.terms.check_grammar", lambda *_: None, raising=False)
+    monkeypatch.setattr("legato.http.routes.openai.terms.check_grammar", lambda *_: None, raising=False)
 
 
 @pytest.mark.usefixtures("any_grammar")

@@ -1,0 +1,255 @@
+"""The HTTP face: which route does what, and what every answer has in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from tokenizers import Tokenizer
+
+from legato.api.errors import (
+    ClientGone,
+    InternalError,
+    MethodNotAllowed,
+    NotFound,
+    RequestError,
+    Unhealthy,
+)
+from legato.api.native import Info, TokenizeRequest
+from legato.http.auth import OPEN_PATHS, RequireKey
+from legato.http.docs_page import PAGE
+from legato.http.exchange import DIRECT_SEND, Exchange
+from legato.http.inference import Inference, Shared, Template
+from legato.http.openapi import document
+from legato.http.routes.native import GenerateRoutes
+from legato.http.routes.openai import errors as openai_errors
+from legato.http.routes.openai.chat import ChatRoutes
+from legato.http.routes.openai.completions import CompletionRoutes
+from legato.http.routes.openai.models import ModelRoutes
+from legato.http.routes.openai.token_names import TokenNames
+from legato.http.routes.platforms.kserve import KServeRoutes
+from legato.http.routes.platforms.sagemaker import SageMakerRoutes
+from legato.http.routes.platforms.vertex import VertexRoutes
+from legato.http.turnstile import Turnstile
+from legato.ipc.seam import Backend, Limits
+from legato.ipc.settings import RouterSettings
+from legato.telemetry import metrics as prometheus
+from legato.telemetry.metrics import Metrics
+from legato.vision.rules import ImageRules
+
+JSON = "application/json"
+# Below this, errors are OpenAI's.
+OPENAI_PREFIX = "/v1/"
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+
+
+def create_app(
+    backend: Backend,
+    tokenizer: Tokenizer,
+    settings: RouterSettings,
+    metrics: Metrics | None = None,
+    chat_template: Template | None = None,
+    shared: Shared | None = None,
+    image_rules: ImageRules | None = None,
+) -> ASGIApp:
+    """The router's HTTP side as an ASGI application."""
+    metrics = Metrics(backend.limits) if metrics is None else metrics
+    inference = Inference.create(backend, tokenizer, settings, metrics, chat_template, shared, image_rules)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        inference.validator.close()
+
+    app = Starlette(
+        routes=_routes(inference),
+        middleware=_middleware(settings),
+        exception_handlers={
+            RequestError: _on_request_error,
+            HTTPException: _on_http_exception,
+            Exception: _on_bug,
+        },
+        lifespan=lifespan,
+    )
+    # TGI has no route with a slash at its end, and a redirect would lose the body of a POST in many clients.
+    app.router.redirect_slashes = False
+    return Shortcut(app)
+
+
+def _middleware(settings: RouterSettings) -> list[Middleware]:
+    """Outermost first. Browsers ask whether they may send a key before they send it."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_allow_origin or ["*"],
+        allow_methods=["GET", "POST"],
+        allow_headers=["Content-Type", "Authorization", "X-Api-Key"],
+    )
+    if not settings.api_keys:
+        return [cors]
+    open_paths = OPEN_PATHS | ({settings.vertex_health_route} if settings.vertex_health_route else set())
+    return [cors, Middleware(RequireKey, keys=settings.api_keys, refuse=_refuse, open_paths=open_paths)]
+
+
+class Shortcut:
+    """Outermost: remembers the server's own `send`, so that tokens do not pass through every layer that follows, and
+    lets work in a little at a time."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._turnstile = Turnstile()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT_SEND] = send
+        if scope.get("method") == "POST":
+            await self._turnstile.enter()
+        await self._app(scope, receive, send)
+
+
+class Endpoint:
+    """A handler that talks to the server through ASGI itself. Nothing follows when its client hangs up."""
+
+    def __init__(self, handler: Callable[[Exchange], Coroutine[None, None, None]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientGone):
+            # A task of its own, because waking one that waits inside ten layers of framework wakes every layer.
+            await asyncio.create_task(self._handler(Exchange(scope, receive, send)))
+
+
+def _routes(inference: Inference) -> list[Route]:
+    settings, backend = inference.settings, inference.backend
+    generate = GenerateRoutes(inference)
+    names = TokenNames(inference.tokenizer, inference.vocabulary)
+    completions, chat, models = CompletionRoutes(inference, names), ChatRoutes(inference, names), ModelRoutes(settings)
+    info = msgspec.json.encode(_info(settings, backend.limits))
+    openapi = msgspec.json.encode(document(settings))
+
+    async def health(request: Request) -> Response:
+        if not await backend.healthy():
+            raise Unhealthy
+        return Response()
+
+    async def tokenize(exchange: Exchange) -> None:
+        request = await exchange.json(_tokenize_decoder, settings.payload_limit)
+        tokens = await inference.validator.tokenize(request.inputs)
+        await exchange.respond(msgspec.json.encode(tokens), {"content-type": JSON})
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(await inference.shared.scrape(), media_type=prometheus.CONTENT_TYPE)
+
+    def page(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+        async def show(request: Request) -> Response:
+            return Response(content, media_type=media_type)
+
+        return show
+
+    return [
+        *_platform_routes(inference, generate, chat, completions, health),
+        Route("/", Endpoint(generate.compat), methods=["POST"]),
+        Route("/generate", Endpoint(generate.generate), methods=["POST"]),
+        Route("/generate_stream", Endpoint(generate.generate_stream), methods=["POST"]),
+        Route("/v1/chat/completions", Endpoint(chat.chat_completions), methods=["POST"]),
+        Route("/v1/completions", Endpoint(completions.completions), methods=["POST"]),
+        Route("/v1/models", models.models),
+        Route("/v1/models/{model:path}", models.model),
+        Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
+        Route("/chat_tokenize", Endpoint(chat.chat_tokenize), methods=["POST"]),
+        Route("/", health),
+        Route("/health", health),
+        Route("/ping", health),
+        Route("/info", page(info, JSON)),
+        Route("/metrics", show_metrics),
+        Route("/docs", page(PAGE.encode(), "text/html")),
+        Route("/api-doc/openapi.json", page(openapi, JSON)),
+    ]
+
+
+def _platform_routes(
+    inference: Inference,
+    generate: GenerateRoutes,
+    chat: ChatRoutes,
+    completions: CompletionRoutes,
+    health: Callable[[Request], Awaitable[Response]],
+) -> list[Route]:
+    """The paths that Vertex AI chooses come first: whoever deploys there means them."""
+    settings = inference.settings
+    vertex = Endpoint(VertexRoutes(settings, generate, chat).vertex)
+    invocations = Endpoint(SageMakerRoutes(settings, generate, chat, completions).invocations)
+    kserve = KServeRoutes(inference, generate)
+    model = "/v2/models/{name}/versions/{version}"
+    routes = [
+        Route("/vertex", vertex, methods=["POST"]),
+        Route("/invocations", invocations, methods=["POST"]),
+        Route("/v2", kserve.server),
+        Route("/v2/health/live", kserve.live),
+        Route("/v2/health/ready", kserve.ready),
+        Route(model, kserve.model),
+        Route(f"{model}/ready", kserve.model_ready),
+        Route(f"{model}/infer", Endpoint(kserve.infer), methods=["POST"]),
+    ]
+    if settings.vertex_predict_route is not None:
+        routes.insert(0, Route(settings.vertex_predict_route, vertex, methods=["POST"]))
+    if settings.vertex_health_route is not None:
+        routes.insert(0, Route(settings.vertex_health_route, health))
+    return routes
+
+
+def _info(settings: RouterSettings, limits: Limits) -> Info:
+    return Info(
+        model_id=settings.model_id,
+        model_sha=settings.model_sha,
+        model_pipeline_tag=settings.model_pipeline_tag,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_best_of=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        validation_workers=settings.validation_workers,
+        max_client_batch_size=settings.max_client_batch_size,
+        router="text-generation-router",
+        version=settings.version,
+        sha=settings.sha,
+        docker_label=settings.docker_label,
+    )
+
+
+# ---- errors, as the clients of each API expect them ----------------------------------------------------------------
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return _refuse(request.url.path, error, error.headers)
+
+
+def _refuse(path: str, error: RequestError, headers: Mapping[str, str] | None) -> Response:
+    if path.startswith(OPENAI_PREFIX):
+        return Response(openai_errors.body(error), openai_errors.status(error), headers, JSON)
+    return Response(error.body, error.status, headers, JSON)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the framework itself refuses: an unknown path, or a known one with another method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=error.headers)
+    if error.status_code == 405:
+        refusal: RequestError = MethodNotAllowed(f"{request.url.path} does not take {request.method}")
+    else:
+        refusal = NotFound(f"There is no route {request.url.path}")
+    return _refuse(request.url.path, refusal, error.headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The server logs it; the client learns that it was not their fault."""
+    return _refuse(request.url.path, InternalError(), None)

@@ -1,0 +1,103 @@
+"""API keys: where they come from, and the check that every request passes before any route sees it.
+
+Nothing is reachable without a key unless it is listed as open here, so a route that somebody adds is closed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from legato.api.errors import RequestError
+from legato.common.errors import OptionError
+from legato.http.exchange import TENANT
+
+# Load balancers and orchestrators ask for these, and have no keys. They tell nothing but whether the model computes.
+OPEN_PATHS = frozenset({"/", "/health", "/ping"})
+OPEN_METHODS = frozenset({"GET", "HEAD"})
+
+
+class Unauthorized(RequestError):
+    status, error_type = 401, "unauthorized"
+    headers: ClassVar = {"www-authenticate": "Bearer"}
+
+
+def read_keys(keys: Iterable[str], path: str | None) -> tuple[str, ...]:
+    """The keys of `--api-key` and of the lines of `--api-key-file`. A file that has none is a mistake: taken at its
+    word, it would open the server to everybody."""
+    if path is None:
+        return tuple(keys)
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise OptionError(f"--api-key-file {path} cannot be read: {cause}") from None
+    found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not found:
+        raise OptionError(f"--api-key-file {path} has no key: write one on a line of its own")
+    return (*keys, *found)
+
+
+class RequireKey:
+    """Refuses whoever has no key. `refuse` puts the error into the words of the API that the path belongs to."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        refuse: Callable[[str, RequestError, Mapping[str, str]], Response],
+        open_paths: Iterable[str] = OPEN_PATHS,
+    ) -> None:
+        self._app = app
+        self._tenants = {key.encode(): tenant_of(key) for key in keys}
+        self._refuse = refuse
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The router has no other kind of route, and the framework's start and stop are nobody's request.
+        if scope["type"] != "http" or self._is_open(scope):
+            await self._app(scope, receive, send)
+            return
+        given = _given_keys(scope["headers"])
+        tenant = self._tenant(given)
+        if tenant is not None:
+            scope[TENANT] = tenant
+            await self._app(scope, receive, send)
+            return
+        problem = "The API key is not valid" if given else "An API key is needed: send `Authorization: Bearer KEY`"
+        error = Unauthorized(problem)
+        await self._refuse(scope["path"], error, error.headers)(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["method"] in OPEN_METHODS and scope["path"] in self._open_paths
+
+    def _tenant(self, given: list[bytes]) -> str | None:
+        """Whose key it is. Every key is compared to its end, and none is left out, so that time says nothing about any
+        of them."""
+        known = self._tenants.items()
+        matches = [tenant for candidate in given for key, tenant in known if hmac.compare_digest(key, candidate)]
+        return matches[0] if matches else None
+
+
+def tenant_of(key: str) -> str:
+    """What the scheduler calls the holder of a key, so that the key itself goes no further."""
+    return hashlib.sha256(key.encode()).hexdigest()[:12]
+
+
+def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """What a request shows as keys. Bytes throughout: headers may hold anything."""
+    keys = []
+    for name, value in headers:
+        if name == b"x-api-key":
+            keys.append(value.strip())
+        elif name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                keys.append(key.strip())
+    return keys

@@ -1,0 +1,1 @@
+"""One module or folder per API."""

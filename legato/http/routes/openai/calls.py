@@ -1,0 +1,57 @@
+"""Calls of tools in the shapes of chat completions, in one piece and in many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import UNSET
+
+from legato.api.openai.responses import (
+    CalledFunction,
+    ChatLogprobs,
+    ChatMessage,
+    FinishReason,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from legato.chat.tools.parser import CallBegins, CallParser, Content, Event, Message
+from legato.http.routes.openai.chunks import ChatChunks
+from legato.http.routes.openai.serving import Choice
+
+
+def called_message(parser: CallParser, echo: str, text: str) -> ChatMessage:
+    """The whole text at once."""
+    message = Message()
+    message.add(parser.feed(text))
+    message.add(parser.finish())
+    calls = [
+        ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+        for call in message.calls
+    ]
+    content = echo + message.content
+    return ChatMessage(content=content if content or not calls else None, tool_calls=calls or UNSET)
+
+
+def call_chunks(chunks: ChatChunks, events: Iterable[Event], logprobs: ChatLogprobs | None) -> list[bytes]:
+    """A chunk per event. Logprobs are of tokens, not of events: all of them go with the first."""
+    written = []
+    if logprobs is not None and logprobs.content:
+        written.append(chunks.content("", logprobs))
+    for event in events:
+        written.append(chunks.content(event.text) if isinstance(event, Content) else chunks.call(_delta(event)))
+    return written
+
+
+def finish_reason(choice: Choice, parser: CallParser | None) -> FinishReason:
+    """An answer that was cut off may have cut off a call, so its length comes first."""
+    called = parser is not None and parser.has_calls and choice.finish_reason == "stop"
+    return "tool_calls" if called else choice.finish_reason
+
+
+def _delta(event: Event) -> ToolCallDelta:
+    assert not isinstance(event, Content)
+    if isinstance(event, CallBegins):
+        function = FunctionDelta(name=event.name, arguments="")
+        return ToolCallDelta(index=event.index, id=event.id, type="function", function=function)
+    return ToolCallDelta(index=event.index, function=FunctionDelta(arguments=event.arguments))

@@ -1,0 +1,143 @@
+"""Messages to a prompt, through the model's chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from legato.api.errors import InvalidRequest
+from legato.api.native import SimpleToken
+from legato.api.openai.requests import ChatRequest
+from legato.chat.template import TemplateError
+from legato.chat.tools.requests import ToolUse, tool_use_of
+from legato.chat.tools.tooling import Tooling
+from legato.http.inference import Inference, Template
+from legato.http.offsets import token_offsets
+from legato.scheduling.state import PromptImage
+from legato.vision.prompts import in_messages
+
+
+def check_conversation(request: ChatRequest) -> None:
+    """What can be said without the template."""
+    if not request.messages:
+        raise InvalidRequest("`messages` must not be empty", "messages")
+    for number, message in enumerate(request.messages):
+        place = f"messages[{number}]"
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"`{place}.role` must be a string", f"{place}.role")
+        if not isinstance(message.get("content"), str | list | None):
+            raise InvalidRequest(f"`{place}.content` must be a string or a list of parts", f"{place}.content")
+    if request.add_generation_prompt and request.continue_final_message:
+        raise InvalidRequest(
+            "`continue_final_message` and `add_generation_prompt` exclude each other", "continue_final_message"
+        )
+    _check_results(request.messages)
+
+
+def _check_results(messages: list[dict[str, Any]]) -> None:
+    """The result of a call that nobody made would be told to the model all the same."""
+    made: set[str] = set()
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            made |= {str(call.get("id")) for call in calls if isinstance(call, dict)}
+        call_id = message.get("tool_call_id")
+        if message["role"] == "tool" and isinstance(call_id, str) and call_id not in made:
+            place = f"messages[{number}].tool_call_id"
+            raise InvalidRequest(f"`{place}` is {call_id!r}, and no message before it has a call of that id", place)
+
+
+def continues(request: ChatRequest) -> bool:
+    """Whether the model goes on with the last message. Like TGI it does so with one of its own, unless told not to."""
+    if request.continue_final_message is not None:
+        return request.continue_final_message
+    return request.add_generation_prompt is None and bool(last_answer(request))
+
+
+def last_answer(request: ChatRequest) -> str:
+    """The text of the last message if that is the assistant's, else nothing."""
+    last = request.messages[-1]
+    content: Any = last.get("content") if last["role"] == "assistant" else None
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content or ""
+
+
+def tool_use(request: ChatRequest) -> ToolUse | None:
+    use = tool_use_of(request.tools, request.tool_choice, request.parallel_tool_calls, request.tool_prompt)
+    if use is not None and len(use.names) < len(use.tools):
+        names = [tool.name for tool in use.tools]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"`tools` has more than one function of the name {twice!r}", "tools")
+    return use
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    ids: list[int]
+    images: tuple[PromptImage, ...] = ()
+
+
+async def read_conversation(
+    request: ChatRequest, inference: Inference, tooling: Tooling, use: ToolUse | None
+) -> Prompt:
+    """Templates write the special tokens themselves, one for each image."""
+    template = _template(inference)
+    validator = inference.validator
+    messages, sources = in_messages(request.messages, sees=validator.images is not None)
+    request = msgspec.structs.replace(request, messages=messages)
+
+    def read() -> tuple[str, list[int]]:
+        text = _render(request, template, tooling, use)
+        return text, validator.encode(text, add_special_tokens=False).ids
+
+    text, ids = await validator.in_thread(read)
+    if not ids:
+        raise InvalidRequest("the chat template makes nothing of `messages`", "messages")
+    if validator.images is None:
+        return Prompt(text, ids)
+    images = await validator.images.read(sources, validator.limits.max_input_tokens)
+    return Prompt(text, *validator.images.place(ids, images))
+
+
+async def tokenize_conversation(
+    request: ChatRequest, inference: Inference, tooling: Tooling
+) -> tuple[str, list[SimpleToken]]:
+    use = tool_use(request)
+    template = _template(inference)
+    _, sources = in_messages(request.messages, sees=inference.validator.images is not None)
+    if sources:
+        raise InvalidRequest("`messages` with images cannot be tokenized without an answer", sources[0].field)
+
+    def read() -> tuple[str, list[SimpleToken]]:
+        text = _render(request, template, tooling, use)
+        encoding = inference.validator.encode(text, with_offsets=True, add_special_tokens=False)
+        return text, token_offsets(encoding, text)
+
+    return await inference.validator.in_thread(read)
+
+
+def _template(inference: Inference) -> Template:
+    if inference.chat_template is None:
+        raise TemplateError("template not found: the model has none, give one with --tokenizer-config-path")
+    return inference.chat_template
+
+
+def _render(request: ChatRequest, template: Template, tooling: Tooling, use: ToolUse | None) -> str:
+    try:
+        messages = tooling.history.messages(request.messages, use)
+    except RecursionError:
+        raise InvalidRequest("`messages` are nested too deeply", "messages") from None
+    continued = continues(request)
+    prompt = request.add_generation_prompt
+    return template.render(
+        messages,
+        tools=tooling.history.tools(use),
+        documents=request.documents,
+        add_generation_prompt=not continued if prompt is None else prompt,
+        continue_final_message=continued,
+        kwargs=request.chat_template_kwargs,
+    )

@@ -1,0 +1,79 @@
+"""The prompts of a completion: a text, the ids of its tokens, or several of either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from legato.api.errors import InvalidRequest
+from legato.api.openai.requests import CompletionRequest
+from legato.common.detokenize import Vocabulary
+from legato.http.validation import Validator
+
+RawPrompt = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    ids: list[int]
+    # Where each token begins in the text, in characters. Only where somebody wants to know.
+    offsets: list[int]
+
+
+def raw_prompts(request: CompletionRequest, max_batch_size: int) -> list[RawPrompt]:
+    """One entry per prompt, each of them a text or token ids."""
+    given = request.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequest("`prompt` must not be an empty list", "prompt")
+    if _are_ids(given):
+        return [given]
+    if len(given) > max_batch_size:
+        raise InvalidRequest(
+            f"`prompt` holds {len(given)} prompts; this server takes up to {max_batch_size} at once "
+            "(--max-client-batch-size)",
+            "prompt",
+        )
+    prompts = [prompt for prompt in given if not isinstance(prompt, int)]
+    if len(prompts) < len(given) or len({type(prompt) for prompt in prompts}) > 1:
+        raise InvalidRequest("`prompt` must hold texts, token ids or lists of token ids, not a mixture", "prompt")
+    return prompts
+
+
+def _are_ids(given: list[str | int | list[int]]) -> TypeGuard[list[int]]:
+    return all(isinstance(item, int) for item in given)
+
+
+async def read_prompt(raw: RawPrompt, validator: Validator, vocabulary: Vocabulary, *, echoed: bool) -> Prompt:
+    """`echoed`: its text and the places of its tokens will be asked for, and are worth computing."""
+    if isinstance(raw, str):
+        prompt = await _from_text(raw, validator, with_offsets=echoed)
+    else:
+        validator.max_new_tokens(len(raw), None)  # first, because it is cheap
+        validator.check_token_ids("prompt", raw)
+        prompt = _from_ids(raw, vocabulary) if echoed else Prompt("", raw, [])
+    if not raw or not prompt.ids:
+        raise InvalidRequest("`prompt` cannot be empty", "prompt")
+    return prompt
+
+
+async def _from_text(text: str, validator: Validator, *, with_offsets: bool) -> Prompt:
+    if not with_offsets:
+        return Prompt(text, await validator.input_ids(text), [])
+    encoding = await validator.in_thread(lambda: validator.encode(text, with_offsets=True))
+    return Prompt(text, encoding.ids, [start for start, _ in encoding.offsets])
+
+
+def _from_ids(ids: list[int], vocabulary: Vocabulary) -> Prompt:
+    """Special tokens appear by name: who sends them as ids wants to see them again."""
+    detokenizer = vocabulary.detokenizer()
+    texts, offsets, size = [], [], 0
+    for token_id in ids:
+        text = vocabulary.special.get(token_id) or detokenizer.push(token_id)
+        offsets.append(size)
+        texts.append(text)
+        size += len(text)
+    texts.append(detokenizer.flush())
+    return Prompt("".join(texts), ids, offsets)

@@ -1,0 +1,379 @@
+"""Every limit on a request, checked before it costs anybody anything. Order and wording are TGI's.
+
+Where we differ: `top_p` and `typical_p` of 1.0 mean "off" instead of an error, an unknown adapter is an error instead
+of the base model, and numbers that a float32 cannot hold are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import struct
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from tokenizers import Encoding, Tokenizer
+
+from legato.api.errors import InvalidRequest, TooLong
+from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
+from legato.http.grammar import GrammarCompiler
+from legato.http.offsets import token_offsets
+from legato.http.shapes import read_grammar
+from legato.ipc.seam import Limits
+from legato.ipc.settings import RouterSettings
+from legato.scheduling.state import (
+    DEFAULT_PRIORITY,
+    LAST_PRIORITY,
+    GenerationRequest,
+    Grammar,
+    PromptImage,
+    Sampling,
+    with_names,
+)
+from legato.vision.prompts import Images
+
+T = TypeVar("T")
+
+# TGI reserved memory for this many tokens at a time, and checked only the first portion against the total. So it took
+# requests that ask for more than fits; they end at the limit.
+TGI_PORTION = 1024
+# An absent `parameters` object samples, an empty one does not.
+_NO_PARAMETERS = GenerateParameters(do_sample=True)
+# Characters that are tokenized in less time than it takes to reach a thread and come back.
+_SHORT = 256
+_MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A request that can be served, and how its client wants the answer."""
+
+    inputs: str
+    input_ids: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    top_n_tokens: int
+    best_of: int
+    details: bool
+    decoder_input_details: bool
+    return_full_text: bool
+    stop_token_ids: frozenset[int] = frozenset()
+    # Whether the text ends with the stop string that ended it.
+    include_stop: bool = True
+    # Special tokens whose names are part of the text.
+    spoken_token_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
+    images: tuple[PromptImage, ...] = ()
+    priority: int = DEFAULT_PRIORITY
+
+    def generation(self, request_id: int, seed: int, tenant: str = "") -> GenerationRequest:
+        """The part that the scheduler needs. Every one of the `best_of` sequences has its own seed."""
+        return GenerationRequest(
+            id=request_id,
+            input_ids=with_names(self.input_ids, self.images),
+            max_new_tokens=self.max_new_tokens,
+            sampling=replace(self.sampling, seed=seed),
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+            top_n_tokens=self.top_n_tokens,
+            prompt_logprobs=self.decoder_input_details,
+            grammar=self.grammar,
+            images=self.images,
+            priority=self.priority,
+            tenant=tenant,
+        )
+
+
+def random_seed() -> int:
+    return secrets.randbits(64)
+
+
+class Validator:
+    """Checks parameters on the event loop and tokenizes in threads of its own."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        settings: RouterSettings,
+        prepare: Callable[[Grammar], Awaitable[None]] | None = None,
+        images: Images | None = None,
+    ) -> None:
+        """`prepare` has the shards compile a grammar, if there are any; `images` are for models that see."""
+        # A tokenizer file may say how to cut and pad training data. Requests are cut on demand and never padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.limits = limits
+        self.settings = settings
+        self._has_foreign_tokens = max(tokenizer.get_vocab().values(), default=0) >= limits.vocab_size
+        self.images = images
+        self._grammars = GrammarCompiler(tokenizer, limits, settings, prepare)
+        self._threads = ThreadPoolExecutor(settings.validation_workers, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
+        if self.images is not None:
+            self.images.close()
+
+    def num_sequences(self, parameters: GenerateParameters | None, *, streaming: bool) -> int:
+        """How many permits the request takes. Checked before anything else, because permits are."""
+        parameters = parameters or _NO_PARAMETERS
+        best_of = 1 if parameters.best_of is None else parameters.best_of
+        if streaming and best_of != 1:
+            raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
+        if streaming and parameters.decoder_input_details:
+            raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
+        maximum = self.settings.max_best_of
+        if best_of > 1 and maximum == 1:
+            raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
+        if best_of > maximum:
+            raise InvalidRequest(f"`best_of` must be > 0 and <= {maximum}. Given: {best_of}")
+        return max(best_of, 1)
+
+    async def validate(self, request: GenerateRequest, best_of: int = 1) -> ValidRequest:
+        parameters = request.parameters or _NO_PARAMETERS
+        sampling = _sampling(parameters, best_of)
+        self._check_counts(parameters)
+        seed = _seed(parameters, best_of)
+        self._check_inputs(request.inputs, parameters)
+        input_ids, images = await self._prompt(request.inputs, parameters)
+        max_new_tokens = self.max_new_tokens(len(input_ids), parameters.max_new_tokens)
+        self._check_extensions(parameters)
+        priority = check_priority(parameters.priority)
+        grammar = read_grammar(parameters.grammar, "grammar")
+        return ValidRequest(
+            inputs=request.inputs,
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=replace(sampling, seed=seed),
+            stop=tuple(parameters.stop or ()),
+            ignore_eos=bool(parameters.ignore_eos),
+            top_n_tokens=parameters.top_n_tokens or 0,
+            best_of=best_of,
+            details=bool(parameters.details or parameters.decoder_input_details),
+            decoder_input_details=bool(parameters.decoder_input_details),
+            return_full_text=bool(parameters.return_full_text),
+            grammar=None if grammar is None else await self.check_grammar(grammar, "grammar"),
+            images=images,
+            priority=priority,
+        )
+
+    async def _prompt(self, inputs: str, parameters: GenerateParameters) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """The tokens, and the pictures that a model with eyes sees among them."""
+        images: tuple[PromptImage, ...] = ()
+        if self.images is None:
+            input_ids = await self.input_ids(inputs)
+        else:
+            inputs, sources = self.images.in_text(inputs)
+            read = await self.images.read(sources, self.limits.max_input_tokens)
+            input_ids, images = self.images.place(await self.input_ids(inputs), read)
+        if not input_ids:
+            raise InvalidRequest("`inputs` cannot be empty")
+        if images and parameters.decoder_input_details:
+            raise InvalidRequest("`decoder_input_details` cannot be had for `inputs` with images")
+        if parameters.truncate is not None and len(input_ids) > parameters.truncate:
+            if images:
+                raise InvalidRequest("`truncate` cannot cut `inputs` with images")
+            input_ids = input_ids[-parameters.truncate :]
+        return input_ids, images
+
+    async def check_grammar(self, grammar: Grammar, field: str) -> Grammar:
+        """The grammar to follow; `field` is what the client calls it."""
+        return await self._grammars.check(grammar, field)
+
+    async def tokenize(self, inputs: str) -> list[SimpleToken]:
+        return await self.in_thread(lambda: token_offsets(self.encode(inputs, with_offsets=True), inputs))
+
+    async def input_ids(self, inputs: str) -> list[int]:
+        """Empty for text that the tokenizer's normalizer removes completely."""
+        if len(inputs) <= _SHORT:
+            ids: list[int] = self.encode(inputs).ids
+        else:
+            ids = await self.in_thread(lambda: self._ids_of_long(inputs))
+        return ids
+
+    def _ids_of_long(self, inputs: str) -> list[int]:
+        encoding = self.encode(inputs)
+        ids: list[int] = encoding.ids
+        # Making this list and ending the encoding both keep the interpreter lock, for tenths of a second where there
+        # are millions of tokens: streams get their turn in between.
+        time.sleep(0)
+        return ids
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def encode(self, inputs: str, *, with_offsets: bool = False, add_special_tokens: bool = True) -> Encoding:
+        # The batch calls release the interpreter lock, the plain one does not: a long text would stop every stream.
+        encode = self._tokenizer.encode_batch if with_offsets else self._tokenizer.encode_batch_fast
+        try:
+            encoding: Encoding = encode([inputs], add_special_tokens=add_special_tokens)[0]
+        except BaseException as error:  # a panic inside the tokenizer is not an Exception
+            raise InvalidRequest(f"tokenizer error {error}") from error
+        if self._has_foreign_tokens:
+            self._check_known(encoding.ids)
+        return encoding
+
+    def _check_known(self, ids: list[int]) -> None:
+        """A tokenizer may have tokens that were added after the model was made: they would fail everybody's step."""
+        strangers = [token_id for token_id in ids if token_id >= self.limits.vocab_size]
+        if strangers:
+            token = self._tokenizer.id_to_token(strangers[0])
+            raise InvalidRequest(f"`inputs` holds {token!r}, a token of the tokenizer that the model does not have")
+
+    def _check_counts(self, parameters: GenerateParameters) -> None:
+        if parameters.max_new_tokens == 0:
+            raise InvalidRequest("`max_new_tokens` must be strictly positive")
+        maximum, given = self.settings.max_stop_sequences, len(parameters.stop or ())
+        if given > maximum:
+            raise InvalidRequest(f"`stop` supports up to {maximum} stop sequences. Given: {given}")
+
+    def _check_inputs(self, inputs: str, parameters: GenerateParameters) -> None:
+        maximum, given = self.settings.max_top_n_tokens, parameters.top_n_tokens or 0
+        if given > maximum:
+            raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {maximum}. Given: {given}")
+        if not inputs:
+            raise InvalidRequest("`inputs` cannot be empty")
+        maximum, truncate = self.limits.max_input_tokens, parameters.truncate
+        if truncate is not None and not 0 < truncate <= maximum:
+            raise InvalidRequest(f"`truncate` must be strictly positive and less than {maximum}. Given: {truncate}")
+
+    def max_new_tokens(self, input_len: int, wanted: int | None) -> int:
+        """As many as wanted and as fit."""
+        limits = self.limits
+        room = max(limits.max_total_tokens - input_len, 0)
+        portion = min(room if wanted is None else wanted, TGI_PORTION)
+        if input_len + portion > limits.max_total_tokens:
+            raise TooLong(
+                f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
+                f"Given: {input_len} `inputs` tokens and {portion} `max_new_tokens`",
+                limit=limits.max_total_tokens,
+                input_len=input_len,
+                max_new_tokens=portion,
+            )
+        if input_len > limits.max_input_tokens:
+            raise TooLong(
+                f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {input_len}",
+                limit=limits.max_input_tokens,
+                input_len=input_len,
+            )
+        return room if wanted is None else min(wanted, room)
+
+    def _check_extensions(self, parameters: GenerateParameters) -> None:
+        if parameters.adapter_id is not None:
+            raise InvalidRequest(f"`adapter_id` is unknown: no adapter {parameters.adapter_id!r} is loaded")
+        self.check_token_ids("logit_bias", parameters.logit_bias or ())
+        check_bias(parameters.logit_bias or {})
+
+    def check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self.limits.vocab_size:
+                raise InvalidRequest(
+                    f"`{name}` must have token ids >= 0 and < {self.limits.vocab_size}. Given: {token_id}", name
+                )
+
+
+def check_bias(logit_bias: Mapping[int, float]) -> None:
+    for token_id, bias in logit_bias.items():
+        if not -100 <= bias <= 100:
+            raise InvalidRequest(f"`logit_bias` must be >= -100 and <= 100. Given: {bias} for {token_id}", "logit_bias")
+
+
+def _sampling(parameters: GenerateParameters, best_of: int) -> Sampling:
+    """The sampling parameters, without the seed."""
+    warpers = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p, parameters.min_p)
+    if best_of > 1 and not parameters.do_sample and all(warper is None for warper in warpers):
+        raise InvalidRequest("you must use sampling when `best_of` is > 1")
+    temperature = positive("temperature", parameters.temperature)
+    repetition_penalty = positive("repetition_penalty", parameters.repetition_penalty)
+    frequency_penalty = penalty("frequency_penalty", parameters.frequency_penalty)
+    presence_penalty = penalty("presence_penalty", parameters.presence_penalty)
+    top_p = share("top_p", parameters.top_p)
+    typical_p = share("typical_p", parameters.typical_p)
+    min_p = probability("min_p", parameters.min_p)
+    if parameters.top_k is not None and parameters.top_k <= 0:
+        raise InvalidRequest("`top_k` must be strictly positive")
+    top_k = parameters.top_k or 0
+    return Sampling(
+        # Whoever sets a filter wants to sample, also without saying so. At its neutral value it says nothing.
+        do_sample=bool(parameters.do_sample)
+        or best_of > 1
+        or (temperature, top_k, top_p, typical_p, min_p) != (1.0, 0, 1.0, 1.0, 0.0),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        typical_p=typical_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        watermark=bool(parameters.watermark),
+        logit_bias=dict(parameters.logit_bias or {}),
+    )
+
+
+def _seed(parameters: GenerateParameters, best_of: int) -> int:
+    if parameters.seed is None:
+        return random_seed()
+    if best_of > 1:
+        raise InvalidRequest("`seed` must not be set when `best_of` > 1")
+    if not 0 <= parameters.seed <= _MAX_SEED:
+        raise InvalidRequest(f"`seed` must be >= 0 and <= {_MAX_SEED}. Given: {parameters.seed}")
+    return parameters.seed
+
+
+def positive(name: str, value: float | None) -> float:
+    if value is None:
+        return 1.0
+    if as_float32(name, value) <= 0:
+        raise InvalidRequest(f"`{name}` must be strictly positive", name)
+    return value
+
+
+def check_priority(value: int | None) -> int:
+    if value is None:
+        return DEFAULT_PRIORITY
+    if not 0 <= value <= LAST_PRIORITY:
+        raise InvalidRequest(f"`priority` must be >= 0 and <= {LAST_PRIORITY}. Given: {value}", "priority")
+    return value
+
+
+def penalty(name: str, value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if not -2 <= value <= 2:
+        raise InvalidRequest(f"`{name}` must be >= -2.0 and <= 2.0", name)
+    return value
+
+
+def share(name: str, value: float | None) -> float:
+    if value is None:
+        return 1.0
+    if as_float32(name, value) <= 0 or value > 1:
+        raise InvalidRequest(f"`{name}` must be > 0.0 and < 1.0", name)
+    return value
+
+
+def probability(name: str, value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if not 0 <= value <= 1:
+        raise InvalidRequest(f"`{name}` must be >= 0.0 and <= 1.0", name)
+    return value
+
+
+def as_float32(name: str, value: float) -> float:
+    """What a shard will see: 1e-50 is zero there, and 1e300 nothing at all."""
+    try:
+        (rounded,) = struct.unpack("<f", struct.pack("<f", value))
+    except OverflowError:
+        raise InvalidRequest(f"`{name}` must fit in a 32-bit float. Given: {value}", name) from None
+    assert isinstance(rounded, float)
+    return rounded
