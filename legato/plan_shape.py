@@ -12,7 +12,7 @@ from typing import Any
 from legato.models.catalogue import CATALOGUE
 from legato.models.keys import Keys
 from legato.models.sizes import Sizes
-from legato.server.captures import kept_rows
+from legato.server.graphs.captures import kept_rows
 from legato.server.reserve import LAYER_GRAPH_BYTES
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3fn": 1, "fp8_e5m2": 1}

@@ -31,7 +31,7 @@ def serve(options: ServerOptions) -> None:
     files = ModelFiles.open(locate(options))
     files.config()
     if options.fake:
-        from legato.server.fake_service import run as run_fake  # never brings in torch
+        from legato.server.fake.service import run as run_fake  # never brings in torch
 
         run_fake(files, options)
         return

@@ -20,15 +20,15 @@ from legato.quantization.dense import SlicedWeight
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.params import SamplingParams
 from legato.sampling.sampler import Sampler
-from legato.server.captures import mixed_sizes
 from legato.server.grammars import Grammars
-from legato.server.graphs import CudaRecorder, Record
-from legato.server.images import Eyes
+from legato.server.graphs.captures import mixed_sizes
+from legato.server.graphs.decode import CudaRecorder, Record
+from legato.server.graphs.steps import StepGraphs
 from legato.server.memory import is_out_of_memory, refused_for_memory, release
 from legato.server.pending import Chosen, Outcome, Pending, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
 from legato.server.rows import Rows, RowStep, to_device
-from legato.server.step_graphs import StepGraphs
+from legato.server.vision.images import Eyes
 from legato.vision.rules import ImageRules
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
 from legato.server.capacity import Capacity, Wishes
-from legato.server.captures import kept_rows, mixed_sizes
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
+from legato.server.graphs.captures import kept_rows, mixed_sizes
 from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
 from legato.server.memory import cache_budget, gib, graph_bytes, host_budget, measure, refused_for_memory

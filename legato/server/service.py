@@ -16,12 +16,12 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.wire import from_pb
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
+from legato.server.graphs.steps import StepGraphs
 from legato.server.interceptor import RequestRefused
+from legato.server.legacy.unary import UnaryBatches
 from legato.server.model import Model
 from legato.server.pending import Pending
 from legato.server.rendezvous import end_if_out_of_step
-from legato.server.step_graphs import StepGraphs
-from legato.server.unary import UnaryBatches
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from legato.layers.shard import Shard
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
 from legato.scheduling.state import GenerationRequest, PromptImage, with_names
-from legato.server.image_pixels import num_pixels, pixels_of
-from legato.server.images import Eyes
+from legato.server.vision.images import Eyes
+from legato.server.vision.pixels import num_pixels, pixels_of
 from legato.vision.files import decode
 from legato.vision.rules import ImageRules, Size, image_rules
 from tests.models import tiny_vision as tiny

@@ -12,7 +12,7 @@ from legato.layers.step import Step
 from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
 from legato.router.shards import _from_pb, _to_pb
-from legato.server.graphs import Decoded, Replay
+from legato.server.graphs.decode import Decoded, Replay
 from legato.server.pending import Pending
 from legato.server.service import _failed
 from tests.server.local import LocalServer

@@ -7,9 +7,9 @@ from functools import partial
 
 from legato.layers.kv_cache import KVCache
 from legato.models.registry import CausalModel
-from legato.server.captures import CapturePolicy, decode_sizes
-from legato.server.graphs import Decoded, DecodeGraphs, Graphs, Record
-from legato.server.mixed_graphs import MixedGraphs
+from legato.server.graphs.captures import CapturePolicy, decode_sizes
+from legato.server.graphs.decode import Decoded, DecodeGraphs, Graphs, Record
+from legato.server.graphs.mixed import MixedGraphs
 from legato.server.rows import Rows, RowStep
 
 

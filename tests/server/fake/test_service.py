@@ -23,7 +23,7 @@ from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.router.shards import GrpcShards, WarmupLimits
 from legato.scheduling.state import Admission, GenerationRequest, Grammar, GrammarKind, StepPlan, StepResult
-from legato.server.fake_service import FakeModel, FakeService, StepCost
+from legato.server.fake.service import FakeModel, FakeService, StepCost
 from legato.server.listening import listen
 from tests.server.silence import silence
 
@@ -226,7 +226,7 @@ def test_the_program_serves_without_weights_and_without_torch(process: subproces
 
 
 def test_nothing_of_it_imports_torch() -> None:
-    code = "import sys, legato.server.cli, legato.server.fake_service; sys.exit('torch' in sys.modules)"
+    code = "import sys, legato.server.cli, legato.server.fake.service; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

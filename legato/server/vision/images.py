@@ -19,8 +19,8 @@ from legato.common.token_ids import unpack
 from legato.layers.step import Seen, Step
 from legato.models.vision import ImageSpan, SeeingModel
 from legato.pb import generate_pb2 as pb
-from legato.server.image_pixels import num_pixels, pixels_of
 from legato.server.rows import RowStep, to_device
+from legato.server.vision.pixels import num_pixels, pixels_of
 from legato.vision.files import decode
 from legato.vision.rules import ImageRules, Size
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from legato.server.captures import MISSES, STEPS_BETWEEN, CapturePolicy, decode_sizes, mixed_sizes
+from legato.server.graphs.captures import MISSES, STEPS_BETWEEN, CapturePolicy, decode_sizes, mixed_sizes
 
 
 def of_decodes(max_rows: int, given: Sequence[int] = ()) -> CapturePolicy:

@@ -12,7 +12,7 @@ from legato.pb import generate_pb2 as pb
 from legato.router.shards import _from_pb, _to_pb
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
 from legato.scheduling.state import GenerationRequest, Output, Sampling
-from legato.server.fake import BrokenContract, FakeEngine, FakeLimits
+from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits
 
 VOCAB = 100
 WORDS = list(range(10, 90))

@@ -25,7 +25,7 @@ from legato.kernels.sample import greedy_sample
 from legato.layers.kv_cache import KVCache
 from legato.layers.step import Sides, Step
 from legato.models.registry import CausalModel
-from legato.server.captures import CapturePolicy
+from legato.server.graphs.captures import CapturePolicy
 from legato.server.memory import release
 from legato.server.rows import Rows, to_device
 

@@ -24,7 +24,7 @@ from legato.common.options import ServerOptions
 from legato.grammar.wire import from_pb
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
-from legato.server.fake import BrokenContract, FakeEngine, FakeLimits
+from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits
 from legato.server.interceptor import RequestRefused
 from legato.server.listening import serve, socket_paths, socket_urls
 

@@ -16,8 +16,8 @@ from legato.kernels.sample import greedy_sample
 from legato.layers.kv_cache import KVCache
 from legato.layers.step import ChunkSpans, Step
 from legato.models.registry import CausalModel
-from legato.server.captures import CapturePolicy
-from legato.server.graphs import Decoded, Graphs, Record
+from legato.server.graphs.captures import CapturePolicy
+from legato.server.graphs.decode import Decoded, Graphs, Record
 from legato.server.prepare import Packed
 from legato.server.rows import Rows, RowStep, to_device
 

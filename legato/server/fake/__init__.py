@@ -1,0 +1,1 @@
+"""A shard without a model: `--fake`."""

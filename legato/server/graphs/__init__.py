@@ -1,0 +1,1 @@
+"""CUDA graphs: which sizes are captured, when, and how steps replay them."""

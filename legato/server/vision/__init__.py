@@ -1,0 +1,1 @@
+"""Images in the shard: pixels, encoder runs, embeddings."""
