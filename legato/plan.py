@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legato.common.model_files import GgufModel, ModelFiles
+from legato.modelfiles.files import GgufModel, ModelFiles
 from legato.plan_shape import SIZES, Shape
 from legato.server.reserve import reserve
 

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from legato.benchmark.shapes import SHAPES
-from legato.common import hub
 from legato.common.errors import ModelNotFound, OptionError
-from legato.common.hub_cache import cache_folder
-from legato.common.hub_huggingface import cached_hub_model
-from legato.common.hub_index import PREFIX, cached_package_model
-from legato.common.model_files import ModelFiles
 from legato.common.option import option
 from legato.common.options import Model
 from legato.common.program import command
+from legato.modelfiles import hub
+from legato.modelfiles.cache import cache_folder
+from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.huggingface import cached_hub_model
+from legato.modelfiles.index import PREFIX, cached_package_model
 from legato.plan import Device, Fit, Plan, Stored, choose_dtype, stored_in
 from legato.plan_shape import Shape
 from legato.scheduling.budget import step_sizes

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from legato.benchmark.shapes import SHAPES
 from legato.common.errors import LegatoError, ModelNotFound, OptionError
-from legato.common.model_files import ModelFiles
+from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
 from legato.plan import Device, Fit, stored_in

@@ -60,7 +60,7 @@ def _setup(options: BenchmarkOptions, info: pb.InfoResponse, largest: int) -> Se
         prompts = id_prompts(largest, length, info.vocab_size)
     else:
         from legato.common import hub  # only needed for a tokenizer
-        from legato.common.model_files import ModelFiles
+        from legato.modelfiles.files import ModelFiles
 
         files = ModelFiles.open(hub.resolve(options.tokenizer_name, options.revision))
         prompts = text_prompts(largest, length, files.tokenizer())

@@ -112,7 +112,7 @@ def words_for(tokenizer_name: str | None) -> list[str]:
     if tokenizer_name is None:
         return words
     from legato.common import hub  # only needed for a tokenizer
-    from legato.common.model_files import ModelFiles
+    from legato.modelfiles.files import ModelFiles
 
     path = Path(tokenizer_name)
     tokenizer = ModelFiles.open(path if path.exists() else hub.resolve(tokenizer_name)).tokenizer()

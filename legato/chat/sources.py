@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.common.errors import ModelFileError, OptionError
-from legato.common.model_files import ModelFiles, read_json, with_plain_tokens
+from legato.modelfiles.files import ModelFiles, read_json, with_plain_tokens
 
 FLAG = "--tokenizer-config-path"
 

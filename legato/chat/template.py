@@ -20,7 +20,7 @@ from legato.api.errors import RequestError
 from legato.chat.frames import Kind
 from legato.chat.process import Facts, ProcessEnded, RenderLimits, TemplateProcesses
 from legato.chat.sources import ChatTemplates, find_templates
-from legato.common.model_files import ModelFiles
+from legato.modelfiles.files import ModelFiles
 
 
 class TemplateFailed(RequestError):

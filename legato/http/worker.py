@@ -21,13 +21,13 @@ from legato.chat.template import ChatTemplate
 from legato.common.errors import LegatoError
 from legato.common.garbage import settle
 from legato.common.logging import setup
-from legato.common.model_files import ModelFiles
 from legato.http.app import create_app
 from legato.http.inference import Shared
 from legato.http.remote_backend import RemoteBackend
 from legato.http.server import HttpServer
 from legato.ipc import messages as say
 from legato.ipc.link import Link, decoder_for
+from legato.modelfiles.files import ModelFiles
 from legato.telemetry.metrics import Metrics
 from legato.vision.rules import ImageRules, image_rules
 

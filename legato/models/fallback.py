@@ -24,11 +24,11 @@ import transformers
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from legato.common.errors import ModelFileError, UnsupportedModel
-from legato.common.model_files import ModelFiles
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.layers.shard import Heads, Shard
 from legato.layers.step import Step
+from legato.modelfiles.files import ModelFiles
 from legato.models import foreign
 from legato.models.config import ModelConfig
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from legato.common.errors import UnsupportedModel
-from legato.common.model_files import ModelFiles
+from legato.modelfiles.files import ModelFiles
 from legato.models.registry import ARCHITECTURES
 
 STATEFUL = "it keeps a state, which the KV cache has no place for"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from legato.common.errors import UnsupportedModel
-from legato.common.gguf import GgufFile
+from legato.modelfiles.gguf.file import GgufFile
 from legato.quantization.gguf import dequantize
 
 # GGUF name -> Hugging Face name; {} is the layer.

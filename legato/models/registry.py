@@ -10,10 +10,10 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from legato.common.errors import ModelFileError, UnsupportedModel
-from legato.common.model_files import ModelFiles
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.layers.shard import Shard
 from legato.layers.step import Step
+from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
 from legato.models.gguf_source import GgufSource

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from legato.common.errors import UnsupportedModel
-from legato.common.gguf import GgmlType
+from legato.modelfiles.gguf.file import GgmlType
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from legato.common.errors import OptionError
-from legato.common.hub import DEFAULT_MODEL
-from legato.common.locate import locate
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
@@ -21,6 +19,8 @@ from legato.http.auth import read_keys
 from legato.ipc.messages import Setup
 from legato.ipc.seam import Limits
 from legato.ipc.settings import RouterSettings
+from legato.modelfiles.hub import DEFAULT_MODEL
+from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
 from legato.router.backend import Backend
 from legato.router.listening import Listeners

@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 from legato.common.errors import ModelNotFound, OptionError
-from legato.common.locate import locate
 from legato.common.logging import setup
-from legato.common.model_files import ModelFiles
 from legato.common.options import DownloadOptions, ServerOptions
 from legato.common.program import command, run_program
 from legato.common.sockets import claim_socket
+from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.locate import locate
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from legato.common.errors import ModelFileError, ModelNotFound
-from legato.common.model_files import INDEX, read_json
+from legato.modelfiles.files import INDEX, read_json
 
 logger = logging.getLogger(__name__)
 

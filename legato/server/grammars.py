@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from legato.common.model_files import ModelFiles
 from legato.grammar.compile import compile_grammar
 from legato.grammar.completion.closing import Closing
 from legato.grammar.completion.endings import Endings
@@ -34,6 +33,7 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.matcher import MaskWriter, Matcher
 from legato.grammar.vocabulary import TokenTrie
+from legato.modelfiles.files import ModelFiles
 from legato.sampling.allowed import Allowed
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import torch
 
 from legato.common.errors import ModelError, ModelFileError, OptionError
 from legato.common.milestones import LOADING
-from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
 from legato.layers.shard import Shard
+from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import CausalModel, get_model, model_config
 from legato.server.rendezvous import join, share_cores

@@ -6,8 +6,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from legato.common.garbage import settle
-from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
+from legato.modelfiles.files import ModelFiles
 from legato.server.allocator import keep_freed_memory
 from legato.server.listening import serve, socket_paths, socket_urls
 from legato.server.loading import load

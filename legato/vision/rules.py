@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from legato.common.errors import LegatoError, ModelFileError
-from legato.common.model_files import ModelFiles, read_json
+from legato.modelfiles.files import ModelFiles, read_json
 
 # What CLIP was trained with: the mean and the spread of each colour.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

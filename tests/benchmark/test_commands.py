@@ -20,8 +20,8 @@ from legato.benchmark.engine import bench
 from legato.benchmark.machine import commit
 from legato.benchmark.options import BenchmarkOptions, EngineOptions
 from legato.benchmark.shapes import SHAPES, write_shape
-from legato.common.model_files import ModelFiles
 from legato.common.program import run_program
+from legato.modelfiles.files import ModelFiles
 from tests.benchmark.fake_shard import install
 
 Record = Callable[[], dict[str, Any]]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.loading import INDEX, Checkpoint, Files, Peaks, Run, read_seconds, serve, write, written
-from legato.common.model_files import ModelFiles
+from legato.modelfiles.files import ModelFiles
 
 ROOT = Path(__file__).parents[2]
 TINY = Checkpoint(layers=2, hidden=64, inner=96, heads=4, kv_heads=2, vocab=128, files=3)

@@ -14,7 +14,7 @@ from legato.benchmark.shapes import write_shape
 from legato.benchmark.shard import ShardFailed, running
 from legato.benchmark.unary import Measured
 from legato.common.errors import OptionError
-from legato.common.model_files import ModelFiles
+from legato.modelfiles.files import ModelFiles
 from tests.benchmark.fake_shard import BLOCK_SIZE, VOCAB, FakeService, listening
 
 

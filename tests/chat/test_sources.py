@@ -11,11 +11,11 @@ from transformers import AutoTokenizer
 
 from legato.chat.sources import find_templates
 from legato.chat.template import ChatTemplate
-from legato.common import hub
 from legato.common.errors import ModelFileError, OptionError
-from legato.common.model_files import ModelFiles
+from legato.modelfiles import hub
+from legato.modelfiles.files import ModelFiles
 from tests.chat.cases import CONVERSATIONS, WEATHER, ours, user
-from tests.common.test_model_files import write_gguf
+from tests.modelfiles.test_files import write_gguf
 from tests.tiny_models import write_tokenizer
 
 

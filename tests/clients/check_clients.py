@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from legato.common import hub
-from legato.common.model_files import ModelFiles
+from legato.modelfiles import hub
+from legato.modelfiles.files import ModelFiles
 from tests.integration.processes import Program, free_port
 
 HERE = Path(__file__).parent

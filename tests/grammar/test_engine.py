@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from legato.common.model_files import ModelFiles
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.vocabulary import TokenTrie
+from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
 from legato.router.shards import _from_pb, _to_pb
 from legato.scheduling.state import FinishReason, GenerationRequest, Output, Sampling

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from legato.common.model_files import ModelFiles
 from legato.grammar.compile import compile_grammar
 from legato.grammar.completion.endings import Endings, Place
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.vocabulary import TokenTrie
+from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
 from legato.scheduling.state import FinishReason, GenerationRequest, Sampling
 from legato.server.grammars import load_trie

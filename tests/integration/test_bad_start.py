@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from legato.common.errors import ModelError
-from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
+from legato.modelfiles.files import ModelFiles
 from legato.server.loading import load
 from legato.server.model import Model
 from tests.integration.client import at_once

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from legato.common.model_files import ModelFiles
 from legato.layers.kv_cache import KVCache
 from legato.layers.shard import Shard
+from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import CausalModel, LimitedModel, get_model
 from legato.scheduling.state import GenerationRequest

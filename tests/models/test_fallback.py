@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from legato.common.errors import ModelError, ModelFileError, UnsupportedModel
-from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
 from legato.layers.kv_cache import KVShape
 from legato.layers.shard import Shard
+from legato.modelfiles.files import ModelFiles
 from legato.models import foreign, registry
 from legato.models.registry import CausalModel, get_model, model_config
 from legato.scheduling.state import GenerationRequest
@@ -244,7 +244,7 @@ def test_code_of_the_model_runs_if_trusted(with_own_code: Path) -> None:
 def test_a_known_architecture_never_imports_transformers(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     code = (
-        "import sys, torch; from legato.server import serving; from legato.common.model_files import ModelFiles;"
+        "import sys, torch; from legato.server import serving; from legato.modelfiles.files import ModelFiles;"
         "from legato.models.registry import get_model, model_config;"
         f"files = ModelFiles.open(__import__('pathlib').Path({str(folder)!r}));"
         "get_model(files, model_config(files), torch.float32, torch.device('cpu'));"

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from legato.common.errors import UnsupportedModel
-from legato.common.model_files import ModelFiles, read_json
+from legato.modelfiles.files import ModelFiles, read_json
 from tests.models import tiny_seeds as seeds
 from tests.models import tiny_today as today
 from tests.models.answers import prompts, step_logits

@@ -10,11 +10,11 @@ import pytest
 import torch
 from tokenizers import normalizers
 
-from legato.common import hub
-from legato.common.model_files import ModelFiles
+from legato.modelfiles import hub
+from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
 from legato.scheduling.state import GenerationRequest
-from tests.common.test_tokenizer import CORPUS, NASTY
+from tests.modelfiles.test_tokenizer import CORPUS, NASTY
 from tests.models.test_llama import logits
 from tests.models.test_smollm2 import PROMPTS
 from tests.server.local import LocalServer, load

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from legato.common import hub
-from legato.common.model_files import ModelFiles
+from legato.modelfiles import hub
+from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
 from legato.scheduling.state import GenerationRequest
 from tests.models.test_llama import logits

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from legato.common.model_files import ModelFiles
 from legato.layers.shard import Shard
+from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
 from legato.scheduling.state import GenerationRequest, PromptImage, with_names

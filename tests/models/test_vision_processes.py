@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from legato.common.model_files import ModelFiles
+from legato.modelfiles.files import ModelFiles
 from tests.integration.client import Client
 from tests.integration.processes import free_port, launched
 from tests.models import tiny_vision as tiny

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from legato.common.errors import UnsupportedModel
-from legato.common.gguf import GgmlType
+from legato.modelfiles.gguf.file import GgmlType
 from legato.quantization.gguf import NUMBERS_AT_ONCE, dequantize
 
 # type -> where its 16-bit scales are; everything else in a block may be any byte

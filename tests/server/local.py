@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from legato.common.model_files import ModelFiles
 from legato.grammar.vocabulary import TokenTrie
 from legato.layers.kv_cache import KVCache
+from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import CausalModel, get_model
 from legato.router.shards import _from_pb, _to_pb

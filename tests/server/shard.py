@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
+from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.server.listening import listen

@@ -15,11 +15,11 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from legato.common import hub_huggingface
 from legato.common.errors import ModelFileError
-from legato.common.model_files import INDEX, ModelFiles
 from legato.common.options import DownloadOptions
 from legato.common.program import command, run_program
+from legato.modelfiles import huggingface as hub_huggingface
+from legato.modelfiles.files import INDEX, ModelFiles
 from legato.server import convert as converting
 from legato.server.cli import download_weights
 from legato.server.convert import PICKLE_INDEX, SINGLE_PICKLE, convert

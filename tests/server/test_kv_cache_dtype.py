@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
 from legato.kernels.kv_format import as_stored
 from legato.layers.kv_cache import KVCache
+from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
 from legato.scheduling.state import GenerationRequest
 from legato.server.loading import load as load_files

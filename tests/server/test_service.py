@@ -324,7 +324,7 @@ def test_a_shard_that_refuses_to_warm_up_tells_its_router_why(loaded: LoadedMode
 SETTLED = """
 import asyncio, gc, sys
 from pathlib import Path
-from legato.common.model_files import ModelFiles
+from legato.modelfiles.files import ModelFiles
 from legato.server import serving
 from tests.server.shard import OPTIONS, warmup
 

@@ -19,9 +19,9 @@ import grpc
 
 from legato.common.errors import ModelFileError
 from legato.common.milestones import WARM
-from legato.common.model_files import ModelFiles
 from legato.common.options import ServerOptions
 from legato.grammar.wire import from_pb
+from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits

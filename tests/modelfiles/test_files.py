@@ -16,9 +16,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from legato.common import hub
 from legato.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
-from legato.common.model_files import INDEX, ModelFiles
+from legato.modelfiles import hub
+from legato.modelfiles.files import INDEX, ModelFiles
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from legato.common.errors import ModelFileError
-from legato.common.gguf import GgufFile
-from legato.common.tokenizer_gguf import tokenizer_from_gguf
+from legato.modelfiles.gguf.file import GgufFile
+from legato.modelfiles.gguf.tokenizer import tokenizer_from_gguf
 
 
 def load_tokenizer(source: Path | GgufFile) -> Tokenizer:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from legato.common.errors import ModelError, ModelNotFound
-from legato.common.hub_cache import Progress, naming_folder
-from legato.common.model_files import ModelFiles
+from legato.modelfiles.cache import Progress, naming_folder
+from legato.modelfiles.files import ModelFiles
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 # Comes along only for who trusts it (--trust-remote-code): nobody else has any use for it.

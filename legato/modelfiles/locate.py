@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from legato.common import hub
 from legato.common.errors import ModelNotFound
 from legato.common.options import Model
 from legato.common.progress import progress
+from legato.modelfiles import hub
 
 
 def locate(options: Model) -> Path:

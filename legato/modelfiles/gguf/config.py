@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from legato.common.errors import ModelFileError, UnsupportedModel
-from legato.common.gguf import GgmlType, GgufFile
-from legato.common.tokenizer_gguf import TokenType, Vocabulary
+from legato.modelfiles.gguf.file import GgmlType, GgufFile
+from legato.modelfiles.gguf.tokenizer import TokenType, Vocabulary
 
 # Far beyond any model; what is built from these numbers stays of bearable size even when a file lies.
 MAX_LAYERS = 4096

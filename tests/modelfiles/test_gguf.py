@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from legato.common.errors import ModelError, ModelFileError, ModelNotFound, UnsupportedModel
-from legato.common.gguf import GgmlType, GgufFile
+from legato.modelfiles.gguf.file import GgmlType, GgufFile
 
 
 @pytest.fixture

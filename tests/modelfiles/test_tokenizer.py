@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from legato.common import hub
 from legato.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
-from legato.common.gguf import GgufFile
-from legato.common.tokenizer import load_tokenizer
-from legato.common.tokenizer_split import splitting_of
+from legato.modelfiles import hub
+from legato.modelfiles.gguf.file import GgufFile
+from legato.modelfiles.gguf.splitting import splitting_of
+from legato.modelfiles.tokenizers import load_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, doesn't it? They're here; WE'LL see. I'd say 12345 times.",

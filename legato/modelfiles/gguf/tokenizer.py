@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
 from legato.common.errors import ModelFileError, UnsupportedModel
-from legato.common.gguf import GgufFile
-from legato.common.tokenizer_split import splitting_of
-from legato.common.tokenizer_template import set_template
+from legato.modelfiles.gguf.file import GgufFile
+from legato.modelfiles.gguf.splitting import splitting_of
+from legato.modelfiles.tokenizer_template import set_template
 
 SPACE = "\u2581"
 # No trainer makes longer ones. Every way to cut a token in two is tried, which for a hostile one would take forever.

@@ -1,0 +1,1 @@
+"""GGUF: the container, its configuration and its tokenizer."""
