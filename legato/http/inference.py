@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 
 from legato.api.errors import ClientGone, RequestError
 from legato.api.native import GenerateRequest
-from legato.common.detokenize import Vocabulary
 from legato.http.exchange import Client
 from legato.http.streams import Stream, Transcript
 from legato.http.validation import Validator, ValidRequest, random_seed
@@ -25,6 +24,7 @@ from legato.ipc.seam import Backend
 from legato.ipc.settings import RouterSettings
 from legato.router.permits import PermitPool, Permits
 from legato.telemetry.metrics import Metrics, Timings
+from legato.text.detokenize import Vocabulary
 from legato.vision.prompts import Images
 from legato.vision.rules import ImageRules
 

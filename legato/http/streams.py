@@ -14,10 +14,10 @@ from msgspec import Struct
 
 from legato.api.errors import ClientGone, GenerationFailed, TimedOut
 from legato.api.native import PrefillToken, Token
-from legato.common.detokenize import Vocabulary
-from legato.common.stopping import StopMatcher
 from legato.ipc.seam import Backend
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
+from legato.text.detokenize import Vocabulary
+from legato.text.stopping import StopMatcher
 
 logger = logging.getLogger(__name__)
 

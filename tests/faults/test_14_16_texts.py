@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from legato.common.detokenize import REPLACEMENT, Vocabulary, _token_bytes
-from legato.common.stopping import StopMatcher
 from legato.http.streams import Transcript
 from legato.scheduling.state import FinishReason, Output
-from tests.common.test_detokenize import sentencepiece
+from legato.text.detokenize import REPLACEMENT, Vocabulary, _token_bytes
+from legato.text.stopping import StopMatcher
 from tests.faults.scale import cases
 from tests.http.asgi import LIMITS, FakeBackend, ask, outputs_of
 from tests.http.asgi import tokenizer as asgi_tokenizer
 from tests.http.routes.openai.fakes import COMPLETIONS, Server
+from tests.text.test_detokenize import sentencepiece
 
 # ---- row 14 ----------------------------------------------------------------------------------------------------------
 

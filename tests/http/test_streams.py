@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import pytest
 
 from legato.api.errors import ClientGone, GenerationFailed
-from legato.common.detokenize import Vocabulary
 from legato.http.streams import MAX_UNREAD, Piece, Stream, Transcript
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
+from legato.text.detokenize import Vocabulary
 from tests.http.asgi import EOS, FakeBackend, outputs_of, token_ids, tokenizer
 
 VOCABULARY = Vocabulary(tokenizer())

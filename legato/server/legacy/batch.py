@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from legato.common.detokenize import Detokenizer, Vocabulary
-from legato.common.stopping import StopMatcher
 from legato.pb import generate_pb2 as pb
 from legato.server.capacity import RESERVED_BLOCKS, Capacity
 from legato.server.interceptor import RequestRefused
+from legato.text.detokenize import Detokenizer, Vocabulary
+from legato.text.stopping import StopMatcher
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import grpc
 from tokenizers import Tokenizer
 
-from legato.common.detokenize import Vocabulary
-from legato.common.stopping import StopMatcher
 from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
 from legato.server.interceptor import RequestRefused
 from legato.server.legacy.batch import Batch, Cache, Generation, Member, Places
 from legato.server.model import Model
 from legato.server.vision.prompts import Prompts
+from legato.text.detokenize import Vocabulary
+from legato.text.stopping import StopMatcher
 
 ALREADY_EXISTS = grpc.StatusCode.ALREADY_EXISTS
 

@@ -7,8 +7,8 @@ from typing import TypeGuard
 
 from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import CompletionRequest
-from legato.common.detokenize import Vocabulary
 from legato.http.validation import Validator
+from legato.text.detokenize import Vocabulary
 
 RawPrompt = str | list[int]
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.pre_tokenizers import ByteLevel
 
-from legato.common.detokenize import REPLACEMENT, Vocabulary
+from legato.text.detokenize import REPLACEMENT, Vocabulary
 
 # The same few tokens are likely again and again.
 _REMEMBERED = 16384

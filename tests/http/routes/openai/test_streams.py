@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from legato.api.errors import ClientGone, GenerationFailed
-from legato.common.detokenize import Vocabulary
 from legato.http.streams import Stream, StreamGroup, Transcript
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
+from legato.text.detokenize import Vocabulary
 from tests.http.asgi import FakeBackend, outputs_of, token_ids, tokenizer
 
 VOCABULARY = Vocabulary(tokenizer())

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from legato.common.detokenize import Vocabulary
 from legato.http.routes.openai.token_names import TokenNames
+from legato.text.detokenize import Vocabulary
 from tests.http.asgi import EOS, token_ids, tokenizer
 
 BYTE_LEVEL = TokenNames(tokenizer(), Vocabulary(tokenizer()))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from legato.common.detokenize import REPLACEMENT, Vocabulary
+from legato.text.detokenize import REPLACEMENT, Vocabulary
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "héllo wörld, 日本語 и русский 🙂👍🏽", "a b  c   d\n\te"] * 20
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.common.stopping import StopMatcher
+from legato.text.stopping import StopMatcher
 
 
 def run(matcher: StopMatcher, pieces: Iterable[str]) -> str:

@@ -1,0 +1,1 @@
+"""Token ids to text: incremental detokenizing and stop strings."""
