@@ -44,7 +44,7 @@ imports: setup
 MODELS := tests/kernels tests/models tests/quantization tests/sampling
 # Two files about grammars look at the clock.
 GRAMMARS := $(filter-out %/test_hostile.py %/test_rows.py,$(wildcard tests/grammar/test_*.py))
-ENGINE := tests/server tests/client tests/examples tests/test_plan.py tests/scheduling/test_scheduler.py $(GRAMMARS)
+ENGINE := tests/server tests/client tests/examples tests/plan/test_plan.py tests/scheduling/test_scheduler.py $(GRAMMARS)
 
 TEXTS := tests/modelfiles/test_tokenizer.py tests/router/tools \
 	$(addprefix tests/router/test_,app.py auth.py chat_published.py chat_sources.py chat_template.py images.py policy_pace.py)

@@ -23,7 +23,7 @@ from benchmarks.children import BenchmarkFailed, figures_of, leave_nothing_behin
 from legato.benchmark.machine import circumstances
 from legato.benchmark.shapes import SHAPES
 from legato.benchmark.tables import markdown
-from legato.plan_shape import SIZES, Shape
+from legato.plan.shape import SIZES, Shape
 
 WORKLOAD = "G1"
 MODELS = "llama-8b,qwen3-8b,falcon-7b,starcoder-15b,mixtral-8x7b"

@@ -15,7 +15,7 @@ from legato.common.program import run_program
 PROGRAMS = {
     "serve": ("legato.launcher.cli", "COMMAND"),
     "bench": ("legato.benchmark.commands", "bench"),
-    "plan": ("legato.plan_cli", "COMMAND"),
+    "plan": ("legato.plan.cli", "COMMAND"),
 }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.modelfiles.files import GgufModel, ModelFiles
-from legato.plan_shape import SIZES, Shape
+from legato.plan.shape import SIZES, Shape
 from legato.server.reserve import reserve
 
 SHARDS = (1, 2, 4, 8)

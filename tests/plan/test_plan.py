@@ -19,9 +19,9 @@ from legato.common.errors import LegatoError, ModelNotFound, OptionError
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
-from legato.plan import Device, Fit, stored_in
-from legato.plan_cli import COMMAND, PlanOptions, make_plan, parse_memory
-from legato.plan_shape import Shape
+from legato.plan.cli import COMMAND, PlanOptions, make_plan, parse_memory
+from legato.plan.memory import Device, Fit, stored_in
+from legato.plan.shape import Shape
 from tests.models import tiny_experts as experts
 from tests.models import tiny_seeds as seeds
 from tests.models import tiny_today as today
@@ -223,7 +223,7 @@ def test_a_configuration_without_sense_is_a_typed_error(config: str, folder: Pat
 def test_a_plan_needs_no_torch(folder: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from legato.plan_cli import PlanOptions, make_plan\n"
+        "from legato.plan.cli import PlanOptions, make_plan\n"
         f"assert make_plan(PlanOptions(model_id={str(folder)!r}, memory='1GiB')).best\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

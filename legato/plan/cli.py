@@ -24,8 +24,8 @@ from legato.modelfiles.cache import cache_folder
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.huggingface import cached_hub_model
 from legato.modelfiles.index import PREFIX, cached_package_model
-from legato.plan import Device, Fit, Plan, Stored, choose_dtype, stored_in
-from legato.plan_shape import Shape
+from legato.plan.memory import Device, Fit, Plan, Stored, choose_dtype, stored_in
+from legato.plan.shape import Shape
 from legato.scheduling.budget import step_sizes
 from legato.server.reserve import HOST_SHARE
 

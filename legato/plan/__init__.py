@@ -1,0 +1,1 @@
+"""`legato plan`: whether and how a model fits, before anything is loaded."""
