@@ -49,7 +49,7 @@ def env() -> None:
 @legato.command()
 def options() -> None:
     """Print the reference page of all options, in Markdown."""
-    from legato.launcher.reference import reference_page
+    from legato.docgen.options import reference_page
 
     click.echo(reference_page(), nl=False)
 
@@ -57,7 +57,7 @@ def options() -> None:
 @legato.command()
 def api() -> None:
     """Print the reference page of the HTTP API, in Markdown."""
-    from legato.router.reference import reference_page
+    from legato.docgen.api import reference_page
 
     click.echo(reference_page(), nl=False)
 

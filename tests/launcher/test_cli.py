@@ -11,7 +11,7 @@ import pytest
 from legato import __version__
 from legato.cli import legato
 from legato.common.program import run_program
-from legato.launcher.reference import reference_page
+from legato.docgen.options import reference_page
 
 HEAVY = {"torch", "grpc", "huggingface_hub", "numpy", "transformers", "rich", "starlette", "uvicorn"}
 

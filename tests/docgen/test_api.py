@@ -10,8 +10,8 @@ import pytest
 from legato.api.native import GenerateParameters
 from legato.cli import legato
 from legato.common.program import run_program
+from legato.docgen.api import reference_page
 from legato.http.openapi import OPERATIONS
-from legato.router.reference import reference_page
 
 PAGE = reference_page()
 
