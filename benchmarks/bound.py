@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from legato.benchmark.workloads import Workload, make_workloads
+from legato.benchmark.engine.workloads import Workload, make_workloads
 
 VOCABULARY = 128_256
 HEAD = 128_256 * 4096 / (32 * (4096 * (6144 + 4096) + 3 * 4096 * 14_336))

@@ -17,8 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from legato.benchmark.engine.workloads import Workload, make_workloads
 from legato.benchmark.shapes import SHAPES, write_shape
-from legato.benchmark.workloads import Workload, make_workloads
 
 LONGEST, MOST_REQUESTS = 4096, 512
 MEMORY_SHARE = 0.88

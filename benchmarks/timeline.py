@@ -23,11 +23,11 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from legato.benchmark.engine.session import connect, opened
+from legato.benchmark.engine.workloads import custom
 from legato.benchmark.machine import circumstances
-from legato.benchmark.session import connect, opened
 from legato.benchmark.shapes import write_shape
 from legato.benchmark.shard import Shard
-from legato.benchmark.workloads import custom
 from legato.common.errors import LegatoError
 from legato.common.options import RouterOptions
 from legato.pb import generate_pb2 as pb

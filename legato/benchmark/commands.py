@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legato.benchmark.engine import bench
-from legato.benchmark.serve import COMMAND
+from legato.benchmark.engine.cli import bench
+from legato.benchmark.serve.cli import COMMAND
 
 bench.add_command(COMMAND)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.bound import Device, seconds, summary
-from legato.benchmark.workloads import Workload, make_workloads
+from legato.benchmark.engine.workloads import Workload, make_workloads
 
 # A step takes 10 ms or more.
 FREE_CACHE = Device(rows_per_second=1000, read_bytes=10, bandwidth=1000, kv_bytes=0, head=0)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from legato.benchmark.cli import COMMAND
-from legato.benchmark.engine import bench
+from legato.benchmark.engine.cli import bench
 from legato.benchmark.machine import commit
 from legato.benchmark.options import BenchmarkOptions, EngineOptions
 from legato.benchmark.shapes import SHAPES, write_shape
+from legato.benchmark.tgi.cli import COMMAND
 from legato.common.program import run_program
 from legato.modelfiles.files import ModelFiles
 from tests.benchmark.fake_shard import install
@@ -97,7 +97,7 @@ def test_a_shard_that_dies_has_the_last_word(
 
 
 # The shard is looked for beside the interpreter.
-RUN = "import sys; sys.executable = sys.argv.pop(1); from legato.benchmark.cli import main; main()"
+RUN = "import sys; sys.executable = sys.argv.pop(1); from legato.benchmark.tgi.cli import main; main()"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from legato.benchmark.serve_client import Record
-from legato.benchmark.serve_load import Counts
-from legato.benchmark.serve_work import Level
+from legato.benchmark.serve.client import Record
+from legato.benchmark.serve.load import Counts
+from legato.benchmark.serve.work import Level
 from legato.benchmark.stats import percentile
 
 

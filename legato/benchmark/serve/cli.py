@@ -15,13 +15,13 @@ import msgspec
 
 from legato.benchmark.machine import circumstances
 from legato.benchmark.options import check_writable
-from legato.benchmark.serve_client import Client
-from legato.benchmark.serve_figures import Figures, Result, Slo
-from legato.benchmark.serve_load import Counts, num_processes, press
-from legato.benchmark.serve_options import ServeOptions
-from legato.benchmark.serve_report import page, summary, to_json
-from legato.benchmark.serve_view import Watch, watching
-from legato.benchmark.serve_work import WORDS, Job, Length, Level, Target, Work
+from legato.benchmark.serve.client import Client
+from legato.benchmark.serve.figures import Figures, Result, Slo
+from legato.benchmark.serve.load import Counts, num_processes, press
+from legato.benchmark.serve.options import ServeOptions
+from legato.benchmark.serve.report import page, summary, to_json
+from legato.benchmark.serve.view import Watch, watching
+from legato.benchmark.serve.work import WORDS, Job, Length, Level, Target, Work
 from legato.common.errors import LegatoError, OptionError
 from legato.common.program import command
 

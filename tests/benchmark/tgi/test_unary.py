@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from legato.benchmark.cli import benchmark
 from legato.benchmark.options import BenchmarkOptions
-from legato.benchmark.prompts import FILLER, text_prompts
 from legato.benchmark.shapes import write_shape
 from legato.benchmark.shard import ShardFailed, running
-from legato.benchmark.unary import Measured
+from legato.benchmark.tgi.cli import benchmark
+from legato.benchmark.tgi.prompts import FILLER, text_prompts
+from legato.benchmark.tgi.unary import Measured
 from legato.common.errors import OptionError
 from legato.modelfiles.files import ModelFiles
 from tests.benchmark.fake_shard import BLOCK_SIZE, VOCAB, FakeService, listening

@@ -8,11 +8,11 @@ from html import escape
 from typing import Any
 
 from legato.benchmark.chart import Curve, line_chart
-from legato.benchmark.page import document, html_table
-from legato.benchmark.serve_client import Record
-from legato.benchmark.serve_figures import Result, Spread
+from legato.benchmark.serve.client import Record
+from legato.benchmark.serve.figures import Result, Spread
 from legato.benchmark.stats import percentile
 from legato.benchmark.tables import markdown
+from legato.benchmark.tgi.page import document, html_table
 
 HEADER = (
     "Load", "Requests", "Failed", "Requests/s", "Tokens/s", "TTFT p50 ms", "p95", "p99",

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from legato.benchmark.chart import Curve, line_chart
-from legato.benchmark.report import (
+from legato.benchmark.tgi.report import (
     LATENCY_HEADER,
     PARAMETER_HEADER,
     THROUGHPUT_HEADER,
@@ -15,7 +15,7 @@ from legato.benchmark.report import (
     parameter_rows,
     throughput_rows,
 )
-from legato.benchmark.unary import Measured
+from legato.benchmark.tgi.unary import Measured
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --faint: #8a929b; --grid: #d9dde2; --a: #1f6feb; --b: #d9480f; }

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from legato.benchmark.stats import histogram
-from legato.benchmark.unary import Measured, Observer
+from legato.benchmark.tgi.unary import Measured, Observer
 
 BARS = "▁▂▃▄▅▆▇█"
 NUM_BINS = 8

@@ -1,4 +1,4 @@
-"""One of the processes that make the load: `python -m legato.benchmark.serve_worker`, started by `serve_load.py`.
+"""One of the processes that make the load: `python -m legato.benchmark.serve.worker`, started by `serve_load.py`.
 
     stdin   Assignment, then, when every process is ready, Start
     stdout  Ready, then Progress now and then, then Finished
@@ -20,8 +20,8 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from legato.benchmark.serve_client import Client, Record
-from legato.benchmark.serve_work import Level, Target, Work
+from legato.benchmark.serve.client import Client, Record
+from legato.benchmark.serve.work import Level, Target, Work
 
 T = TypeVar("T")
 

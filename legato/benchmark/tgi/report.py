@@ -9,7 +9,7 @@ from typing import Any
 from legato.benchmark.options import BenchmarkOptions
 from legato.benchmark.stats import Summary
 from legato.benchmark.tables import markdown
-from legato.benchmark.unary import Measured
+from legato.benchmark.tgi.unary import Measured
 
 LATENCIES = ("Prefill", "Decode (token)", "Decode (total)")
 THROUGHPUTS = ("Prefill", "Decode")

@@ -10,8 +10,8 @@ from typing import cast
 import httptools
 import msgspec
 
-from legato.benchmark.serve_stream import Stream, StreamError, error_text
-from legato.benchmark.serve_work import Job, Target
+from legato.benchmark.serve.stream import Stream, StreamError, error_text
+from legato.benchmark.serve.work import Job, Target
 
 
 class Record(msgspec.Struct, array_like=True):

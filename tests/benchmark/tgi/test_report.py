@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from legato.benchmark.chart import Curve, axis_ticks, line_chart
 from legato.benchmark.options import BenchmarkOptions
-from legato.benchmark.page import page
-from legato.benchmark.report import parameters, tables, to_json
 from legato.benchmark.tables import markdown
-from legato.benchmark.unary import Measured
+from legato.benchmark.tgi.page import page
+from legato.benchmark.tgi.report import parameters, tables, to_json
+from legato.benchmark.tgi.unary import Measured
 
 AROUND = {"date": "2026-01-31", "command": "bench <x>", "legato": "1", "machine": {"cpu": "Z80", "gpus": ["a", "b"]}}
 

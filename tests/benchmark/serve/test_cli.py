@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from legato.benchmark.serve import COMMAND
+from legato.benchmark.serve.cli import COMMAND
 from legato.common.program import run_program
 
 LAST = {"token": {"id": 1}, "generated_text": "x", "details": {"generated_tokens": None}}

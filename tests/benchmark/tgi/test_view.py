@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from legato.benchmark.unary import Measured
-from legato.benchmark.view import Lines, Screen, describe, sparkline, watching
+from legato.benchmark.tgi.unary import Measured
+from legato.benchmark.tgi.view import Lines, Screen, describe, sparkline, watching
 
 
 def measured() -> Measured:

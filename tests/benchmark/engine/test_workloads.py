@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from legato.benchmark.engine.workloads import check_names, custom, make_workloads
 from legato.benchmark.options import DEFAULT_WORKLOADS
-from legato.benchmark.workloads import check_names, custom, make_workloads
 from legato.common.errors import OptionError
 
 # Of the prompts and lengths that other engines were measured with.

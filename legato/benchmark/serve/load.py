@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from legato.benchmark.serve_client import Record
-from legato.benchmark.serve_work import Level, Target, Work
-from legato.benchmark.serve_worker import Assignment, Finished, Progress, Ready, Report, Start
+from legato.benchmark.serve.client import Record
+from legato.benchmark.serve.work import Level, Target, Work
+from legato.benchmark.serve.worker import Assignment, Finished, Progress, Ready, Report, Start
 from legato.common.errors import LegatoError
 
 # Time for the word to reach all of them.
@@ -93,7 +93,7 @@ async def _follow(
 async def _spawn() -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "legato.benchmark.serve_worker", stdin=pipe, stdout=pipe
+        sys.executable, "-m", "legato.benchmark.serve.worker", stdin=pipe, stdout=pipe
     )
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from legato.benchmark.engine import benchmark, summary, to_json
+from legato.benchmark.engine.cli import benchmark, summary, to_json
+from legato.benchmark.engine.soak import MIB, Soak, Usage, process_behind, resident_bytes, settled, soak
 from legato.benchmark.options import EngineOptions
 from legato.benchmark.shard import running
-from legato.benchmark.soak import MIB, Soak, Usage, process_behind, resident_bytes, settled, soak
 from tests.benchmark.fake_shard import FakeService, listening
 
 

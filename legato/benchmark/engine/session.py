@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+from legato.benchmark.engine.workloads import Workload
 from legato.benchmark.shard import Shard, ShardFailed
 from legato.benchmark.stats import Summary
-from legato.benchmark.workloads import Workload
 from legato.common.garbage import settle, unsettle
 from legato.common.options import RouterOptions
 from legato.ipc.seam import Limits

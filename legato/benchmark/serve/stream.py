@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from legato.benchmark.serve_work import Api
+from legato.benchmark.serve.work import Api
 
 Detail = str | dict[str, object] | None
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import click
 
+from legato.benchmark.engine.session import Figures, Session, connect, opened
+from legato.benchmark.engine.soak import MemoryGrew, Soak, settled, soak
+from legato.benchmark.engine.workloads import Workload, check_names, custom, make_workloads
 from legato.benchmark.machine import circumstances
 from legato.benchmark.options import (
     DEFAULT_WORKLOADS,
@@ -21,11 +24,8 @@ from legato.benchmark.options import (
     shard_arguments,
     takes_shard_arguments,
 )
-from legato.benchmark.session import Figures, Session, connect, opened
 from legato.benchmark.shard import Shard, running, spawned
-from legato.benchmark.soak import MemoryGrew, Soak, settled, soak
 from legato.benchmark.tables import markdown
-from legato.benchmark.workloads import Workload, check_names, custom, make_workloads
 from legato.common.errors import OptionError
 from legato.common.logging import setup
 from legato.common.options import RouterOptions

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from legato.benchmark.serve_client import Record
-from legato.benchmark.serve_figures import Figures, Result, Slo, Spread
-from legato.benchmark.serve_load import Counts, num_processes
-from legato.benchmark.serve_report import page, remarks, summary, to_json
-from legato.benchmark.serve_view import progress_of
-from legato.benchmark.serve_work import Length, Level, Work
-from legato.benchmark.serve_worker import Assignment
+from legato.benchmark.serve.client import Record
+from legato.benchmark.serve.figures import Figures, Result, Slo, Spread
+from legato.benchmark.serve.load import Counts, num_processes
+from legato.benchmark.serve.report import page, remarks, summary, to_json
+from legato.benchmark.serve.view import progress_of
+from legato.benchmark.serve.work import Length, Level, Work
+from legato.benchmark.serve.worker import Assignment
 
 LEVEL = Level(concurrency=2, num_requests=4)
 AROUND = {"date": "now", "command": "legato bench serve", "legato": "1", "machine": {"cpu": "a fast one"}}

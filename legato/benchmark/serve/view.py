@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from legato.benchmark.serve_load import Counts
+from legato.benchmark.serve.load import Counts
 from legato.benchmark.stats import percentile
 
 LINE_SECONDS = 5.0

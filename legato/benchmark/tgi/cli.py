@@ -11,12 +11,12 @@ from pathlib import Path
 
 from legato.benchmark.machine import circumstances
 from legato.benchmark.options import BenchmarkOptions, check_writable, shard_arguments, takes_shard_arguments
-from legato.benchmark.page import page
-from legato.benchmark.prompts import id_prompts, text_prompts
-from legato.benchmark.report import parameters, tables, to_json
 from legato.benchmark.shard import Shard, running, spawned
-from legato.benchmark.unary import Measured, Setup, UnaryShards, measure, warm_up
-from legato.benchmark.view import watching
+from legato.benchmark.tgi.page import page
+from legato.benchmark.tgi.prompts import id_prompts, text_prompts
+from legato.benchmark.tgi.report import parameters, tables, to_json
+from legato.benchmark.tgi.unary import Measured, Setup, UnaryShards, measure, warm_up
+from legato.benchmark.tgi.view import watching
 from legato.common.errors import LegatoError, OptionError
 from legato.common.program import command, run_program
 from legato.pb import generate_pb2 as pb

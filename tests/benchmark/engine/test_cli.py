@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.benchmark.engine import Results, benchmark, summary, to_json
+from legato.benchmark.engine.cli import Results, benchmark, summary, to_json
 from legato.benchmark.options import EngineOptions
 from legato.benchmark.shard import ShardFailed, running
 from legato.common.errors import OptionError

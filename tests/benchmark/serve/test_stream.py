@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from legato.benchmark.serve_stream import Stream, StreamError, error_text
-from legato.benchmark.serve_work import Api
+from legato.benchmark.serve.stream import Stream, StreamError, error_text
+from legato.benchmark.serve.work import Api
 
 TOKEN = b'data:{"index":1,"token":{"id":5,"text":"a","logprob":-1.0,"special":false},"generated_text":null}\n\n'
 LAST = (

@@ -1,0 +1,1 @@
+"""`legato bench engine`: workloads through scheduler and shard, without HTTP."""

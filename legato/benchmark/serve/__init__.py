@@ -1,0 +1,1 @@
+"""`legato bench serve`: load on a server over HTTP."""
