@@ -46,8 +46,9 @@ MODELS := tests/kernels tests/models tests/quantization tests/sampling
 GRAMMARS := $(filter-out %/test_hostile.py %/test_rows.py,$(wildcard tests/grammar/test_*.py))
 ENGINE := tests/server tests/client tests/examples tests/plan/test_plan.py tests/scheduling/test_scheduler.py $(GRAMMARS)
 
-TEXTS := tests/modelfiles/test_tokenizer.py tests/router/tools \
-	$(addprefix tests/router/test_,app.py auth.py chat_published.py chat_sources.py chat_template.py images.py policy_pace.py)
+TEXTS := tests/modelfiles/test_tokenizer.py tests/chat/tools tests/chat/test_published.py tests/chat/test_sources.py \
+	tests/chat/test_template.py tests/http/test_app.py tests/http/test_auth.py tests/vision/test_prompts.py \
+	tests/scheduling/test_policy_pace.py
 
 unit: unit-models unit-engine unit-texts unit-timed
 

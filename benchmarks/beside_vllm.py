@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.children import BenchmarkFailed, figures_of, leave_nothing_behind
 from legato.benchmark.machine import circumstances
-from legato.benchmark.shapes import SHAPES
 from legato.benchmark.tables import markdown
+from legato.modelfiles.shapes import SHAPES
 
 HEADER = ("Workload", "Tok/s", "Legato", "vLLM", "Legato again", "Best Legato / best vLLM")
 # What is counted: workloads of long prompts are about reading, the others about writing.

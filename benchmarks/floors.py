@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.children import BenchmarkFailed, figures_of, leave_nothing_behind
 from legato.benchmark.machine import circumstances
-from legato.benchmark.shapes import SHAPES
 from legato.benchmark.tables import markdown
+from legato.modelfiles.shapes import SHAPES
 from legato.plan.shape import SIZES, Shape
 
 WORKLOAD = "G1"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.benchmark.engine.workloads import Workload, make_workloads
-from legato.benchmark.shapes import SHAPES, write_shape
+from legato.modelfiles.shapes import SHAPES, write_shape
 
 LONGEST, MOST_REQUESTS = 4096, 512
 MEMORY_SHARE = 0.88

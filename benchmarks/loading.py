@@ -30,9 +30,9 @@ from tokenizers import Tokenizer, models
 
 from benchmarks.children import leave_nothing_behind, stop
 from legato.benchmark.machine import circumstances
-from legato.benchmark.shapes import SHAPES
 from legato.benchmark.tables import markdown
 from legato.common.logging import parse
+from legato.modelfiles.shapes import SHAPES
 
 INDEX = "model.safetensors.index.json"
 NOISE_NUMBERS = 1 << 22  # 8 MB, written again and again: random numbers are slower to make than to write

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from legato.benchmark.machine import circumstances
-from legato.benchmark.shapes import SHAPES, write_shape
 from legato.benchmark.tables import markdown
+from legato.modelfiles.shapes import SHAPES, write_shape
 
 # Streams, processes of the load, requests.
 LEVELS = ((1, 1, 8), (64, 8, 256), (256, 8, 1024), (512, 8, 2048))

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 from legato.benchmark.engine.session import connect, opened
 from legato.benchmark.engine.workloads import custom
 from legato.benchmark.machine import circumstances
-from legato.benchmark.shapes import write_shape
 from legato.benchmark.shard import Shard
 from legato.common.errors import LegatoError
 from legato.common.options import RouterOptions
+from legato.modelfiles.shapes import write_shape
 from legato.pb import generate_pb2 as pb
 
 if TYPE_CHECKING:

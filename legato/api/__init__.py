@@ -1,1 +1,1 @@
-"""The bodies of requests and answers, and the errors that clients see. Shared by the HTTP side, the client and the benchmark."""
+"""Bodies of requests and answers, and the errors that clients see: shared by http, client and benchmark."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from legato.benchmark.shapes import SHAPES
 from legato.common.errors import OptionError
 from legato.common.option import Options, option
+from legato.modelfiles.shapes import SHAPES
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 DEFAULT_WORKLOADS = ("G1", "G2", "G3", "G4")

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from legato.benchmark.shapes import SHAPES, write_shape
 from legato.common.errors import LegatoError, OptionError
+from legato.modelfiles.shapes import SHAPES, write_shape
 
 T = TypeVar("T")
 

@@ -26,10 +26,11 @@ from legato.api.errors import (
     Unhealthy,
 )
 from legato.api.native import Info, TokenizeRequest
+from legato.chat.tools.tooling import ChatRenderer
 from legato.http.auth import OPEN_PATHS, RequireKey
 from legato.http.docs_page import PAGE
 from legato.http.exchange import DIRECT_SEND, Exchange
-from legato.http.inference import Inference, Shared, Template
+from legato.http.inference import Inference, Shared
 from legato.http.openapi import document
 from legato.http.routes.native import GenerateRoutes
 from legato.http.routes.openai import errors as openai_errors
@@ -41,8 +42,9 @@ from legato.http.routes.platforms.kserve import KServeRoutes
 from legato.http.routes.platforms.sagemaker import SageMakerRoutes
 from legato.http.routes.platforms.vertex import VertexRoutes
 from legato.http.turnstile import Turnstile
-from legato.ipc.seam import Backend, Limits
+from legato.ipc.seam import Backend
 from legato.ipc.settings import RouterSettings
+from legato.scheduling.state import ModelLimits
 from legato.telemetry import metrics as prometheus
 from legato.telemetry.metrics import Metrics
 from legato.vision.rules import ImageRules
@@ -58,7 +60,7 @@ def create_app(
     tokenizer: Tokenizer,
     settings: RouterSettings,
     metrics: Metrics | None = None,
-    chat_template: Template | None = None,
+    chat_template: ChatRenderer | None = None,
     shared: Shared | None = None,
     image_rules: ImageRules | None = None,
 ) -> ASGIApp:
@@ -205,7 +207,7 @@ def _platform_routes(
     return routes
 
 
-def _info(settings: RouterSettings, limits: Limits) -> Info:
+def _info(settings: RouterSettings, limits: ModelLimits) -> Info:
     return Info(
         model_id=settings.model_id,
         model_sha=settings.model_sha,

@@ -21,8 +21,8 @@ from legato.grammar.compile import check_size, lenient
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.process import CheckerProcesses
-from legato.ipc.seam import Limits
 from legato.ipc.settings import RouterSettings
+from legato.scheduling.state import ModelLimits
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class GrammarCompiler:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        limits: Limits,
+        limits: ModelLimits,
         settings: RouterSettings,
         prepare: Callable[[Grammar], Awaitable[None]] | None = None,
     ) -> None:

@@ -11,12 +11,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
 
 from tokenizers import Tokenizer
 
 from legato.api.errors import ClientGone, RequestError
 from legato.api.native import GenerateRequest
+from legato.chat.tools.tooling import ChatRenderer
 from legato.http.exchange import Client
 from legato.http.streams import Stream, Transcript
 from legato.http.validation import Validator, ValidRequest, random_seed
@@ -49,40 +49,12 @@ class Shared:
         return Shared(PermitPool(settings.max_concurrent_requests), itertools.count(1), scrape)
 
 
-class Template(Protocol):
-    """A chat template. Blocks while it renders, so it is called in a thread; raises RequestErrors of its own."""
-
-    @property
-    def text(self) -> str:
-        """As it is written, or the one for tools if there are several."""
-        ...
-
-    @property
-    def mentions_tools(self) -> bool: ...
-
-    @property
-    def tool_arguments(self) -> Literal["object", "string"]:
-        """How it wants those of earlier calls."""
-        ...
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        kwargs: dict[str, Any] | None = None,
-    ) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Inference:
     backend: Backend
     tokenizer: Tokenizer
     # None: the model has no chat template.
-    chat_template: Template | None
+    chat_template: ChatRenderer | None
     vocabulary: Vocabulary
     validator: Validator
     settings: RouterSettings
@@ -95,7 +67,7 @@ class Inference:
         tokenizer: Tokenizer,
         settings: RouterSettings,
         metrics: Metrics,
-        chat_template: Template | None = None,
+        chat_template: ChatRenderer | None = None,
         shared: Shared | None = None,
         image_rules: ImageRules | None = None,
     ) -> Inference:

@@ -13,8 +13,8 @@ from legato.api.errors import Overloaded
 from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.ipc import messages as say
-from legato.ipc.seam import Limits, Sink
-from legato.scheduling.state import GenerationRequest, Grammar, Output
+from legato.ipc.seam import Sink
+from legato.scheduling.state import GenerationRequest, Grammar, ModelLimits, Output
 
 # Seconds for which tokens prove that scheduler and shards are well: asking would say nothing newer.
 PROOF = 1.0
@@ -26,7 +26,7 @@ HEARING_PER_TURN = 32
 class RemoteBackend:
     """`seam.Backend` and `seam.Permits` of one worker. Whoever owns the link hands in what arrives on it."""
 
-    def __init__(self, limits: Limits, send: Callable[[msgspec.Struct], None]) -> None:
+    def __init__(self, limits: ModelLimits, send: Callable[[msgspec.Struct], None]) -> None:
         self.limits = limits
         self._send = send
         self._loop = asyncio.get_running_loop()

@@ -22,13 +22,13 @@ from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
 from legato.http.grammar import GrammarCompiler
 from legato.http.offsets import token_offsets
 from legato.http.shapes import read_grammar
-from legato.ipc.seam import Limits
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import (
     DEFAULT_PRIORITY,
     LAST_PRIORITY,
     GenerationRequest,
     Grammar,
+    ModelLimits,
     PromptImage,
     Sampling,
     with_names,
@@ -99,7 +99,7 @@ class Validator:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        limits: Limits,
+        limits: ModelLimits,
         settings: RouterSettings,
         prepare: Callable[[Grammar], Awaitable[None]] | None = None,
         images: Images | None = None,

@@ -11,9 +11,8 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from legato.grammar.kinds import Grammar
-from legato.ipc.seam import Limits
 from legato.ipc.settings import RouterSettings
-from legato.scheduling.state import GenerationRequest, Output
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output
 from legato.telemetry.metrics import Figures
 
 # ---- to a worker -----------------------------------------------------------------------------------------------------
@@ -32,7 +31,7 @@ class Setup(Struct, tag=0, array_like=True, frozen=True):
 class Serve(Struct, tag=1, array_like=True, frozen=True):
     """The model is ready: let clients in."""
 
-    limits: Limits
+    limits: ModelLimits
     settings: RouterSettings
     # Requests are numbered from here on, which makes the numbers of all workers different.
     first_id: int

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
-from legato.scheduling.state import GenerationRequest, Grammar, Output
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the model and its memory allow. Known once the shards are warm, fixed from then on."""
-
-    max_input_tokens: int
-    max_total_tokens: int
-    # Tokens that the KV cache holds.
-    max_batch_total_tokens: int
-    vocab_size: int
-    block_size: int = 16
-    eos_token_ids: frozenset[int] = frozenset()
-    # An encoder reads the prompt: the answer is a text of its own, not the prompt's continuation.
-    has_encoder: bool = False
+from legato.scheduling.state import GenerationRequest, Grammar, ModelLimits, Output
 
 
 class Sink(Protocol):
@@ -40,7 +24,7 @@ class Backend(Protocol):
     called on the event loop; those that are not coroutines return at once."""
 
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> ModelLimits: ...
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Take a valid request. Never refuses: whoever calls has taken a permit for it."""

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 from rich.console import Console
 from rich.table import Table
 
-from legato.benchmark.shapes import SHAPES
 from legato.common.errors import ModelNotFound, OptionError
 from legato.common.option import option
 from legato.common.options import Model
@@ -24,6 +23,7 @@ from legato.modelfiles.cache import cache_folder
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.huggingface import cached_hub_model
 from legato.modelfiles.index import PREFIX, cached_package_model
+from legato.modelfiles.shapes import SHAPES
 from legato.plan.memory import Device, Fit, Plan, Stored, choose_dtype, stored_in
 from legato.plan.shape import Shape
 from legato.scheduling.budget import step_sizes

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from legato.common.errors import LegatoError
-from legato.ipc.seam import Limits, Sink
+from legato.ipc.seam import Sink
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
+from legato.scheduling.state import GenerationRequest, Grammar, ModelLimits, Output, StepPlan, StepResult
 from legato.telemetry.metrics import Step
 
 # One step computes, the next waits at the shard: the device never waits for the router.
@@ -49,7 +49,9 @@ class SentStep:
 
 
 class Backend:
-    def __init__(self, scheduler: Scheduler, shards: Shards, limits: Limits, on_step: Callable[[Step], None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, shards: Shards, limits: ModelLimits, on_step: Callable[[Step], None]
+    ) -> None:
         self.limits = limits
         self.scheduler = scheduler
         self._shards = shards

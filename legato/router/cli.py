@@ -17,7 +17,6 @@ from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
 from legato.http.auth import read_keys
 from legato.ipc.messages import Setup
-from legato.ipc.seam import Limits
 from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
 from legato.modelfiles.locate import locate
@@ -30,6 +29,7 @@ from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes, step_sizes
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.state import ModelLimits
 from legato.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[st
         workers.kill()
 
 
-async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOptions) -> tuple[Scheduler, Limits]:
+async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOptions) -> tuple[Scheduler, ModelLimits]:
     started = time.perf_counter()
     sizes = step_sizes(info.device_type, options.max_batch_prefill_tokens)
     rows = min(options.max_batch_size or sizes.max_rows, options.max_concurrent_requests)
@@ -100,7 +100,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             decoder_start_token_id=start,
         )
     )
-    limits = Limits(
+    limits = ModelLimits(
         max_input_tokens=min(found.max_input_tokens, longest_input or found.max_input_tokens),
         max_total_tokens=found.max_total_tokens,
         max_batch_total_tokens=(found.num_blocks - RESERVED_BLOCKS) * info.block_size,

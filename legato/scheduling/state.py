@@ -28,6 +28,21 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the model and its memory allow. Known once the shards are warm, fixed from then on."""
+
+    max_input_tokens: int
+    max_total_tokens: int
+    # Tokens that the KV cache holds.
+    max_batch_total_tokens: int
+    vocab_size: int
+    block_size: int = 16
+    eos_token_ids: frozenset[int] = frozenset()
+    # An encoder reads the prompt: the answer is a text of its own, not the prompt's continuation.
+    has_encoder: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen. The defaults are the identity: greedy, nothing filtered, nothing penalised."""
 

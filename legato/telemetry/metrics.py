@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.samples import Sample
 
-from legato.ipc.seam import Limits
+from legato.scheduling.state import ModelLimits
 
 # What a process has counted: metric -> sample as it is written -> number. Zeros are left out.
 Figures: TypeAlias = dict[str, dict[str, float]]
@@ -74,7 +74,7 @@ class Load(Protocol):
 
 
 class Metrics:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ModelLimits) -> None:
         self.registry = CollectorRegistry()
         self._define_requests(limits)
         self._define_steps(limits)
@@ -133,7 +133,7 @@ class Metrics:
 
     # ---- definitions ----------------------------------------------------------------------------------------------
 
-    def _define_requests(self, limits: Limits) -> None:
+    def _define_requests(self, limits: ModelLimits) -> None:
         self._requests = self._counter("tgi_request_count", "Requests that arrived.")
         self._successes = self._counter("tgi_request_success", "Requests that were answered.")
         self._failures = self._counter("tgi_request_failure", "Requests that failed, by reason.", "err")
@@ -157,7 +157,7 @@ class Metrics:
         )
         self._queue_size = self._gauge("tgi_queue_size", "Requests that wait for a row.")
 
-    def _define_steps(self, limits: Limits) -> None:
+    def _define_steps(self, limits: ModelLimits) -> None:
         self._batches = self._counter("tgi_batch_inference_count", "Steps.", "method")
         self._batch_successes = self._counter("tgi_batch_inference_success", "Steps that succeeded.", "method")
         self._batch_failures = self._counter("tgi_batch_inference_failure", "Steps that failed.", "method")

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.beside_vllm import main, rate, ratio
 from benchmarks.children import BenchmarkFailed
 from legato.benchmark.engine.workloads import make_workloads
-from legato.benchmark.shapes import SHAPES
+from legato.modelfiles.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
 # What the benchmark uses of it. It writes down what it was asked for, and may leave out the last token of each answer.

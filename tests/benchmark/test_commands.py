@@ -18,10 +18,10 @@ import pytest
 from legato.benchmark.engine.cli import bench
 from legato.benchmark.machine import commit
 from legato.benchmark.options import BenchmarkOptions, EngineOptions
-from legato.benchmark.shapes import SHAPES, write_shape
 from legato.benchmark.tgi.cli import COMMAND
 from legato.common.program import run_program
 from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.shapes import SHAPES, write_shape
 from tests.benchmark.fake_shard import install
 
 Record = Callable[[], dict[str, Any]]

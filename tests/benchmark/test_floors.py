@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 
 from benchmarks.floors import BenchmarkFailed, Figures, Floor, main, num_active, run_benchmark
-from legato.benchmark.shapes import SHAPES
+from legato.modelfiles.shapes import SHAPES
 from legato.plan.shape import Shape
 from tests.models.tiny_experts import tiny_mixtral
 from tests.tiny_models import tiny_llama

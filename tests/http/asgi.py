@@ -13,11 +13,11 @@ from starlette.types import ASGIApp, Message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from legato.http.app import create_app
-from legato.ipc.seam import Limits, Sink
+from legato.ipc.seam import Sink
 from legato.ipc.settings import RouterSettings
-from legato.scheduling.state import FinishReason, GenerationRequest, Grammar, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, Grammar, ModelLimits, Output
 
-LIMITS = Limits(
+LIMITS = ModelLimits(
     max_input_tokens=64, max_total_tokens=100, max_batch_total_tokens=4096, vocab_size=400, eos_token_ids=frozenset({1})
 )
 SETTINGS = RouterSettings(model_id="tiny")
@@ -59,7 +59,7 @@ class FakeBackend:
     """Says what it was told to say, one output per turn of the event loop, to whoever asks."""
 
     script: Callable[[GenerationRequest], Iterable[Output]] = lambda request: outputs_of("hello world")
-    limits: Limits = LIMITS
+    limits: ModelLimits = LIMITS
     health: bool = True
     # Stop after this many outputs and wait for `go_on`.
     pause_after: int | None = None

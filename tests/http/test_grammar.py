@@ -17,13 +17,13 @@ from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.wire import from_pb, grammar_type
 from legato.http.grammar import GrammarCompiler
 from legato.http.shapes import read_grammar
-from legato.ipc.seam import Limits
 from legato.ipc.settings import RouterSettings
 from legato.pb import generate_pb2 as pb
+from legato.scheduling.state import ModelLimits
 from tests.grammar.texts import EOS, json_tokenizer, schema
 
 T = TypeVar("T")
-LIMITS = Limits(64, 100, 1000, json_tokenizer().get_vocab_size(), eos_token_ids=frozenset({EOS}))
+LIMITS = ModelLimits(64, 100, 1000, json_tokenizer().get_vocab_size(), eos_token_ids=frozenset({EOS}))
 SETTINGS = RouterSettings(model_id="test")
 UNIQUE = {"type": "array", "uniqueItems": True}
 

@@ -14,9 +14,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from legato.benchmark.shapes import SHAPES
 from legato.common.errors import LegatoError, ModelNotFound, OptionError
 from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.shapes import SHAPES
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
 from legato.plan.cli import COMMAND, PlanOptions, make_plan, parse_memory

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from legato.ipc.seam import Limits
 from legato.router.backend import STEPS_IN_FLIGHT, Backend
 from legato.router.shards import ShardsLost
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
-from legato.scheduling.state import FinishReason, GenerationRequest, Output, StepPlan, StepResult
+from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, StepPlan, StepResult
 from legato.telemetry.metrics import Step
 from tests.fakes import FakeShard, expected_tokens
 
@@ -75,7 +74,7 @@ class Bench:
         self.steps: list[Step] = []
         settings: dict[str, Any] = {"num_blocks": 65, "block_size": 4, "max_rows": 4, "max_step_tokens": 32}
         self.scheduler = Scheduler(SchedulerLimits(**{**settings, **limits}))
-        self.backend = Backend(self.scheduler, self.shards, Limits(63, 64, 256, VOCAB), self.steps.append)
+        self.backend = Backend(self.scheduler, self.shards, ModelLimits(63, 64, 256, VOCAB), self.steps.append)
         self.task = asyncio.create_task(self.backend.run())
 
     def submit(self, request: GenerationRequest) -> Sink:

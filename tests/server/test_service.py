@@ -16,14 +16,13 @@ import pytest
 import torch
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from legato.ipc.seam import Limits
 from legato.layers.kv_cache import KVCache
 from legato.layers.step import Step
 from legato.pb import generate_pb2 as pb
 from legato.router.backend import Backend
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
-from legato.scheduling.state import FinishReason, GenerationRequest, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output
 from legato.server.loading import LoadedModel
 from legato.telemetry.metrics import Step as StepFigures
 from tests.server.shard import load_model, refusal, serving, warmup
@@ -201,7 +200,7 @@ async def router(socket: Path, max_rows: int = 8) -> AsyncIterator[Router]:
     info = await shards.info()
     found = await shards.warmup(WarmupLimits(None, 128, 64, 512, max_rows))
     scheduler = Scheduler(SchedulerLimits(found.num_blocks, info.block_size, found.max_rows, 64))
-    limits = Limits(found.max_input_tokens, found.max_total_tokens, 512, info.vocab_size, info.block_size)
+    limits = ModelLimits(found.max_input_tokens, found.max_total_tokens, 512, info.vocab_size, info.block_size)
     driver = Router(Backend(scheduler, shards, limits, lambda step: driver.on_step(step)))
     steps = asyncio.create_task(driver.backend.run())
     await asyncio.sleep(0)

@@ -14,13 +14,12 @@ from legato.benchmark.shard import Shard, ShardFailed
 from legato.benchmark.stats import Summary
 from legato.common.garbage import settle, unsettle
 from legato.common.options import RouterOptions
-from legato.ipc.seam import Limits
 from legato.pb import generate_pb2 as pb
 from legato.router.backend import Backend
 from legato.router.cli import warm_up
 from legato.router.shards import GrpcShards
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, Grammar, Output, StepPlan, StepResult
+from legato.scheduling.state import GenerationRequest, Grammar, ModelLimits, Output, StepPlan, StepResult
 from legato.telemetry.metrics import Step
 
 
@@ -155,7 +154,7 @@ class _Run:
 class Session:
     """A warm shard with an open stream."""
 
-    def __init__(self, stream: _Stream, scheduler: Scheduler, limits: Limits) -> None:
+    def __init__(self, stream: _Stream, scheduler: Scheduler, limits: ModelLimits) -> None:
         self.limits = limits
         self.step_limits = scheduler.limits
         self._stream = stream

@@ -111,7 +111,7 @@ def words_for(tokenizer_name: str | None) -> list[str]:
     words = WORDS.split()
     if tokenizer_name is None:
         return words
-    from legato.common import hub  # only needed for a tokenizer
+    from legato.modelfiles import hub  # only needed for a tokenizer
     from legato.modelfiles.files import ModelFiles
 
     path = Path(tokenizer_name)

@@ -59,7 +59,7 @@ def _setup(options: BenchmarkOptions, info: pb.InfoResponse, largest: int) -> Se
             raise OptionError("the shard does not say how many tokens it knows: give the model's --tokenizer-name")
         prompts = id_prompts(largest, length, info.vocab_size)
     else:
-        from legato.common import hub  # only needed for a tokenizer
+        from legato.modelfiles import hub  # only needed for a tokenizer
         from legato.modelfiles.files import ModelFiles
 
         files = ModelFiles.open(hub.resolve(options.tokenizer_name, options.revision))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from tokenizers import Tokenizer
 
@@ -12,7 +13,34 @@ from legato.chat.tools.history import History
 from legato.chat.tools.parser import CallParser
 from legato.chat.tools.requests import ToolUse
 from legato.grammar.kinds import Grammar
-from legato.http.inference import Template
+
+
+class ChatRenderer(Protocol):
+    """A chat template. Blocks while it renders, so it is called in a thread; raises RequestErrors of its own."""
+
+    @property
+    def text(self) -> str:
+        """As it is written, or the one for tools if there are several."""
+        ...
+
+    @property
+    def mentions_tools(self) -> bool: ...
+
+    @property
+    def tool_arguments(self) -> Literal["object", "string"]:
+        """How it wants those of earlier calls."""
+        ...
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +51,7 @@ class Tooling:
     tokens: dict[str, int]
 
     @staticmethod
-    def of(tokenizer: Tokenizer, template: Template | None, dialect: str = "auto") -> Tooling:
+    def of(tokenizer: Tokenizer, template: ChatRenderer | None, dialect: str = "auto") -> Tooling:
         found = dialect_of("" if template is None else template.text, dialect)
         added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         if template is None:

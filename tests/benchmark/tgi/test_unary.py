@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from legato.benchmark.options import BenchmarkOptions
-from legato.benchmark.shapes import write_shape
 from legato.benchmark.shard import ShardFailed, running
 from legato.benchmark.tgi.cli import benchmark
 from legato.benchmark.tgi.prompts import FILLER, text_prompts
 from legato.benchmark.tgi.unary import Measured
 from legato.common.errors import OptionError
 from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.shapes import write_shape
 from tests.benchmark.fake_shard import BLOCK_SIZE, VOCAB, FakeService, listening
 
 

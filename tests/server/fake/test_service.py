@@ -15,10 +15,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from legato.benchmark.shapes import write_shape
 from legato.common.options import LauncherOptions
 from legato.launcher.plan import make_plan
 from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.shapes import write_shape
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.router.shards import GrpcShards, WarmupLimits

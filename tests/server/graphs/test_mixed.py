@@ -10,7 +10,7 @@ import pytest
 
 from legato.models.registry import CausalModel
 from legato.scheduling.state import GenerationRequest
-from legato.server.graphs.decode import mixed as mixed_graphs
+from legato.server.graphs import mixed as mixed_graphs
 from legato.server.rows import RowStep
 from tests.server.faults import Faults, record
 from tests.server.local import DEVICE, LocalServer, load

@@ -12,8 +12,8 @@ from legato.api.native import SimpleToken
 from legato.api.openai.requests import ChatRequest
 from legato.chat.template import TemplateError
 from legato.chat.tools.requests import ToolUse, tool_use_of
-from legato.chat.tools.tooling import Tooling
-from legato.http.inference import Inference, Template
+from legato.chat.tools.tooling import ChatRenderer, Tooling
+from legato.http.inference import Inference
 from legato.http.offsets import token_offsets
 from legato.scheduling.state import PromptImage
 from legato.vision.prompts import in_messages
@@ -120,13 +120,13 @@ async def tokenize_conversation(
     return await inference.validator.in_thread(read)
 
 
-def _template(inference: Inference) -> Template:
+def _template(inference: Inference) -> ChatRenderer:
     if inference.chat_template is None:
         raise TemplateError("template not found: the model has none, give one with --tokenizer-config-path")
     return inference.chat_template
 
 
-def _render(request: ChatRequest, template: Template, tooling: Tooling, use: ToolUse | None) -> str:
+def _render(request: ChatRequest, template: ChatRenderer, tooling: Tooling, use: ToolUse | None) -> str:
     try:
         messages = tooling.history.messages(request.messages, use)
     except RecursionError:
