@@ -10,7 +10,7 @@ import pytest
 from legato.common.option import table
 from legato.common.options import PROGRAMS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
 
 
