@@ -1,10 +1,10 @@
-"""The HTTP face: which route does what, and what every answer has in common."""
+"""The ASGI application: which route does what, and what every answer has in common."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 
 import msgspec
 from starlette.applications import Starlette
@@ -30,7 +30,7 @@ from legato.chat.tools.tooling import ChatRenderer
 from legato.http.auth import OPEN_PATHS, RequireKey
 from legato.http.docs_page import PAGE
 from legato.http.exchange import DIRECT_SEND, Exchange
-from legato.http.inference import Inference, Shared
+from legato.http.inference import Inference
 from legato.http.openapi import document
 from legato.http.routes.native import GenerateRoutes
 from legato.http.routes.openai import errors as openai_errors
@@ -41,8 +41,8 @@ from legato.http.routes.openai.token_names import TokenNames
 from legato.http.routes.platforms.kserve import KServeRoutes
 from legato.http.routes.platforms.sagemaker import SageMakerRoutes
 from legato.http.routes.platforms.vertex import VertexRoutes
-from legato.http.turnstile import Turnstile
-from legato.ipc.seam import Backend
+from legato.http.scheduler import SchedulerClient
+from legato.http.throttle import AcceptThrottle
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import ModelLimits
 from legato.telemetry import metrics as prometheus
@@ -56,23 +56,18 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 
 
 def create_app(
-    backend: Backend,
+    scheduler: SchedulerClient,
     tokenizer: Tokenizer,
     settings: RouterSettings,
     metrics: Metrics | None = None,
     chat_template: ChatRenderer | None = None,
-    shared: Shared | None = None,
     image_rules: ImageRules | None = None,
+    first_id: int = 1,
+    scrape: Callable[[], Awaitable[bytes]] | None = None,
 ) -> ASGIApp:
-    """The router's HTTP side as an ASGI application."""
-    metrics = Metrics(backend.limits) if metrics is None else metrics
-    inference = Inference.create(backend, tokenizer, settings, metrics, chat_template, shared, image_rules)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        inference.validator.close()
-
+    """The HTTP side as an ASGI application."""
+    metrics = Metrics(scheduler.limits) if metrics is None else metrics
+    inference = Inference.create(scheduler, tokenizer, settings, metrics, chat_template, image_rules, first_id, scrape)
     app = Starlette(
         routes=_routes(inference),
         middleware=_middleware(settings),
@@ -81,7 +76,6 @@ def create_app(
             HTTPException: _on_http_exception,
             Exception: _on_bug,
         },
-        lifespan=lifespan,
     )
     # TGI has no route with a slash at its end, and a redirect would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
@@ -108,12 +102,12 @@ class Shortcut:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turnstile = Turnstile()
+        self._throttle = AcceptThrottle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
         if scope.get("method") == "POST":
-            await self._turnstile.enter()
+            await self._throttle.enter()
         await self._app(scope, receive, send)
 
 
@@ -130,15 +124,15 @@ class Endpoint:
 
 
 def _routes(inference: Inference) -> list[Route]:
-    settings, backend = inference.settings, inference.backend
+    settings, scheduler = inference.settings, inference.scheduler
     generate = GenerateRoutes(inference)
     names = TokenNames(inference.tokenizer, inference.vocabulary)
     completions, chat, models = CompletionRoutes(inference, names), ChatRoutes(inference, names), ModelRoutes(settings)
-    info = msgspec.json.encode(_info(settings, backend.limits))
+    info = msgspec.json.encode(_info(settings, scheduler.limits))
     openapi = msgspec.json.encode(document(settings))
 
     async def health(request: Request) -> Response:
-        if not await backend.healthy():
+        if not await scheduler.healthy():
             raise Unhealthy
         return Response()
 
@@ -148,7 +142,7 @@ def _routes(inference: Inference) -> list[Route]:
         await exchange.respond(msgspec.json.encode(tokens), {"content-type": JSON})
 
     async def show_metrics(request: Request) -> Response:
-        return Response(await inference.shared.scrape(), media_type=prometheus.CONTENT_TYPE)
+        return Response(await inference.scrape(), media_type=prometheus.CONTENT_TYPE)
 
     def page(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
         async def show(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""API keys: where they come from, and the check that every request passes before any route sees it.
+"""API keys: the check that every request passes before any route sees it.
 
 Nothing is reachable without a key unless it is listed as open here, so a route that somebody adds is closed.
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import ClassVar
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.api.errors import RequestError
-from legato.common.errors import OptionError
 from legato.http.exchange import TENANT
 
 # Load balancers and orchestrators ask for these, and have no keys. They tell nothing but whether the model computes.
@@ -26,22 +24,6 @@ OPEN_METHODS = frozenset({"GET", "HEAD"})
 class Unauthorized(RequestError):
     status, error_type = 401, "unauthorized"
     headers: ClassVar = {"www-authenticate": "Bearer"}
-
-
-def read_keys(keys: Iterable[str], path: str | None) -> tuple[str, ...]:
-    """The keys of `--api-key` and of the lines of `--api-key-file`. A file that has none is a mistake: taken at its
-    word, it would open the server to everybody."""
-    if path is None:
-        return tuple(keys)
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise OptionError(f"--api-key-file {path} cannot be read: {cause}") from None
-    found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not found:
-        raise OptionError(f"--api-key-file {path} has no key: write one on a line of its own")
-    return (*keys, *found)
 
 
 class RequireKey:

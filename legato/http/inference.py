@@ -1,28 +1,24 @@
-"""From a parsed request to its streams: permits, validation, submission, and the record of how it went.
-
-Shared by every route that generates.
-"""
+"""What every generating route shares: the model's text side, the scheduler, and the record of how requests went."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
 from legato.api.errors import ClientGone, RequestError
-from legato.api.native import GenerateRequest
 from legato.chat.tools.tooling import ChatRenderer
+from legato.http.concurrency import ConcurrencyLimit
 from legato.http.exchange import Client
+from legato.http.scheduler import SchedulerClient
 from legato.http.streams import Stream, Transcript
-from legato.http.validation import Validator, ValidRequest, random_seed
-from legato.ipc.seam import Backend
+from legato.http.validation import Validator, ValidRequest
 from legato.ipc.settings import RouterSettings
-from legato.router.permits import PermitPool, Permits
 from legato.telemetry.metrics import Metrics, Timings
 from legato.text.detokenize import Vocabulary
 from legato.vision.prompts import Images
@@ -32,26 +28,8 @@ logger = logging.getLogger("legato.router")
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What all workers of a router have in common, and a router in one process has to itself."""
-
-    permits: Permits
-    # Numbers for requests.
-    ids: Iterator[int]
-    # The metrics, as text.
-    scrape: Callable[[], Awaitable[bytes]]
-
-    @staticmethod
-    def by_nobody(settings: RouterSettings, metrics: Metrics) -> Shared:
-        async def scrape() -> bytes:
-            return metrics.render()
-
-        return Shared(PermitPool(settings.max_concurrent_requests), itertools.count(1), scrape)
-
-
-@dataclass(frozen=True, slots=True)
 class Inference:
-    backend: Backend
+    scheduler: SchedulerClient
     tokenizer: Tokenizer
     # None: the model has no chat template.
     chat_template: ChatRenderer | None
@@ -59,29 +37,40 @@ class Inference:
     validator: Validator
     settings: RouterSettings
     metrics: Metrics
-    shared: Shared
+    concurrency: ConcurrencyLimit
+    # Numbers for requests, different in every worker.
+    ids: Iterator[int]
+    # The metrics of all processes, as text.
+    scrape: Callable[[], Awaitable[bytes]]
 
     @staticmethod
     def create(
-        backend: Backend,
+        scheduler: SchedulerClient,
         tokenizer: Tokenizer,
         settings: RouterSettings,
         metrics: Metrics,
         chat_template: ChatRenderer | None = None,
-        shared: Shared | None = None,
         image_rules: ImageRules | None = None,
+        first_id: int = 1,
+        scrape: Callable[[], Awaitable[bytes]] | None = None,
     ) -> Inference:
-        """`image_rules` are those of a model that sees."""
+        """`image_rules` are those of a model with a vision encoder. Without `scrape`, this process is the only one."""
         images = None if image_rules is None else Images(image_rules, settings)
+
+        async def render() -> bytes:
+            return metrics.render()
+
         return Inference(
-            backend=backend,
+            scheduler=scheduler,
             tokenizer=tokenizer,
             chat_template=chat_template,
             vocabulary=Vocabulary(tokenizer),
-            validator=Validator(tokenizer, backend.limits, settings, backend.prepare, images),
+            validator=Validator(tokenizer, scheduler.limits, settings, scheduler.prepare, images),
             settings=settings,
             metrics=metrics,
-            shared=Shared.by_nobody(settings, metrics) if shared is None else shared,
+            concurrency=ConcurrencyLimit(settings.max_concurrent_requests),
+            ids=itertools.count(first_id),
+            scrape=render if scrape is None else scrape,
         )
 
     @contextmanager
@@ -99,31 +88,6 @@ class Inference:
         except Exception:
             self.metrics.request_failed("internal")
             raise
-
-    @asynccontextmanager
-    async def permitted(self, num: int) -> AsyncIterator[None]:
-        """For as long as `num` sequences are in the house. Overloaded."""
-        await self.shared.permits.take(num)
-        try:
-            yield
-        finally:
-            self.shared.permits.give_back(num)
-
-    async def validate(self, request: GenerateRequest, best_of: int = 1) -> ValidRequest:
-        valid = await self.validator.validate(request, best_of)
-        self.validated(valid)
-        return valid
-
-    def validated(self, request: ValidRequest) -> None:
-        self.metrics.request_validated(len(request.input_ids), request.max_new_tokens)
-
-    @contextmanager
-    def streams(self, request: ValidRequest, client: Client) -> Iterator[list[Stream]]:
-        """One running stream per sequence."""
-        seeds = [request.sampling.seed, *(random_seed() for _ in range(request.best_of - 1))]
-        streams = [self.stream(request, seed, client.tenant) for seed in seeds]
-        with self.running(streams, client):
-            yield streams
 
     @contextmanager
     def running(self, streams: Sequence[Stream], client: Client) -> Iterator[None]:
@@ -146,21 +110,20 @@ class Inference:
     def stream(self, request: ValidRequest, seed: int, tenant: str) -> Stream:
         transcript = Transcript(
             self.vocabulary,
-            () if self.backend.limits.has_encoder else request.input_ids,
+            () if self.scheduler.limits.has_encoder else request.input_ids,
             request.stop,
             include_stop=request.include_stop,
-            min_tokens=request.sampling.min_new_tokens,
+            min_tokens=request.parameters.min_new_tokens,
             spoken=request.spoken_token_ids,
         )
-        return Stream(self.backend, request.generation(next(self.shared.ids), seed, tenant), transcript)
+        generation = request.generation(next(self.ids), seed, tenant)
+        return Stream(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
 
-    def succeeded(self, stream: Stream, arrived_at: float, *others: Stream) -> Timings:
+    def succeeded(self, streams: Sequence[Stream], arrived_at: float) -> Timings:
         """Records a request whose streams are complete: the times of the first, the tokens of all. People parse the
         log line."""
-        timings = _timings(stream, arrived_at)
-        num_tokens = sum(each.transcript.num_tokens for each in (stream, *others))
-        num_deliveries = sum(each.num_deliveries for each in (stream, *others))
-        self.metrics.request_succeeded(timings, num_tokens, num_skipped=num_tokens - num_deliveries)
+        timings = _timings(streams[0], arrived_at)
+        self.metrics.request_succeeded(timings, sum(stream.transcript.num_tokens for stream in streams))
         logger.info(
             "Success",
             extra={
@@ -170,7 +133,7 @@ class Inference:
                     "queue_time": timings.queue,
                     "inference_time": timings.inference,
                     "time_per_token": timings.per_token,
-                    "seed": stream.seed,
+                    "seed": streams[0].seed,
                 }
             },
         )
@@ -179,14 +142,13 @@ class Inference:
 
 def _timings(stream: Stream, arrived_at: float) -> Timings:
     now = time.monotonic()
-    # A backend that does not tell when it admits a request has no queue to speak of.
-    admitted_at = stream.queued_at if stream.admitted_at is None else stream.admitted_at
+    inference = now - stream.queued_at - stream.queue_time
     first_token_at = now if stream.first_token_at is None else stream.first_token_at
     return Timings(
         total=now - arrived_at,
         validation=stream.queued_at - arrived_at,
-        queue=admitted_at - stream.queued_at,
-        inference=now - admitted_at,
-        per_token=(now - admitted_at) / stream.transcript.num_tokens,
+        queue=stream.queue_time,
+        inference=inference,
+        per_token=inference / stream.transcript.num_tokens,
         to_first_token=first_token_at - arrived_at,
     )

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from legato.http.exchange import ABORT
-from legato.http.lingering import Departures, LingeringTransport
+from legato.http.lingering_close import Departures, LingeringTransport
 
 # Connections to take in one turn of the event loop. uvloop takes one: when thousands come at once and each turn has a
 # step's tokens to write, the last of them, perhaps somebody's health check, would wait for seconds.

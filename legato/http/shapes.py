@@ -20,7 +20,7 @@ import msgspec
 from legato.api.errors import InvalidRequest
 from legato.grammar.compile import check_bytes
 from legato.grammar.errors import GrammarError
-from legato.scheduling.state import Grammar, GrammarKind
+from legato.grammar.kinds import Grammar, GrammarKind
 
 _TYPES = "text, json, json_object, json_schema, regex, choice or lark"
 _JSON_TYPES = ("json", "json_object", "json_schema")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Container, Sequence
 
 from msgspec import Struct
 
-from legato.api.errors import ClientGone, GenerationFailed, TimedOut
+from legato.api.errors import ClientGone, GenerationFailed, Overloaded, RequestError, TimedOut
 from legato.api.native import PrefillToken, Token
-from legato.ipc.seam import Backend
+from legato.http.scheduler import SchedulerClient
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from legato.text.detokenize import Vocabulary
 from legato.text.stopping import StopMatcher
@@ -141,13 +141,13 @@ class Transcript:
         ]
 
 
-class Doorbell:
-    """Where one reader waits until somebody rings."""
+class Wakeup:
+    """What one reader waits for."""
 
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None
 
-    def ring(self) -> None:
+    def set(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -158,23 +158,25 @@ class Doorbell:
 
 
 class Stream:
-    """One request on its way through the backend: the sink at one end, a reader at the other."""
+    """One sequence on its way: the scheduler's outputs arrive at one end, a reader takes text from the other."""
 
-    def __init__(self, backend: Backend, request: GenerationRequest, transcript: Transcript) -> None:
-        self._backend = backend
+    def __init__(
+        self, scheduler: SchedulerClient, request: GenerationRequest, transcript: Transcript, seed: int | None = None
+    ) -> None:
+        """`seed` is what the answer reports: None when nothing is random."""
+        self._scheduler = scheduler
         self._request = request
         self.transcript = transcript
+        self.seed = seed
         self.prompt_logprobs: list[float | None] = []
         self.prompt_top_tokens: list[list[tuple[int, float]] | None] = []
         # Prompt tokens that were in the prefix cache; known with the first token.
         self.num_cached = 0
-        # Monotonic seconds, for the timing headers and histograms.
+        # Monotonic seconds, for the timing headers and histograms; seconds spent in the queue.
         self.queued_at = 0.0
-        self.admitted_at: float | None = None
+        self.queue_time = 0.0
         self.first_token_at: float | None = None
-        # How many times the backend delivered: less than the number of tokens when steps bring several.
-        self.num_deliveries = 0
-        self.bell = Doorbell()
+        self.wakeup = Wakeup()
         # What to do about a client who reads more slowly than tokens come.
         self.on_overrun: Callable[[], None] | None = None
         self._arrived: list[Output] = []
@@ -183,34 +185,24 @@ class Stream:
         self._cancelled = False
 
     @property
-    def seed(self) -> int | None:
-        """What the answer reports: nothing when nothing was random."""
-        sampling = self._request.sampling
-        return sampling.seed if sampling.do_sample else None
-
-    @property
     def input_len(self) -> int:
         return len(self._request.input_ids)
 
-    # ---- the backend's end ----------------------------------------------------------------------------------------
+    # ---- the scheduler's end --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self.queued_at = time.monotonic()
-        self._backend.submit(self._request, self)
+        self._scheduler.submit(self._request, self.receive)
 
-    def admitted(self) -> None:
-        if self.admitted_at is None:
-            self.admitted_at = time.monotonic()
-
-    def __call__(self, outputs: list[Output]) -> None:
+    def receive(self, output: Output) -> None:
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
-            self.prompt_logprobs = outputs[0].prompt_logprobs or []
-            self.prompt_top_tokens = outputs[0].prompt_top_tokens or []
-            self.num_cached = outputs[0].num_cached
-        self.num_deliveries += 1
-        self._arrived += outputs
-        if not self._patient or outputs[-1].finish_reason is not None or outputs[-1].error is not None:
+            self.prompt_logprobs = output.prompt_logprobs or []
+            self.prompt_top_tokens = output.prompt_top_tokens or []
+            self.num_cached = output.num_cached
+            self.queue_time = output.queue_time
+        self._arrived.append(output)
+        if not self._patient or output.finish_reason is not None or output.error is not None:
             self.wake()
         if len(self._arrived) > MAX_UNREAD and not self._patient:
             self._overrun()
@@ -226,14 +218,14 @@ class Stream:
 
     def wake(self) -> None:
         """Let `read` return, with nothing if nothing came."""
-        self.bell.ring()
+        self.wakeup.set()
 
     def cancel(self) -> None:
         """Nobody reads any more. Safe at any time, also after the end."""
         self._cancelled = True
         if not self._ended:
             self._ended = True
-            self._backend.cancel(self._request.id)
+            self._scheduler.cancel(self._request.id)
         self.wake()
 
     @property
@@ -243,7 +235,7 @@ class Stream:
     async def read(self) -> list[Piece]:
         """What has arrived since the last call; waits if nothing has."""
         if not self.has_news:
-            await self.bell.wait()
+            await self.wakeup.wait()
         return self.take()
 
     def take(self) -> list[Piece]:
@@ -269,11 +261,11 @@ class Stream:
                     self._arrived = outputs[i:]
                     break
                 self._ended = True
-                raise TimedOut(output.error) if output.timed_out else GenerationFailed(output.error)
+                raise _error_of(output)
             pieces.append(self.transcript.add(output))
             if self.transcript.finish_reason is not None:
                 if output.finish_reason is None:  # a stop string, which the scheduler knows nothing of
-                    self._backend.cancel(self._request.id)
+                    self._scheduler.cancel(self._request.id)
                 self._ended = True
                 break
         return pieces
@@ -290,14 +282,21 @@ class Stream:
         ]
 
 
+def _error_of(output: Output) -> RequestError:
+    assert output.error is not None
+    if output.retry_after:
+        return Overloaded(output.retry_after)
+    return TimedOut(output.error) if output.timed_out else GenerationFailed(output.error)
+
+
 class StreamGroup:
-    """Reads several streams at once. They share a doorbell, so a step that has tokens for all of them wakes it once."""
+    """Reads several streams at once. They share a wakeup: a step with tokens for all of them wakes the reader once."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
-        self._bell = Doorbell()
+        self._wakeup = Wakeup()
         for stream in streams:
-            stream.bell = self._bell
+            stream.wakeup = self._wakeup
 
     @property
     def ended(self) -> bool:
@@ -306,5 +305,5 @@ class StreamGroup:
     async def read(self) -> list[tuple[int, list[Piece]]]:
         """What has arrived since the last call, by the stream's number; waits if nothing has."""
         if not any(stream.has_news for stream in self._streams):
-            await self._bell.wait()
+            await self._wakeup.wait()
         return [(number, stream.take()) for number, stream in enumerate(self._streams) if stream.has_news]

@@ -12,28 +12,22 @@ import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
 from legato.api.errors import InvalidRequest, TooLong
 from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
+from legato.grammar.kinds import Grammar
+from legato.grammar.wire import grammar_type
 from legato.http.grammar import GrammarCompiler
 from legato.http.offsets import token_offsets
 from legato.http.shapes import read_grammar
 from legato.ipc.settings import RouterSettings
-from legato.scheduling.state import (
-    DEFAULT_PRIORITY,
-    LAST_PRIORITY,
-    GenerationRequest,
-    Grammar,
-    ModelLimits,
-    PromptImage,
-    Sampling,
-    with_names,
-)
-from legato.vision.prompts import Images
+from legato.pb import generate_pb2 as pb
+from legato.scheduling.state import DEFAULT_PRIORITY, LAST_PRIORITY, GenerationRequest, ModelLimits
+from legato.vision.prompts import Images, PromptImage, refuse_images, with_cache_keys
 
 T = TypeVar("T")
 
@@ -54,39 +48,56 @@ class ValidRequest:
     inputs: str
     input_ids: list[int]
     max_new_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    ignore_eos: bool
-    top_n_tokens: int
-    best_of: int
-    details: bool
-    decoder_input_details: bool
-    return_full_text: bool
+    # What the shards will read, as the contract has it. Every sequence of the request gets a seed of its own.
+    parameters: pb.NextTokenChooserParameters
+    top_n_tokens: int = 0
+    prompt_logprobs: bool = False
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     # Whether the text ends with the stop string that ended it.
     include_stop: bool = True
     # Special tokens whose names are part of the text.
     spoken_token_ids: frozenset[int] = frozenset()
-    grammar: Grammar | None = None
     images: tuple[PromptImage, ...] = ()
     priority: int = DEFAULT_PRIORITY
 
     def generation(self, request_id: int, seed: int, tenant: str = "") -> GenerationRequest:
-        """The part that the scheduler needs. Every one of the `best_of` sequences has its own seed."""
+        """One sequence, as the scheduler admits it."""
+        parameters = pb.NextTokenChooserParameters()
+        parameters.CopyFrom(self.parameters)
+        parameters.seed = seed
+        payload = pb.Admission(
+            parameters=parameters,
+            top_n_tokens=self.top_n_tokens,
+            images=[
+                pb.AdmittedImage(
+                    image=pb.Image(data=image.data, mimetype=image.mimetype),
+                    start=image.span.start,
+                    num_tokens=image.span.num_tokens,
+                )
+                for image in self.images
+            ],
+        )
         return GenerationRequest(
             id=request_id,
-            input_ids=with_names(self.input_ids, self.images),
+            input_ids=with_cache_keys(self.input_ids, self.images),
             max_new_tokens=self.max_new_tokens,
-            sampling=replace(self.sampling, seed=seed),
+            payload=payload.SerializeToString(),
             ignore_eos=self.ignore_eos,
             stop_token_ids=self.stop_token_ids,
-            top_n_tokens=self.top_n_tokens,
-            prompt_logprobs=self.decoder_input_details,
-            grammar=self.grammar,
-            images=self.images,
+            min_new_tokens=self.parameters.min_new_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+            images=tuple(image.span for image in self.images),
             priority=self.priority,
             tenant=tenant,
         )
+
+    def with_grammar(self, grammar: Grammar) -> ValidRequest:
+        """`grammar` was checked."""
+        self.parameters.grammar = grammar.value
+        self.parameters.grammar_type = grammar_type(grammar)
+        return self
 
 
 def random_seed() -> int:
@@ -104,7 +115,7 @@ class Validator:
         prepare: Callable[[Grammar], Awaitable[None]] | None = None,
         images: Images | None = None,
     ) -> None:
-        """`prepare` has the shards compile a grammar, if there are any; `images` are for models that see."""
+        """`prepare` has the shards compile a grammar, if there are any; `images`: the model has a vision encoder."""
         # A tokenizer file may say how to cut and pad training data. Requests are cut on demand and never padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -139,36 +150,34 @@ class Validator:
 
     async def validate(self, request: GenerateRequest, best_of: int = 1) -> ValidRequest:
         parameters = request.parameters or _NO_PARAMETERS
-        sampling = _sampling(parameters, best_of)
+        chooser = _chooser(parameters, best_of)
         self._check_counts(parameters)
-        seed = _seed(parameters, best_of)
+        chooser.seed = _seed(parameters, best_of)
         self._check_inputs(request.inputs, parameters)
         input_ids, images = await self._prompt(request.inputs, parameters)
         max_new_tokens = self.max_new_tokens(len(input_ids), parameters.max_new_tokens)
         self._check_extensions(parameters)
-        priority = check_priority(parameters.priority)
-        grammar = read_grammar(parameters.grammar, "grammar")
-        return ValidRequest(
+        chooser.token_bias.update(parameters.logit_bias or {})
+        valid = ValidRequest(
             inputs=request.inputs,
             input_ids=input_ids,
             max_new_tokens=max_new_tokens,
-            sampling=replace(sampling, seed=seed),
-            stop=tuple(parameters.stop or ()),
-            ignore_eos=bool(parameters.ignore_eos),
+            parameters=chooser,
             top_n_tokens=parameters.top_n_tokens or 0,
-            best_of=best_of,
-            details=bool(parameters.details or parameters.decoder_input_details),
-            decoder_input_details=bool(parameters.decoder_input_details),
-            return_full_text=bool(parameters.return_full_text),
-            grammar=None if grammar is None else await self.check_grammar(grammar, "grammar"),
+            prompt_logprobs=bool(parameters.decoder_input_details),
+            ignore_eos=bool(parameters.ignore_eos),
+            stop=tuple(parameters.stop or ()),
             images=images,
-            priority=priority,
+            priority=check_priority(parameters.priority),
         )
+        grammar = read_grammar(parameters.grammar, "grammar")
+        return valid if grammar is None else valid.with_grammar(await self.check_grammar(grammar, "grammar"))
 
     async def _prompt(self, inputs: str, parameters: GenerateParameters) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """The tokens, and the pictures that a model with eyes sees among them."""
+        """The tokens, and the images among them for a model with a vision encoder."""
         images: tuple[PromptImage, ...] = ()
         if self.images is None:
+            refuse_images(inputs)
             input_ids = await self.input_ids(inputs)
         else:
             inputs, sources = self.images.in_text(inputs)
@@ -286,7 +295,7 @@ def check_bias(logit_bias: Mapping[int, float]) -> None:
             raise InvalidRequest(f"`logit_bias` must be >= -100 and <= 100. Given: {bias} for {token_id}", "logit_bias")
 
 
-def _sampling(parameters: GenerateParameters, best_of: int) -> Sampling:
+def _chooser(parameters: GenerateParameters, best_of: int) -> pb.NextTokenChooserParameters:
     """The sampling parameters, without the seed."""
     warpers = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p, parameters.min_p)
     if best_of > 1 and not parameters.do_sample and all(warper is None for warper in warpers):
@@ -301,7 +310,7 @@ def _sampling(parameters: GenerateParameters, best_of: int) -> Sampling:
     if parameters.top_k is not None and parameters.top_k <= 0:
         raise InvalidRequest("`top_k` must be strictly positive")
     top_k = parameters.top_k or 0
-    return Sampling(
+    return pb.NextTokenChooserParameters(
         # Whoever sets a filter wants to sample, also without saying so. At its neutral value it says nothing.
         do_sample=bool(parameters.do_sample)
         or best_of > 1
@@ -315,7 +324,6 @@ def _sampling(parameters: GenerateParameters, best_of: int) -> Sampling:
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
         watermark=bool(parameters.watermark),
-        logit_bias=dict(parameters.logit_bias or {}),
     )
 
 

@@ -7,7 +7,6 @@ that end is gone there is nothing left to do here.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import socket
@@ -22,25 +21,24 @@ from legato.common.errors import LegatoError
 from legato.common.garbage import settle
 from legato.common.logging import setup
 from legato.http.app import create_app
-from legato.http.inference import Shared
-from legato.http.remote_backend import RemoteBackend
+from legato.http.scheduler import SchedulerClient
 from legato.http.server import HttpServer
-from legato.ipc import messages as say
+from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
 from legato.modelfiles.files import ModelFiles
 from legato.telemetry.metrics import Metrics
 from legato.vision.rules import ImageRules, image_rules
 
 
-class Worker:
-    """The two messages that bring it up, then whatever clients and scheduler want from each other."""
+class HttpWorker:
+    """Two messages bring it up; then it passes requests to the scheduler and tokens to clients."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._link = Link(decoder_for(say.ToWorker), self._on_message, self._on_lost)
-        self._setup: asyncio.Future[say.Setup] = asyncio.get_running_loop().create_future()
-        self._serve: asyncio.Future[say.Serve] = asyncio.get_running_loop().create_future()
-        self._backend: RemoteBackend | None = None
+        self._link = Link(decoder_for(msg.ToWorker), self._on_message, self._on_lost)
+        self._setup: asyncio.Future[msg.WorkerSetup] = asyncio.get_running_loop().create_future()
+        self._serve: asyncio.Future[msg.Serve] = asyncio.get_running_loop().create_future()
+        self._scheduler: SchedulerClient | None = None
         self._metrics: Metrics | None = None
         self._server: HttpServer | None = None
 
@@ -48,18 +46,18 @@ class Worker:
         await self._link.open(connection)
         try:
             tokenizer, chat_template, rules = await self._load(await self._setup)
-            self._link.send(say.Loaded())
+            self._link.send(msg.Loaded())
             serve = await self._serve
             app = self._app(serve, tokenizer, chat_template, rules)
             server = self._server = HttpServer(app, serve.grace, serve.settings.payload_limit)
             settle()
-            self._link.send(say.Serving())
+            self._link.send(msg.Serving())
             await server.serve(sockets=[self._listener])
         except LegatoError as error:
-            self._link.send(say.Failed(str(error)))
+            self._link.send(msg.Failed(str(error)))
         self._link.close()
 
-    async def _load(self, wanted: say.Setup) -> tuple[Tokenizer, ChatTemplate | None, ImageRules | None]:
+    async def _load(self, wanted: msg.WorkerSetup) -> tuple[Tokenizer, ChatTemplate | None, ImageRules | None]:
         setup(wanted.logger_level, wanted.json_output, "text-generation-router")
         files = ModelFiles.open(Path(wanted.model))
         override = Path(wanted.tokenizer_config_path) if wanted.tokenizer_config_path else None
@@ -68,33 +66,31 @@ class Worker:
         return tokenizer, template, image_rules(files)
 
     def _app(
-        self, serve: say.Serve, tokenizer: Tokenizer, chat_template: ChatTemplate | None, rules: ImageRules | None
+        self, serve: msg.Serve, tokenizer: Tokenizer, chat_template: ChatTemplate | None, rules: ImageRules | None
     ) -> ASGIApp:
-        backend = self._backend = RemoteBackend(serve.limits, self._link.send)
+        scheduler = self._scheduler = SchedulerClient(serve.limits, self._link.send)
         metrics = self._metrics = Metrics(serve.limits)
-        shared = Shared(backend, itertools.count(serve.first_id), backend.scrape)
-        return create_app(backend, tokenizer, serve.settings, metrics, chat_template, shared, rules)
+        return create_app(
+            scheduler, tokenizer, serve.settings, metrics, chat_template, rules, serve.first_id, scheduler.scrape
+        )
 
-    def _on_message(self, message: say.ToWorker) -> None:
+    def _on_message(self, message: msg.ToWorker) -> None:
         match message:
-            case say.Tokens():
-                assert self._backend is not None
-                self._backend.on_tokens(message)
-            case say.Admitted():
-                assert self._backend is not None
-                self._backend.on_admitted(message)
-            case say.Answer():
-                assert self._backend is not None
-                self._backend.on_answer(message)
-            case say.AskFigures():
-                self._link.send(say.Report({} if self._metrics is None else self._metrics.figures()))
-            case say.Setup():
+            case msg.Tokens():
+                assert self._scheduler is not None
+                self._scheduler.on_tokens(message)
+            case msg.Answer():
+                assert self._scheduler is not None
+                self._scheduler.on_answer(message)
+            case msg.AskFigures():
+                self._link.send(msg.Report({} if self._metrics is None else self._metrics.figures()))
+            case msg.WorkerSetup():
                 self._setup.set_result(message)
-            case say.Serve():
+            case msg.Serve():
                 self._serve.set_result(message)
-            case say.Drain() if self._server is not None:
+            case msg.Drain() if self._server is not None:
                 self._server.should_exit = True
-            case say.Drain():  # it replaces one that died, and nobody has come yet
+            case msg.Drain():  # it replaces one that died, and nobody has come yet
                 self._link.close()
 
     def _on_lost(self) -> None:
@@ -113,7 +109,7 @@ def main() -> None:
     connection, listener = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
 
     async def run() -> None:
-        await Worker(listener).run(connection)
+        await HttpWorker(listener).run(connection)
 
     uvloop.run(run())
 

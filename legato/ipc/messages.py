@@ -1,4 +1,4 @@
-"""What the scheduler and its HTTP workers say to each other. Sent over a `Link`, many at a time.
+"""The messages between the scheduler and its HTTP workers. Sent over a `Link`, many at a time.
 
 Tokens are the only thing there is much of: all that a step has for one worker is one message of parallel lists. What
 few outputs have (a finish reason, an error, top tokens, the prompt's logprobs) stands aside, with its place in them.
@@ -18,7 +18,7 @@ from legato.telemetry.metrics import Figures
 # ---- to a worker -----------------------------------------------------------------------------------------------------
 
 
-class Setup(Struct, tag=0, array_like=True, frozen=True):
+class WorkerSetup(Struct, tag=0, array_like=True, frozen=True):
     """The first message: what can be loaded before anything is known of the shards."""
 
     logger_level: str
@@ -48,13 +48,7 @@ class Tokens(Struct, tag=2, array_like=True, frozen=True):
     rest: list[tuple[int, Output]]
 
 
-class Admitted(Struct, tag=3, array_like=True, frozen=True):
-    """Requests that left the queue."""
-
-    request_ids: list[int]
-
-
-class Answer(Struct, tag=4, array_like=True, frozen=True):
+class Answer(Struct, tag=3, array_like=True, frozen=True):
     """To the question with this number: yes or no, or text; `error` if there is none."""
 
     number: int
@@ -62,25 +56,23 @@ class Answer(Struct, tag=4, array_like=True, frozen=True):
     error: str | None = None
     # The error is the fault of the grammar that was asked about, not ours.
     grammar_is_wrong: bool = False
-    # Seconds after which permits that there were none of may be asked for again.
-    retry_after: int = 1
 
 
-class AskFigures(Struct, tag=5, array_like=True, frozen=True):
+class AskFigures(Struct, tag=4, array_like=True, frozen=True):
     """Somebody wants the metrics. Answered with `Report`."""
 
 
-class Drain(Struct, tag=6, array_like=True, frozen=True):
+class Drain(Struct, tag=5, array_like=True, frozen=True):
     """Let nobody in, finish what runs, and end."""
 
 
-ToWorker: TypeAlias = Setup | Serve | Tokens | Admitted | Answer | AskFigures | Drain
+ToWorker: TypeAlias = WorkerSetup | Serve | Tokens | Answer | AskFigures | Drain
 
 # ---- to the scheduler ------------------------------------------------------------------------------------------------
 
 
 class Loaded(Struct, tag=0, array_like=True, frozen=True):
-    """The answer to `Setup`."""
+    """The answer to `WorkerSetup`."""
 
 
 class Serving(Struct, tag=1, array_like=True, frozen=True):
@@ -101,43 +93,32 @@ class Cancel(Struct, tag=4, array_like=True, frozen=True):
     request_id: int
 
 
-class TakePermits(Struct, tag=5, array_like=True, frozen=True):
-    """Answered with yes or no."""
-
-    number: int
-    count: int
-
-
-class GivePermits(Struct, tag=6, array_like=True, frozen=True):
-    count: int
-
-
-class Prepare(Struct, tag=7, array_like=True, frozen=True):
+class Prepare(Struct, tag=5, array_like=True, frozen=True):
     """Answered when all shards have compiled the grammar."""
 
     number: int
     grammar: Grammar
 
 
-class CheckHealth(Struct, tag=8, array_like=True, frozen=True):
+class CheckHealth(Struct, tag=6, array_like=True, frozen=True):
     """Answered with yes or no."""
 
     number: int
 
 
-class Scrape(Struct, tag=9, array_like=True, frozen=True):
+class Scrape(Struct, tag=7, array_like=True, frozen=True):
     """Answered with the metrics of all processes, as text."""
 
     number: int
 
 
-class Report(Struct, tag=10, array_like=True, frozen=True):
+class Report(Struct, tag=8, array_like=True, frozen=True):
     """What this worker has counted so far."""
 
     figures: Figures
 
 
 # About the worker itself, and on behalf of its clients.
-News: TypeAlias = Loaded | Serving | Failed | Report
-Wish: TypeAlias = Submit | Cancel | TakePermits | GivePermits | Prepare | CheckHealth | Scrape
-ToScheduler: TypeAlias = News | Wish
+WorkerStatus: TypeAlias = Loaded | Serving | Failed | Report
+ClientMessage: TypeAlias = Submit | Cancel | Prepare | CheckHealth | Scrape
+ToScheduler: TypeAlias = WorkerStatus | ClientMessage

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,15 @@ from legato.common.errors import OptionError
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
-from legato.http.auth import read_keys
-from legato.ipc.messages import Setup
+from legato.ipc.messages import WorkerSetup
 from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
 from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
-from legato.router.backend import Backend
 from legato.router.listening import Listeners
-from legato.router.running import Router
+from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, WarmupLimits
+from legato.router.step_loop import StepLoop
 from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes, step_sizes
@@ -61,8 +60,8 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[st
         info = await shards.info()
         scheduler, limits = await warm_up(shards, info, options)
         metrics = Metrics(limits)
-        backend = Backend(scheduler, shards, limits, metrics.step)
-        router = Router(backend, metrics, workers, settings_for(options, info, api_keys))
+        steps = StepLoop(scheduler, shards, limits, metrics.step)
+        router = RouterProcess(steps, metrics, workers, settings_for(options, info, api_keys))
         await router.run(listeners, options.graceful_termination_timeout)
         await shards.close()
     finally:
@@ -97,6 +96,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             mixed_step_time=sizes.mixed_time,
             queue_timeout=options.queue_timeout,
             request_timeout=options.request_timeout,
+            max_requests=options.max_concurrent_requests,
             decoder_start_token_id=start,
         )
     )
@@ -134,6 +134,22 @@ def whole_prompt_tokens(sizes: StepSizes, options: RouterOptions) -> int:
     return max(sizes.max_tokens, longest)
 
 
+def read_keys(keys: Iterable[str], path: str | None) -> tuple[str, ...]:
+    """The keys of `--api-key` and of the lines of `--api-key-file`. A file that has none is a mistake: taken at its
+    word, it would open the server to everybody."""
+    if path is None:
+        return tuple(keys)
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise OptionError(f"--api-key-file {path} cannot be read: {cause}") from None
+    found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not found:
+        raise OptionError(f"--api-key-file {path} has no key: write one on a line of its own")
+    return (*keys, *found)
+
+
 def vertex_port(environ: Mapping[str, str]) -> int | None:
     """Where Vertex AI will call. It sets the variable in every container, and nobody else does, so it beats --port."""
     port = environ.get("AIP_HTTP_PORT") or None
@@ -160,8 +176,8 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def setup_for(options: RouterOptions, model: Path) -> Setup:
-    return Setup(
+def setup_for(options: RouterOptions, model: Path) -> WorkerSetup:
+    return WorkerSetup(
         logger_level=options.logger_level,
         json_output=options.json_output,
         model=str(model.absolute()),

@@ -11,13 +11,12 @@ from contextlib import suppress
 import msgspec
 
 from legato.common.garbage import settle
-from legato.ipc import messages as say
+from legato.ipc import messages as msg
 from legato.ipc.settings import RouterSettings
-from legato.router.backend import Backend
 from legato.router.listening import Listeners
-from legato.router.permits import PermitPool
 from legato.router.port import Port
-from legato.router.workers import Worker, Workers
+from legato.router.step_loop import StepLoop
+from legato.router.workers import WorkerProcess, Workers
 from legato.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -28,15 +27,14 @@ IDS_PER_WORKER = 1 << 40
 FAREWELL, KILL = 1.5, 0.25
 
 
-class Router:
-    def __init__(self, backend: Backend, metrics: Metrics, workers: Workers, settings: RouterSettings) -> None:
-        self._backend = backend
+class RouterProcess:
+    def __init__(self, steps: StepLoop, metrics: Metrics, workers: Workers, settings: RouterSettings) -> None:
+        self._steps = steps
         self._metrics = metrics
         self._workers = workers
         self._settings = settings
-        self._permits = PermitPool(settings.max_concurrent_requests)
         self._stopping = asyncio.Event()
-        metrics.watch(backend)
+        metrics.watch(steps)
 
     async def run(self, listeners: Listeners, grace: float) -> None:
         """Until a signal, and then for up to `grace` seconds until every request is answered. Raises if a shard is
@@ -45,7 +43,7 @@ class Router:
         listeners.listen()
         # First of all: a worker that is ready lets clients in while others still get ready, and a step that is planned
         # before somebody takes it to the shards is lost, and with it all that follow.
-        steps = asyncio.create_task(self._backend.run())
+        steps = asyncio.create_task(self._steps.run())
         await self._workers.serve(lambda worker, number: self._employ(worker, number, grace))
         logger.info("Listening", extra={"fields": {"address": f"http://{listeners.host}:{listeners.port}"}})
         loop = asyncio.get_running_loop()
@@ -70,12 +68,12 @@ class Router:
             self._workers.kill()
         self._stopping.set()
 
-    def _employ(self, worker: Worker, number: int, grace: float) -> None:
+    def _employ(self, worker: WorkerProcess, number: int, grace: float) -> None:
         def port(send: Callable[[msgspec.Struct], None]) -> Port:
-            return Port(self._backend, self._permits, self._scrape, send)
+            return Port(self._steps, self._scrape, send)
 
         first_id = number * IDS_PER_WORKER + 1
-        worker.serve(port, say.Serve(self._backend.limits, self._settings, first_id, grace))
+        worker.serve(port, msg.Serve(self._steps.limits, self._settings, first_id, grace))
 
     async def _scrape(self) -> bytes:
         return self._metrics.render(await self._workers.figures())

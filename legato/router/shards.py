@@ -17,10 +17,11 @@ import grpc
 from legato.common.errors import LegatoError
 from legato.common.token_ids import pack
 from legato.grammar.errors import GrammarError
+from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
-from legato.scheduling.state import Admission, Grammar, Sampling, StepPlan, StepResult
+from legato.scheduling.state import Admission, StepPlan, StepResult
 
 T = TypeVar("T")
 
@@ -179,50 +180,22 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
 
 
 def _admission(admission: Admission) -> pb.Admission:
-    request = admission.request
-    input_ids = list(admission.input_ids) if request.images else admission.input_ids
-    for image in request.images:
-        input_ids[image.start : image.start + image.num_tokens] = [image.token_id] * image.num_tokens
-    return pb.Admission(
-        row=admission.row,
-        request_id=request.id,
-        input_ids=pack(input_ids),
-        num_generated=admission.num_generated,
-        num_cached=admission.num_cached,
-        blocks=admission.blocks,
-        parameters=_parameters(request.sampling, request.grammar),
-        top_n_tokens=request.top_n_tokens,
-        prompt_logprobs=request.prompt_logprobs and admission.num_generated == 0,
-        adapter_id=request.adapter_id,
-        max_new_tokens=request.max_new_tokens,
-        images=[
-            pb.AdmittedImage(
-                image=pb.Image(data=image.data, mimetype=image.mimetype), start=image.start, num_tokens=image.num_tokens
-            )
-            for image in request.images
-        ],
-    )
-
-
-def _parameters(sampling: Sampling, grammar: Grammar | None) -> pb.NextTokenChooserParameters:
-    return pb.NextTokenChooserParameters(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        typical_p=sampling.typical_p,
-        do_sample=sampling.do_sample,
-        seed=sampling.seed,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        watermark=sampling.watermark,
-        min_p=sampling.min_p,
-        token_bias=sampling.logit_bias,
-        grammar="" if grammar is None else grammar.value,
-        grammar_type=grammar_type(grammar),
-        min_new_tokens=sampling.min_new_tokens,
-        end_token_ids=sampling.end_token_ids,
-    )
+    """What validation wrote for the shard, and where the scheduler puts it."""
+    request, input_ids = admission.request, admission.input_ids
+    if request.images:
+        input_ids = list(input_ids)
+        for image in request.images:
+            input_ids[image.start : image.start + image.num_tokens] = [image.token_id] * image.num_tokens
+    message = pb.Admission.FromString(request.payload)
+    message.row = admission.row
+    message.request_id = request.id
+    message.input_ids = pack(input_ids)
+    message.num_generated = admission.num_generated
+    message.num_cached = admission.num_cached
+    message.blocks.extend(admission.blocks)
+    message.prompt_logprobs = request.prompt_logprobs and admission.num_generated == 0
+    message.max_new_tokens = request.max_new_tokens
+    return message
 
 
 def _from_pb(response: pb.StepResponse) -> StepResult:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from legato.common.errors import LegatoError
-from legato.ipc import messages as say
+from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
 from legato.router.port import Port
 from legato.telemetry.metrics import Figures, add_up
@@ -34,14 +34,14 @@ REPORT_PATIENCE = 1.0
 # Seconds for a process to end once it has closed its link.
 EXIT_PATIENCE = 5.0
 
-_decoder = decoder_for(say.ToScheduler)
+_decoder = decoder_for(msg.ToScheduler)
 
 
 class WorkerFailed(LegatoError):
     """A worker cannot begin, or ends again and again."""
 
 
-class Worker:
+class WorkerProcess:
     """One process, as we see it. `loaded` and `serving` come one after the other, or fail when the process ends."""
 
     def __init__(self, number: int, listener: socket.socket) -> None:
@@ -63,22 +63,22 @@ class Worker:
             words = [sys.executable, "-P", "-m", "legato.http.worker", *map(str, fds)]
             self._process = subprocess.Popen(words, pass_fds=fds, env=environment)
 
-    async def load(self, setup: say.Setup) -> None:
+    async def load(self, setup: msg.WorkerSetup) -> None:
         await self._link.open(self._connection)
         self._link.send(setup)
 
-    def serve(self, make_port: Callable[[Callable[[msgspec.Struct], None]], Port], serve: say.Serve) -> None:
+    def serve(self, make_port: Callable[[Callable[[msgspec.Struct], None]], Port], serve: msg.Serve) -> None:
         self._port = make_port(self._link.send)
         self._link.send(serve)
 
     async def report(self) -> None:
         """Until `figures` are new."""
         self._reported.clear()
-        self._link.send(say.AskFigures())
+        self._link.send(msg.AskFigures())
         await self._reported.wait()
 
     def drain(self) -> None:
-        self._link.send(say.Drain())
+        self._link.send(msg.Drain())
 
     def kill(self) -> None:
         self._process.kill()
@@ -96,19 +96,19 @@ class Worker:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return f"HTTP worker {self.number} {how}"
 
-    def _on_message(self, message: say.ToScheduler) -> None:
+    def _on_message(self, message: msg.ToScheduler) -> None:
         match message:
-            case say.Loaded():
+            case msg.Loaded():
                 self.loaded.set_result(None)
-            case say.Serving():
+            case msg.Serving():
                 self.serving.set_result(None)
-            case say.Failed(failure):
+            case msg.Failed(failure):
                 self._failure = failure
-            case say.Report(figures):
+            case msg.Report(figures):
                 self.figures = figures
                 self._reported.set()
             case _:
-                assert self._port is not None, "wishes come after Serve"
+                assert self._port is not None, "client messages come after Serve"
                 self._port.receive(message)
 
     def _on_lost(self) -> None:
@@ -121,24 +121,24 @@ class Worker:
 class Workers:
     """All of them, one for each listener."""
 
-    def __init__(self, setup: say.Setup, listeners: list[socket.socket]) -> None:
+    def __init__(self, setup: msg.WorkerSetup, listeners: list[socket.socket]) -> None:
         self._setup = setup
         self._listeners = listeners
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._numbers = itertools.count()
         # What the dead had counted when they were last asked, so that no counter goes back.
         self._departed: Figures = {}
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
-        self._employ: Callable[[Worker, int], None] | None = None
+        self._employ: Callable[[WorkerProcess, int], None] | None = None
 
     async def load(self) -> None:
         """Start all, and wait until they have what they need. WorkerFailed."""
-        self._workers = [Worker(number, listener) for number, listener in enumerate(self._listeners)]
+        self._workers = [WorkerProcess(number, listener) for number, listener in enumerate(self._listeners)]
         for worker in self._workers:
             await worker.load(self._setup)
         await self._all([worker.loaded for worker in self._workers])
 
-    async def serve(self, employ: Callable[[Worker, int], None]) -> None:
+    async def serve(self, employ: Callable[[WorkerProcess, int], None]) -> None:
         """`employ` gives a worker its port; the number is different for each that there ever is. WorkerFailed."""
         self._employ = employ
         for worker in self._workers:
@@ -170,7 +170,7 @@ class Workers:
             if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WITHIN:
                 raise WorkerFailed(f"{how}, the {MAX_DEATHS}th time within {DEATHS_WITHIN:.0f} s that one has ended")
             logger.error("%s: starting another", how)
-            worker = self._workers[place] = Worker(dead.number, self._listeners[place])
+            worker = self._workers[place] = WorkerProcess(dead.number, self._listeners[place])
             await worker.load(self._setup)
             self._employ(worker, next(self._numbers))
 

@@ -41,6 +41,8 @@ class Entry:
     full_at: int = NEVER  # tokens at which the next block is full and can be offered
     epoch: int = 0  # counts admissions: results of an earlier stay say nothing about this one's blocks
     num_cached: int = 0  # prompt tokens that were in the tree when it was admitted for the first time
+    queued_at: float = 0.0  # when it was submitted
+    queue_time: float = 0.0  # seconds until it was admitted for the first time
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_tokens: list[list[tuple[int, float]]] = field(default_factory=list)
     done: bool = False
@@ -48,7 +50,13 @@ class Entry:
 
     @classmethod
     def of(
-        cls, request: GenerationRequest, rank: Rank, tenant: Tenant, model_ends: frozenset[int], start: int | None
+        cls,
+        request: GenerationRequest,
+        rank: Rank,
+        tenant: Tenant,
+        model_ends: frozenset[int],
+        start: int | None,
+        now: float,
     ) -> Entry:
         """`model_ends` are the tokens with which the model ends an answer, `start` is the one with which the decoder of
         an encoder-decoder model begins: it stands behind what the encoder reads, all at once."""
@@ -64,6 +72,7 @@ class Entry:
             end_ids=request.stop_token_ids if request.ignore_eos else model_ends | request.stop_token_ids,
             num_known=len(tokens),
             num_whole=1 if start is None else len(tokens),
+            queued_at=now,
         )
 
     @property

@@ -2,7 +2,8 @@
 the time that its callers tell.
 
 A request is an `Entry` with known tokens and computed tokens; a step computes some of the difference. The loop around
-it (`backend.py`) is: plan a step, send it, and when its result arrives, complete it. Up to two plans are in flight.
+it (`router/step_loop.py`): plan a step, send it, and when its result arrives, complete it. Up to two plans are in
+flight.
 
 `running` is sorted by rank: the best is served first and the worst is preempted first. Ranks are fixed and newcomers
 get worse ones all the time, so every request has the best at last and gets through.
@@ -22,11 +23,13 @@ from legato.scheduling.deadlines import Deadlines
 from legato.scheduling.entry import NEVER, Entry, InFlight, PlannedRow
 from legato.scheduling.prefix_tree import Node, PrefixTree
 from legato.scheduling.queue import LAST, Queue, Rank, Tenants, rank
+from legato.scheduling.retry import RetryEstimate
 from legato.scheduling.state import Admission, FinishReason, GenerationRequest, Output, StepPlan, StepResult
 
 # Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
 LOOK_AHEAD = 32
 WAITED_TOO_LONG = "The request waited longer than {:g} seconds for its turn (--queue-timeout)"
+OVERLOADED = "Model is overloaded"
 RAN_TOO_LONG = "The request took longer than {:g} seconds (--request-timeout)"
 
 
@@ -45,6 +48,8 @@ class SchedulerLimits:
     # Seconds until a request must have a row, and until it must have ended. 0: no limit.
     queue_timeout: float = 0
     request_timeout: float = 0
+    # Requests that run or wait; more are refused. None: no limit.
+    max_requests: int | None = None
     # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
     decoder_start_token_id: int | None = None
 
@@ -83,6 +88,8 @@ class Scheduler:
         self.max_running_tokens = 0  # what the running requests hold or may still come to
         self._budget = StepBudget(limits.step_sizes)
         self._tenants = Tenants()
+        self._retry = RetryEstimate()
+        self._now = 0.0  # as callers told last
         self._queue_deadlines = Deadlines(limits.queue_timeout, WAITED_TOO_LONG)
         self._run_deadlines = Deadlines(limits.request_timeout, RAN_TOO_LONG)
         self._entries: dict[int, Entry] = {}
@@ -93,22 +100,29 @@ class Scheduler:
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest, now: float = 0.0) -> None:
-        """`now` is in seconds, from whatever moment, and never goes back."""
+    def submit(self, request: GenerationRequest, now: float = 0.0) -> Output | None:
+        """Take a valid request, or return why it is refused. `now` is in seconds and never goes back."""
         assert request.id not in self._entries, f"request {request.id} is here already"
         assert request.input_ids, "a prompt has at least one token"
+        limits = self.limits
+        self._now = now
+        if limits.max_requests is not None and len(self._entries) >= limits.max_requests:
+            return Output(error=OVERLOADED, retry_after=self._retry.seconds(1, now))
+        if not self._entries:
+            self._retry.restart(now)
         # The last token is never computed: one that the decoder starts with takes its place.
-        limits, longest = self.limits, len(request.input_ids) + request.max_new_tokens
+        longest = len(request.input_ids) + request.max_new_tokens
         assert longest <= limits.max_tokens, f"{longest} tokens can never fit"
         order = rank(now, request.priority, next(self._arrivals))
         tenant = self._tenants.enter(request.tenant)
-        entry = Entry.of(request, order, tenant, limits.eos_token_ids, limits.decoder_start_token_id)
+        entry = Entry.of(request, order, tenant, limits.eos_token_ids, limits.decoder_start_token_id, now)
         room = limits.max_step_tokens - limits.max_rows + 1  # beside everybody else's decodes
         assert entry.num_whole <= room, f"a prompt of {entry.num_whole} tokens never fits in a step"
         self._entries[request.id] = entry
         self._queue_deadlines.start(request.id, now)
         self._run_deadlines.start(request.id, now)
         self.queue.push(entry)
+        return None
 
     def cancel(self, request_id: int) -> None:
         """Forget a request at once. Steps run in order, so its row and blocks may be reused by the very next plan."""
@@ -123,6 +137,7 @@ class Scheduler:
 
     def expire(self, now: float) -> list[tuple[int, Output]]:
         """End the requests whose time is up. Returns what they get to see instead of tokens."""
+        self._now = now
         expired: list[tuple[int, Output]] = []
         for deadlines in (self._queue_deadlines, self._run_deadlines):
             for request_id in deadlines.take_passed(now):
@@ -141,8 +156,9 @@ class Scheduler:
 
     # ---- plan a step ----------------------------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, now: float = 0.0) -> StepPlan | None:
         """What the next step computes, or None if there is nothing to do."""
+        self._now = max(self._now, now)
         step = InFlight(StepPlan(next(self._step_ids), [], [], [], []))
         running = list(self.running)
         wanted = [entry.num_to_compute for entry in running]
@@ -246,6 +262,7 @@ class Scheduler:
         entry.full_at = entry.capacity + size if self.limits.prefix_caching else NEVER
         if entry.epoch == 0:
             entry.num_cached = entry.num_scheduled
+            entry.queue_time = self._now - entry.queued_at
             entry.tenant.served += entry.num_prompt - entry.num_cached
             self._queue_deadlines.stop(entry.id)
         entry.epoch += 1
@@ -299,6 +316,7 @@ class Scheduler:
     def _finish(self, entry: Entry) -> None:
         entry.done = True
         del self._entries[entry.id]
+        self._retry.finish(1, self._now)
         self._queue_deadlines.stop(entry.id)
         self._run_deadlines.stop(entry.id)
         self._tenants.leave(entry.tenant)
@@ -371,7 +389,7 @@ class Scheduler:
         return output
 
     def _tell_about_prompt(self, entry: Entry, output: Output) -> None:
-        output.num_cached = entry.num_cached
+        output.num_cached, output.queue_time = entry.num_cached, entry.queue_time
         if entry.request.prompt_logprobs:  # nothing predicts what an encoder reads
             unknown = len(entry.request.input_ids) - len(entry.prompt_logprobs)
             output.prompt_logprobs = entry.prompt_logprobs + [None] * unknown
@@ -380,7 +398,7 @@ class Scheduler:
 
     def _finish_reason(self, entry: Entry, token: int) -> FinishReason | None:
         request, num_generated = entry.request, entry.num_generated
-        if num_generated > request.sampling.min_new_tokens:
+        if num_generated > request.min_new_tokens:
             if token in self.limits.eos_token_ids and not request.ignore_eos:
                 return FinishReason.EOS_TOKEN
             if token in request.stop_token_ids:

@@ -1,22 +1,15 @@
-"""The vocabulary of the router on one screen: what a request asks for, what comes back, and what a step is."""
+"""The scheduler's vocabulary on one screen: what a request asks for, what comes back, and what a step is."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from enum import Enum
 
 from msgspec import Struct
 
-from legato.grammar.kinds import Grammar as Grammar
-from legato.grammar.kinds import GrammarKind as GrammarKind
-
 # 0 is served first.
 LAST_PRIORITY = 9
 DEFAULT_PRIORITY = 5
-# Names of pictures' tokens have this bit and so many of a digest below it.
-_PIECE_BITS = 62
-_PICTURES = 1 << _PIECE_BITS
 
 
 class FinishReason(Enum):
@@ -42,71 +35,32 @@ class ModelLimits:
     has_encoder: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen. The defaults are the identity: greedy, nothing filtered, nothing penalised."""
+class ImageSpan(Struct, frozen=True, array_like=True):
+    """Where an image is in a prompt: tokens [start, start + num_tokens), which a shard knows by the one `token_id`.
 
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    watermark: bool = False
-    seed: int = 0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    # None of the end tokens is chosen before that many tokens were generated.
-    min_new_tokens: int = 0
-    end_token_ids: tuple[int, ...] = ()
+    In `input_ids` they are digests of the image instead, so that the prefix cache never confuses two images.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class PromptImage:
-    """A picture in a prompt, as it was sent, and its tokens [start, start + num_tokens). A shard knows them all by the
-    one `token_id` that stands for pictures."""
-
-    data: bytes
-    mimetype: str
     start: int
     num_tokens: int
     token_id: int
 
-    def names(self) -> list[int]:
-        """What its tokens are called in the router: numbers beyond any vocabulary, made of a digest of the picture. So
-        the prefix cache, which compares tokens, takes two pictures for one only if they are."""
-        digest = int.from_bytes(hashlib.sha256(self.data).digest())
-        pieces = [_PICTURES | digest >> (shift * _PIECE_BITS) & (_PICTURES - 1) for shift in range(4)]
-        return [pieces[place % 4] for place in range(self.num_tokens)]
 
-
-def with_names(input_ids: list[int], images: tuple[PromptImage, ...]) -> list[int]:
-    """The tokens of a prompt, those of its pictures by name."""
-    named = list(input_ids) if images else input_ids
-    for image in images:
-        named[image.start : image.start + image.num_tokens] = image.names()
-    return named
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(Struct, frozen=True):
     """A validated request: every limit is checked, the prompt is token ids. What the scheduler admits."""
 
     id: int
     input_ids: list[int]
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    # A serialized `pb.Admission` with what only a shard reads: sampling parameters, grammar, top tokens, images.
+    # Validation makes it once; the scheduler carries it unread.
+    payload: bytes = b""
     ignore_eos: bool = False
-    # Tokens that end this request besides the model's own.
+    # Tokens that end this request besides the model's own, and how many tokens come before any of them counts.
     stop_token_ids: frozenset[int] = frozenset()
-    top_n_tokens: int = 0
+    min_new_tokens: int = 0
     prompt_logprobs: bool = False
-    adapter_id: str | None = None
-    grammar: Grammar | None = None
-    # In the prompt's order. In `input_ids` their tokens have the names that `PromptImage` gives them.
-    images: tuple[PromptImage, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     priority: int = DEFAULT_PRIORITY
     # Who shares the server with others of equal priority: a digest of the API key, the same for all without keys.
     tenant: str = ""
@@ -125,12 +79,15 @@ class Output(Struct, gc=False):
     prompt_logprobs: list[float | None] | None = None
     # ... and, if top tokens were asked for too, the likeliest tokens in each prompt token's place.
     prompt_top_tokens: list[list[tuple[int, float]] | None] | None = None
-    # Comes with the first token: how many prompt tokens were in the prefix cache.
+    # Comes with the first token: how many prompt tokens were in the prefix cache, and the seconds spent in the queue.
     num_cached: int = 0
+    queue_time: float = 0.0
     finish_reason: FinishReason | None = None
     error: str | None = None
     # The error is that it took longer than the operator allows.
     timed_out: bool = False
+    # The error is that the server is full: seconds after which it is worth asking again.
+    retry_after: int = 0
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepFigures:
     """Figures of one step, from the scheduler. Times in seconds."""
 
     # "prefill" if any prompt token was computed.
@@ -59,7 +59,7 @@ class Step:
     failed: bool = False
 
 
-class Load(Protocol):
+class SchedulerLoad(Protocol):
     """What a scheduler can tell at any time."""
 
     @property
@@ -79,7 +79,7 @@ class Metrics:
         self._define_requests(limits)
         self._define_steps(limits)
 
-    def watch(self, load: Load) -> None:
+    def watch(self, load: SchedulerLoad) -> None:
         """What is read whenever somebody asks, instead of being told at every change."""
         self._queue_size.set_function(lambda: load.queue_size)
         self._current_size.set_function(lambda: load.running)
@@ -97,7 +97,7 @@ class Metrics:
         """`validation`, `overloaded`, `generation`, `internal`, or `dropped` when the client hung up."""
         self._failures.labels(reason).inc()
 
-    def request_succeeded(self, timings: Timings, num_tokens: int, num_skipped: int) -> None:
+    def request_succeeded(self, timings: Timings, num_tokens: int) -> None:
         self._successes.inc()
         self._duration.observe(timings.total)
         self._validation.observe(timings.validation)
@@ -106,11 +106,11 @@ class Metrics:
         self._per_token.observe(timings.per_token)
         self._first_token.observe(timings.to_first_token)
         self._generated_tokens.observe(num_tokens)
-        self._skipped_tokens.observe(num_skipped)
+        self._skipped_tokens.observe(0)  # every token has a step of its own
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepFigures) -> None:
         self._batches.labels(step.method).inc()
         if step.failed:
             self._batch_failures.labels(step.method).inc()

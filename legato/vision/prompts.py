@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,14 +16,18 @@ from typing import Any
 
 from legato.api.errors import RequestError, TooLong
 from legato.ipc.settings import RouterSettings
-from legato.scheduling.state import PromptImage
+from legato.scheduling.state import ImageSpan
 from legato.vision.fetch import Fetcher, FetchRefused
 from legato.vision.files import MIMES, BadPicture, decode, format_of, has_decoder
 from legato.vision.rules import ImageRules, Size, UnfitImage, spread_marks
 
 # TGI's way to put a picture into a text.
 _MARKDOWN = re.compile(r"!\[\]\(([^)]*)\)")
+_IMAGE_URL = re.compile(r"data:image/|https?://", re.IGNORECASE)
 _DATA_URI = re.compile(r"data:([^;,]*)(?:;[^;,]*)*?;base64,", re.IGNORECASE)
+# Cache keys of images have this bit and so many of a digest below it.
+_DIGEST_BITS = 62
+_IMAGE_BIT = 1 << _DIGEST_BITS
 # Pictures that are read at the same time: each may take as much memory as the limits allow.
 _READERS = 2
 
@@ -49,6 +54,30 @@ class ReadImage:
     data: bytes
     mimetype: str
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt, as it was sent, and where its tokens are."""
+
+    data: bytes
+    mimetype: str
+    span: ImageSpan
+
+    def cache_keys(self) -> list[int]:
+        """What stands for its tokens in the prefix cache, which compares tokens: numbers beyond any vocabulary, made
+        of a digest of the image."""
+        digest = int.from_bytes(hashlib.sha256(self.data).digest())
+        pieces = [_IMAGE_BIT | digest >> (shift * _DIGEST_BITS) & (_IMAGE_BIT - 1) for shift in range(4)]
+        return [pieces[place % 4] for place in range(self.span.num_tokens)]
+
+
+def with_cache_keys(input_ids: list[int], images: tuple[PromptImage, ...]) -> list[int]:
+    """The tokens of a prompt, those of its images as the prefix cache knows them."""
+    keyed = list(input_ids) if images else input_ids
+    for image in images:
+        keyed[image.span.start : image.span.start + image.span.num_tokens] = image.cache_keys()
+    return keyed
 
 
 class Images:
@@ -97,7 +126,7 @@ class Images:
             )
         placed, starts = spread_marks(ids, token_id, [image.num_tokens for image in images])
         found = [
-            PromptImage(image.data, image.mimetype, start, image.num_tokens, token_id)
+            PromptImage(image.data, image.mimetype, ImageSpan(start, image.num_tokens, token_id))
             for image, start in zip(images, starts, strict=True)
         ]
         return placed, tuple(found)
@@ -135,6 +164,13 @@ class Images:
         if len(data) > self._max_bytes:
             raise BadPicture(f"has {len(data)} bytes, more than the limit of {self._max_bytes}")
         return data, head.group(1).strip().lower()
+
+
+def refuse_images(text: str) -> None:
+    """For models that take text only: TGI's form of an image is not a sentence to continue."""
+    found = _MARKDOWN.search(text)
+    if found is not None and _IMAGE_URL.match(found[1]):
+        raise ImageRefused("this model takes text only, and `inputs` has an image")
 
 
 # ---- chats -----------------------------------------------------------------------------------------------------------

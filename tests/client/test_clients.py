@@ -14,6 +14,7 @@ from legato.client import AsyncClient, Client, errors
 from legato.client.types import FinishReason, Message
 from legato.scheduling.state import GenerationRequest, Output
 from tests.client.served import canned, served, unused_url
+from tests.generation import parameters_of
 from tests.http.asgi import FakeBackend, outputs_of
 from tests.http.routes.openai.fakes import HI
 
@@ -84,7 +85,7 @@ def test_parameters_reach_the_server(driver: Driver) -> None:
         driver.ask(server.url, "generate", "hi", temperature=0.5, top_k=7, stop_sequences=["x"], seed=None)
         driver.ask(server.url, "generate", "hi", max_new_tokens=None)
         first, second = server.backend.requests
-    assert (first.sampling.temperature, first.sampling.top_k, first.max_new_tokens) == (0.5, 7, 20)
+    assert (parameters_of(first).temperature, parameters_of(first).top_k, first.max_new_tokens) == (0.5, 7, 20)
     assert second.max_new_tokens > 20
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.http.routes.openai.terms import MAX_CHOICES
+from legato.http.routes.openai.options import MAX_CHOICES
 from legato.ipc.settings import RouterSettings
 from tests.faults.scale import cases
 from tests.http.asgi import Answer, ask

@@ -47,22 +47,31 @@ def roomy() -> FakeBackend:
     return FakeBackend(limits=replace(LIMITS, max_input_tokens=500, max_total_tokens=600))
 
 
-def pictures(url: str) -> list[str]:
-    return [f"![]({url})", f"![a picture]({url} 'title')", f'<img src="{url}">', f"[![x]({url})]({url})", url]
+def links(url: str) -> list[str]:
+    """Text that mentions an image, but is none in TGI's form."""
+    return [f"![a picture]({url} 'title')", f'<img src="{url}">', f"[![x]({url})]({url})", url]
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/", "/tokenize", "/invocations"])
-def test_a_picture_in_a_prompt_is_text(path: str, sentinel: Sentinel) -> None:
-    for inputs in pictures(sentinel.url):
+def test_a_link_to_an_image_in_a_prompt_is_text(path: str, sentinel: Sentinel) -> None:
+    for inputs in links(sentinel.url):
         backend = roomy()
         assert ask(path, {"inputs": inputs}, backend).status == 200
         assert all(len(request.input_ids) > 20 for request in backend.requests)
     assert not sentinel.was_called
 
 
-def test_a_picture_in_the_prompts_of_other_routes_is_text(sentinel: Sentinel) -> None:
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/", "/invocations"])
+def test_an_image_in_a_prompt_is_refused_unseen(path: str, sentinel: Sentinel) -> None:
+    backend = roomy()
+    answer = ask(path, {"inputs": f"What is this? ![]({sentinel.url})"}, backend)
+    assert b"text only" in answer.body and answer.status == (200 if path == "/generate_stream" else 422)
+    assert not backend.requests
+
+
+def test_a_link_to_an_image_in_the_prompts_of_other_routes_is_text(sentinel: Sentinel) -> None:
     infer = "/v2/models/m/versions/1/infer"
-    for text in pictures(sentinel.url):
+    for text in links(sentinel.url):
         assert Server(roomy()).ask(COMPLETIONS, {"prompt": text}).status == 200
         assert (
             Server(roomy()).ask(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 1}).status == 200

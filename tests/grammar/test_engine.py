@@ -11,11 +11,13 @@ import pytest
 
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.vocabulary import TokenTrie
+from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
 from legato.router.shards import _from_pb, _to_pb
-from legato.scheduling.state import FinishReason, GenerationRequest, Output, Sampling
+from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from legato.server.grammars import load_trie
+from tests.generation import generation, parameters_of, sampling
 from tests.grammar.texts import conforms, schema
 from tests.server.local import LocalServer, load
 from tests.tiny_models import tiny_llama
@@ -61,11 +63,11 @@ def requests() -> list[GenerationRequest]:
     """Of every kind, greedy and sampled."""
     rng = random.Random(2)
     return [
-        GenerationRequest(
+        generation(
             i,
             [rng.randrange(64, 320) for _ in range(rng.randrange(1, 40))],
             MOST if KINDS[i % len(KINDS)] else 40,
-            sampling=Sampling(do_sample=i % 2 == 0, temperature=1.5, seed=i, repetition_penalty=1.0 + (i % 3) / 2),
+            parameters=sampling(do_sample=i % 2 == 0, temperature=1.5, seed=i, repetition_penalty=1.0 + (i % 3) / 2),
             grammar=KINDS[i % len(KINDS)],
         )
         for i in range(15)
@@ -90,11 +92,12 @@ def test_every_text_conforms_to_its_grammar(model: CausalModel, trie: TokenTrie)
     engine = server(model, trie)
     answers = engine.run(requests(), random.Random(4))
     for request in requests():
-        if request.grammar is None:
+        grammar = from_pb(parameters_of(request))
+        if grammar is None:
             continue
         text = text_of(answers[request.id], trie)
         assert engine.outputs[request.id][-1].finish_reason is FinishReason.EOS_TOKEN
-        kind = request.grammar.kind
+        kind = grammar.kind
         if kind is GrammarKind.JSON_SCHEMA:
             assert conforms(json.loads(text), PERSON), text
         elif kind is GrammarKind.REGEX:
@@ -128,7 +131,7 @@ def test_a_grammar_that_fails_ends_its_own_request_with_an_error(
 ) -> None:
     """The router refuses such a grammar. Should one get through, nobody else notices."""
     engine = server(model, trie)
-    bad = GenerationRequest(99, [70, 71], 20, grammar=schema({"type": "array", "uniqueItems": True}))
+    bad = generation(99, [70, 71], 20, grammar=schema({"type": "array", "uniqueItems": True}))
     outputs: dict[int, list[Output]] = {}
     for request in [bad, *requests()]:
         engine.scheduler.submit(request)

@@ -14,8 +14,9 @@ from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.vocabulary import TokenTrie
 from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
-from legato.scheduling.state import FinishReason, GenerationRequest, Sampling
+from legato.scheduling.state import FinishReason, GenerationRequest
 from legato.server.grammars import load_trie
+from tests.generation import generation, sampling
 from tests.grammar.texts import conforms, schema
 from tests.server.local import LocalServer, load
 from tests.tiny_models import tiny_llama
@@ -51,11 +52,11 @@ def trie(folder: Path, model: CausalModel) -> TokenTrie:
 def requests(limits: range) -> list[GenerationRequest]:
     rng = random.Random(1)
     return [
-        GenerationRequest(
+        generation(
             limit * 10 + number,
             [rng.randrange(64, 320) for _ in range(rng.randrange(1, 30))],
             limit,
-            sampling=Sampling(do_sample=number % 2 == 0, temperature=2.0, seed=limit),
+            parameters=sampling(do_sample=number % 2 == 0, temperature=2.0, seed=limit),
             grammar=grammar,
         )
         for limit in limits

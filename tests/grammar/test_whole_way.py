@@ -11,9 +11,11 @@ import pytest
 
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
+from legato.grammar.wire import from_pb
 from legato.pb import generate_pb2 as pb
 from legato.router.shards import GrpcShards
 from legato.server.loading import LoadedModel
+from tests.generation import parameters_of
 from tests.grammar.texts import schema
 from tests.http.asgi import FakeBackend, ask
 from tests.server.shard import Log, finish, load_model, prefill, refusal, request, serving, warmup
@@ -41,7 +43,7 @@ def test_every_route_brings_its_grammar_to_the_shards_and_then_the_request(path:
     assert ask(path, body, backend).status == 200
     grammar = Grammar(GrammarKind.REGEX, "[0-9]+")
     assert backend.prepared == [grammar]
-    assert [request.grammar for request in backend.requests] == [grammar]
+    assert [from_pb(parameters_of(request)) for request in backend.requests] == [grammar]
 
 
 @pytest.mark.parametrize(

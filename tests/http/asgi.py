@@ -12,10 +12,11 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from legato.grammar.kinds import Grammar
 from legato.http.app import create_app
-from legato.ipc.seam import Sink
+from legato.http.scheduler import Receiver
 from legato.ipc.settings import RouterSettings
-from legato.scheduling.state import FinishReason, GenerationRequest, Grammar, ModelLimits, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output
 
 LIMITS = ModelLimits(
     max_input_tokens=64, max_total_tokens=100, max_batch_total_tokens=4096, vocab_size=400, eos_token_ids=frozenset({1})
@@ -71,17 +72,16 @@ class FakeBackend:
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
-    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+    def submit(self, request: GenerationRequest, receiver: Receiver) -> None:
         self.requests.append(request)
-        self._tasks[request.id] = asyncio.create_task(self._run(request, sink))
+        self._tasks[request.id] = asyncio.create_task(self._run(request, receiver))
 
-    async def _run(self, request: GenerationRequest, sink: Sink) -> None:
-        sink.admitted()
+    async def _run(self, request: GenerationRequest, receiver: Receiver) -> None:
         for i, output in enumerate(self.script(request)):
             if i == self.pause_after:
                 await self.go_on.wait()
             await asyncio.sleep(0)
-            sink([output])
+            receiver(output)
         del self._tasks[request.id]
 
     def cancel(self, request_id: int) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from legato.api.native import GenerateParameters
 from legato.scheduling.state import Output
+from tests.generation import parameters_of
 from tests.http.asgi import Call, FakeBackend, app_for, ask, call, get, post, token_ids, until
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_compat_without_parameters_samples_like_generate() -> None:
         backend = FakeBackend()
         ask(path, {"inputs": "hi"}, backend)
         ask(path, {"inputs": "hi", "parameters": {}}, backend)
-        assert [request.sampling.do_sample for request in backend.requests] == [True, False]
+        assert [parameters_of(request).do_sample for request in backend.requests] == [True, False]
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ping"])

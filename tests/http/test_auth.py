@@ -11,9 +11,9 @@ import pytest
 from legato.common.errors import OptionError
 from legato.common.options import LauncherOptions
 from legato.http.app import _routes
-from legato.http.auth import read_keys
 from legato.http.inference import Inference
 from legato.http.openapi import document
+from legato.router.cli import read_keys
 from legato.telemetry.metrics import Metrics
 from tests.http.asgi import LIMITS, SETTINGS, Answer, Call, FakeBackend, app_for, call, get, post, tokenizer
 

@@ -17,8 +17,8 @@ import pytest
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from legato.http import lingering
-from legato.http.lingering import Departures
+from legato.http import lingering_close as lingering
+from legato.http.lingering_close import Departures
 from legato.http.server import SLACK, HttpServer
 from tests.http.asgi import app_for
 

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, normalizers
 from legato.api.errors import InvalidRequest
 from legato.api.native import GenerateParameters, GenerateRequest
 from legato.http.validation import Validator, ValidRequest
+from legato.pb import generate_pb2 as pb
+from tests.generation import admission_of, parameters_of
 from tests.http.asgi import LIMITS, SETTINGS, token_ids, tokenizer
 
 VALIDATOR = Validator(tokenizer(), LIMITS, SETTINGS)
@@ -133,28 +135,33 @@ def test_best_of_may_be_turned_off() -> None:
 
 def test_without_parameters_sampling_is_on_and_with_empty_ones_it_is_off() -> None:
     absent = asyncio.run(VALIDATOR.validate(GenerateRequest(inputs="x")))
-    assert absent.sampling.do_sample
-    assert not validate().sampling.do_sample
+    assert absent.parameters.do_sample
+    assert not validate().parameters.do_sample
 
 
 @pytest.mark.parametrize(
     "parameters", [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.9}, {"typical_p": 0.9}, {"min_p": 0.1}]
 )
 def test_a_filter_implies_sampling(parameters: dict[str, Any]) -> None:
-    assert validate(**parameters).sampling.do_sample
+    assert validate(**parameters).parameters.do_sample
 
 
 @pytest.mark.parametrize("parameters", [{"temperature": 1.0}, {"top_p": 1.0}, {"typical_p": 1.0}, {"min_p": 0.0}])
 def test_a_filter_at_its_neutral_value_is_accepted_and_means_nothing(parameters: dict[str, Any]) -> None:
-    assert not validate(**parameters).sampling.do_sample
+    assert not validate(**parameters).parameters.do_sample
+
+
+def unseeded(request: ValidRequest) -> pb.NextTokenChooserParameters:
+    request.parameters.seed = 0
+    return request.parameters
 
 
 def test_null_means_the_default() -> None:
     names = GenerateParameters.__struct_fields__
     nulls: dict[str, Any] = dict.fromkeys(names)
     nothing = validate(**nulls)
-    assert replace(nothing.sampling, seed=0) == replace(validate().sampling, seed=0)
-    assert nothing.stop == () and not nothing.details and not nothing.ignore_eos
+    assert unseeded(nothing) == unseeded(validate())
+    assert nothing.stop == () and not nothing.ignore_eos
 
 
 def test_parameters_reach_the_scheduler() -> None:
@@ -163,20 +170,21 @@ def test_parameters_reach_the_scheduler() -> None:
         frequency_penalty=0.3, presence_penalty=0.4, watermark=True, seed=7, logit_bias={5: -1.0}, ignore_eos=True,
         top_n_tokens=2, decoder_input_details=True, max_new_tokens=9,
     )  # fmt: skip
-    request = valid.generation(request_id=1, seed=valid.sampling.seed)
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.typical_p) == (0.5, 3, 0.9, 0.8)
-    assert (sampling.min_p, sampling.repetition_penalty, sampling.frequency_penalty) == (0.1, 1.2, 0.3)
-    assert (sampling.presence_penalty, sampling.watermark, sampling.seed) == (0.4, True, 7)
-    assert sampling.logit_bias == {5: -1.0}
-    assert (request.ignore_eos, request.top_n_tokens, request.prompt_logprobs) == (True, 2, True)
+    request = valid.generation(request_id=1, seed=valid.parameters.seed)
+    sampling = parameters_of(request)
+    floats = (sampling.temperature, sampling.top_p, sampling.typical_p, sampling.min_p)
+    assert floats == pytest.approx((0.5, 0.9, 0.8, 0.1))
+    penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    assert penalties == pytest.approx((1.2, 0.3, 0.4))
+    assert (sampling.top_k, sampling.watermark, sampling.seed) == (3, True, 7)
+    assert dict(sampling.token_bias) == {5: -1.0}
+    assert (request.ignore_eos, request.prompt_logprobs, admission_of(request).top_n_tokens) == (True, True, 2)
     assert request.max_new_tokens == 9
-    assert valid.details
 
 
 def test_seeds_are_random_unless_given() -> None:
-    assert validate(seed=2**64 - 1).sampling.seed == 2**64 - 1
-    assert validate(do_sample=True).sampling.seed != validate(do_sample=True).sampling.seed
+    assert validate(seed=2**64 - 1).parameters.seed == 2**64 - 1
+    assert validate(do_sample=True).parameters.seed != validate(do_sample=True).parameters.seed
 
 
 def test_prompts_begin_with_the_special_tokens_of_the_tokenizer() -> None:
@@ -243,7 +251,7 @@ numbers = st.one_of(st.integers(-(2**70), 2**70), st.floats(allow_nan=False, all
 )
 def test_whatever_is_accepted_survives_as_32_bit_floats(parameters: dict[str, Any]) -> None:
     try:
-        sampling = validate(**parameters).sampling
+        sampling = validate(**parameters).parameters
     except InvalidRequest as error:
         assert any(f"`{name}`" in str(error) for name in parameters)
         return

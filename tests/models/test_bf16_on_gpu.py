@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from legato.models.registry import CausalModel
-from legato.scheduling.state import GenerationRequest
+from tests.generation import generation
 from tests.server.local import DEVICE, LocalServer, load
 from tests.tiny_models import tiny_llama
 
@@ -57,8 +57,7 @@ def expected(oracle: Any, text: list[int]) -> list[int]:
 
 def test_99_percent_of_the_tokens_after_a_given_text_agree(model: CausalModel, oracle: Any, texts: list) -> None:
     requests = [
-        GenerationRequest(i, text, 1, prompt_logprobs=True, top_n_tokens=1, ignore_eos=True)
-        for i, text in enumerate(texts)
+        generation(i, text, 1, prompt_logprobs=True, top_n_tokens=1, ignore_eos=True) for i, text in enumerate(texts)
     ]
     server = LocalServer(model, num_blocks=256, step_tokens=2048)
     for request in requests:  # one at a time, as transformers reads them: a batch is multiplied in other tiles
@@ -80,7 +79,7 @@ def test_decoding_finds_the_tokens_that_reading_its_answer_finds(
     model: CausalModel, oracle: Any, texts: list[list[int]]
 ) -> None:
     """One token at a time, through decode graphs: other kernels than those for prompts, so sums round differently."""
-    requests = [GenerationRequest(i, text, 128, ignore_eos=True) for i, text in enumerate(texts)]
+    requests = [generation(i, text, 128, ignore_eos=True) for i, text in enumerate(texts)]
     answers = LocalServer(model, num_blocks=256).run(requests)
     agreed = 0
     for request in requests:

@@ -17,11 +17,13 @@ from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
-from legato.scheduling.state import GenerationRequest, PromptImage, with_names
+from legato.scheduling.state import GenerationRequest, ImageSpan
 from legato.server.vision.images import Eyes
 from legato.server.vision.pixels import num_pixels, pixels_of
 from legato.vision.files import decode
+from legato.vision.prompts import PromptImage
 from legato.vision.rules import ImageRules, Size, image_rules
+from tests.generation import admission_of, generation
 from tests.models import tiny_vision as tiny
 from tests.models.shards import ShardProcesses
 from tests.server.local import DEVICE, LocalServer, load
@@ -58,14 +60,13 @@ class Seeing:
                 continue
             picture = decode(part)
             count = self.rules.num_tokens(Size(picture.height, picture.width))
-            images.append(PromptImage(part, "image/png", len(ids), count, self.rules.token_id))
+            images.append(PromptImage(part, "image/png", ImageSpan(len(ids), count, self.rules.token_id)))
             ids += [self.rules.token_id] * count
-        prompt = tuple(images)
-        return GenerationRequest(number, with_names(ids, prompt), NUM_TOKENS, ignore_eos=True, images=prompt)
+        return generation(number, ids, NUM_TOKENS, ignore_eos=True, images=tuple(images))
 
     def expected(self, request: GenerationRequest) -> tuple[list[int], torch.Tensor]:
         ids = [self.rules.token_id if token_id >= 1 << 32 else token_id for token_id in request.input_ids]
-        return self.oracle(self.folder, ids, [image.data for image in request.images], NUM_TOKENS)
+        return self.oracle(self.folder, ids, [image.image.data for image in admission_of(request).images], NUM_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from legato.router.listening import Listeners
-from legato.router.running import Router
-from legato.router.workers import Worker
+from legato.router.running import RouterProcess
+from legato.router.workers import WorkerProcess
 from legato.telemetry.metrics import Metrics
 from tests.http.asgi import LIMITS, SETTINGS, FakeBackend
 
@@ -33,7 +33,7 @@ class EarlyClient:
         self.was_served = False
         self.all_serve = asyncio.Event()
 
-    async def serve(self, employ: Callable[[Worker, int], None]) -> None:
+    async def serve(self, employ: Callable[[WorkerProcess, int], None]) -> None:
         await asyncio.sleep(0)  # there is no client before a worker has had its message
         self.was_served = self._backend.are_taken
         await asyncio.sleep(0.01)
@@ -52,7 +52,7 @@ def test_steps_go_to_the_shards_before_the_first_client_comes(monkeypatch: pytes
     async def main() -> None:
         backend = Steps()
         workers, listeners = EarlyClient(backend), Listeners("127.0.0.1", 0, 2)
-        router = Router(cast(Any, backend), Metrics(LIMITS), cast(Any, workers), SETTINGS)
+        router = RouterProcess(cast(Any, backend), Metrics(LIMITS), cast(Any, workers), SETTINGS)
         running = asyncio.create_task(router.run(listeners, grace=1))
         await workers.all_serve.wait()
         router._stopping.set()

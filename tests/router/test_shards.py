@@ -15,7 +15,8 @@ from legato.common.token_ids import unpack
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
-from legato.scheduling.state import Admission, GenerationRequest, Sampling, StepPlan, StepResult
+from legato.scheduling.state import Admission, StepPlan, StepResult
+from tests.generation import generation, sampling
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 LIMITS = WarmupLimits(None, None, 64, None, 8)
@@ -235,11 +236,11 @@ def test_rows_and_new_blocks_run_in_parallel(tmp_path: Path) -> None:
 
 
 def test_an_admission_says_everything_about_its_request(tmp_path: Path) -> None:
-    sampling = Sampling(
+    parameters = sampling(
         do_sample=True, temperature=0.5, top_k=9, top_p=0.75, typical_p=0.25, min_p=0.125, repetition_penalty=1.5,
         frequency_penalty=0.5, presence_penalty=-0.5, watermark=True, seed=2**63, logit_bias={3: -2.5},
     )  # fmt: skip
-    request = GenerationRequest(77, [5, 6, 7], 10, sampling, top_n_tokens=2, prompt_logprobs=True)
+    request = generation(77, [5, 6, 7], 10, parameters, top_n_tokens=2, prompt_logprobs=True)
     admission = Admission(3, request, [5, 6, 7], num_generated=0, num_cached=2, blocks=[11])
     (told,) = sent(tmp_path, plan(1, admitted=[admission])).admitted
     assert (told.row, told.request_id, unpack(told.input_ids).tolist(), told.num_cached, list(told.blocks)) == (
@@ -254,7 +255,7 @@ def test_an_admission_says_everything_about_its_request(tmp_path: Path) -> None:
 
 
 def test_prompt_logprobs_are_not_asked_for_a_second_time_after_preemption(tmp_path: Path) -> None:
-    request = GenerationRequest(77, [5, 6, 7], 10, prompt_logprobs=True)
+    request = generation(77, [5, 6, 7], 10, prompt_logprobs=True)
     admission = Admission(3, request, [5, 6, 7, 8], num_generated=1, num_cached=0, blocks=[])
     (told,) = sent(tmp_path, plan(1, admitted=[admission])).admitted
     assert (told.num_generated, told.prompt_logprobs) == (1, False)

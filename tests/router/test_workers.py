@@ -11,51 +11,51 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from legato.api.errors import Overloaded
 from legato.common.errors import EndpointInUse, LegatoError
 from legato.grammar.errors import GrammarError
-from legato.http.remote_backend import HEARING_PER_TURN, RemoteBackend
-from legato.http.turnstile import Turnstile
-from legato.ipc import messages as say
+from legato.grammar.kinds import Grammar, GrammarKind
+from legato.http.scheduler import DELIVERIES_PER_TURN, SchedulerClient
+from legato.http.throttle import AcceptThrottle
+from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
 from legato.router.listening import KERNEL_SPREADS, Listeners
-from legato.router.permits import PermitPool
 from legato.router.port import Port
-from legato.router.workers import Worker, WorkerFailed, Workers
-from legato.scheduling.state import FinishReason, GenerationRequest, Grammar, GrammarKind, Output
+from legato.router.workers import WorkerFailed, WorkerProcess, Workers
+from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from legato.telemetry.metrics import Metrics, add_up
 from tests.http.asgi import LIMITS, FakeBackend, outputs_of, until
 from tests.telemetry.test_metrics import samples
 
 
 @dataclass
-class Heard:
-    """A sink."""
+class Received:
+    """The outputs of one request."""
 
     outputs: list[Output] = field(default_factory=list)
-    num_admissions: int = 0
 
-    def admitted(self) -> None:
-        self.num_admissions += 1
+    def __call__(self, output: Output) -> None:
+        self.outputs.append(output)
 
-    def __call__(self, outputs: list[Output]) -> None:
-        self.outputs += outputs
+
+class FakeStepLoop(FakeBackend):
+    def submit(self, request: GenerationRequest, port: Port) -> None:  # type: ignore[override]
+        super().submit(request, lambda output: port.put(request.id, output))
 
 
 class Pair:
     """A worker's end and the scheduler's end of one link, in one process."""
 
-    def __init__(self, backend: FakeBackend, permits: PermitPool) -> None:
+    def __init__(self, steps: FakeStepLoop) -> None:
         self.num_frames = 0
-        to_worker, to_scheduler = decoder_for(say.ToWorker), decoder_for(say.ToScheduler)
+        to_worker, to_scheduler = decoder_for(msg.ToWorker), decoder_for(msg.ToScheduler)
         self._worker_link = Link(to_worker, self._to_worker, lambda: None)
-        self.remote = RemoteBackend(LIMITS, self._worker_link.send)
+        self.client = SchedulerClient(LIMITS, self._worker_link.send)
         self._scheduler_link = Link(to_scheduler, self._to_scheduler, lambda: self.port.close())
 
         async def scrape() -> bytes:
             return b"all metrics"
 
-        self.port = Port(backend, permits, scrape, self._scheduler_link.send)
+        self.port = Port(steps, scrape, self._scheduler_link.send)
 
     async def open(self) -> None:
         ours, theirs = socket.socketpair()
@@ -65,23 +65,21 @@ class Pair:
     def die(self) -> None:
         self._worker_link.close()
 
-    def _to_scheduler(self, message: say.Wish) -> None:
+    def _to_scheduler(self, message: msg.ClientMessage) -> None:
         self.port.receive(message)
 
-    def _to_worker(self, message: say.ToWorker) -> None:
-        if isinstance(message, say.Tokens):
+    def _to_worker(self, message: msg.ToWorker) -> None:
+        if isinstance(message, msg.Tokens):
             self.num_frames += 1
-            self.remote.on_tokens(message)
-        elif isinstance(message, say.Admitted):
-            self.remote.on_admitted(message)
-        elif isinstance(message, say.Answer):
-            self.remote.on_answer(message)
+            self.client.on_tokens(message)
+        elif isinstance(message, msg.Answer):
+            self.client.on_answer(message)
 
 
-def linked(test: Callable[[Pair, FakeBackend], object], permits: int = 4, **backend: object) -> None:
+def linked(test: Callable[[Pair, FakeBackend], object], **backend: object) -> None:
     async def main() -> None:
-        fake = FakeBackend(**backend)  # type: ignore[arg-type]
-        pair = Pair(fake, PermitPool(permits))
+        fake = FakeStepLoop(**backend)  # type: ignore[arg-type]
+        pair = Pair(fake)
         await pair.open()
         await test(pair, fake)  # type: ignore[misc]
 
@@ -102,11 +100,10 @@ WHOLE = [
 
 def test_requests_and_all_that_outputs_have_survive_the_link() -> None:
     async def test(pair: Pair, backend: FakeBackend) -> None:
-        heard = Heard()
-        pair.remote.submit(request(1 << 40), heard)
-        await until(lambda: len(heard.outputs) == 4)
-        assert heard.outputs == WHOLE
-        assert heard.num_admissions == 1
+        received = Received()
+        pair.client.submit(request(1 << 40), received)
+        await until(lambda: len(received.outputs) == 4)
+        assert received.outputs == WHOLE
         assert backend.requests == [request(1 << 40)]
 
     linked(test, script=lambda request: WHOLE)
@@ -114,10 +111,10 @@ def test_requests_and_all_that_outputs_have_survive_the_link() -> None:
 
 def test_what_one_turn_has_for_a_worker_is_one_message() -> None:
     async def test(pair: Pair, backend: FakeBackend) -> None:
-        sinks = [Heard() for _ in range(50)]
-        for number, sink in enumerate(sinks):
-            pair.remote.submit(request(number), sink)
-        await until(lambda: all(sink.outputs and sink.outputs[-1].finish_reason for sink in sinks))
+        receivers = [Received() for _ in range(50)]
+        for number, receiver in enumerate(receivers):
+            pair.client.submit(request(number), receiver)
+        await until(lambda: all(receiver.outputs and receiver.outputs[-1].finish_reason for receiver in receivers))
         assert pair.num_frames <= len(outputs_of("hello world")) + 2
 
     linked(test)
@@ -125,129 +122,102 @@ def test_what_one_turn_has_for_a_worker_is_one_message() -> None:
 
 def test_a_cancelled_request_is_cancelled_at_the_other_end_and_hears_nothing_more() -> None:
     async def test(pair: Pair, backend: FakeBackend) -> None:
-        heard = Heard()
-        pair.remote.submit(request(3), heard)
-        await until(lambda: len(heard.outputs) == 1)
-        pair.remote.cancel(3)
-        pair.remote.cancel(3)
+        received = Received()
+        pair.client.submit(request(3), received)
+        await until(lambda: len(received.outputs) == 1)
+        pair.client.cancel(3)
+        pair.client.cancel(3)
         await until(lambda: backend.cancelled)
         backend.go_on.set()
         await asyncio.sleep(0.01)
         assert backend.cancelled == [3]
-        assert len(heard.outputs) == 1
+        assert len(received.outputs) == 1
 
     linked(test, pause_after=1)
 
 
-def test_permits_are_counted_at_the_other_end() -> None:
+def test_requests_of_a_dead_worker_are_cancelled() -> None:
     async def test(pair: Pair, backend: FakeBackend) -> None:
-        await pair.remote.take(3)
-        with pytest.raises(Overloaded) as refused:
-            await pair.remote.take(2)
-        assert refused.value.headers == {"retry-after": "1"}
-        pair.remote.give_back(3)
-        await pair.remote.take(4)
-
-    linked(test)
-
-
-def test_whoever_stops_waiting_for_a_permit_does_not_keep_it() -> None:
-    async def test(pair: Pair, backend: FakeBackend) -> None:
-        asking = asyncio.create_task(pair.remote.take(4))
-        await asyncio.sleep(0)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        await until(lambda: pair.port._permits.free == 0)
-        await until(lambda: pair.port._permits.free == 4)
-
-    linked(test)
-
-
-def test_a_dead_worker_gives_everything_back() -> None:
-    async def test(pair: Pair, backend: FakeBackend) -> None:
-        await pair.remote.take(4)
-        pair.remote.submit(request(1), Heard())
-        pair.remote.submit(request(2), Heard())
+        pair.client.submit(request(1), Received())
+        pair.client.submit(request(2), Received())
         await until(lambda: len(backend.requests) == 2)
         pair.die()
         await until(lambda: backend.cancelled)
         assert sorted(backend.cancelled) == [1, 2]
-        assert pair.port._permits.free == 4
 
     linked(test, pause_after=1)
 
 
 def test_tokens_of_many_requests_are_told_in_slices_with_turns_for_others_in_between() -> None:
     async def main() -> None:
-        remote = RemoteBackend(LIMITS, lambda message: None)
-        sinks = [Heard() for _ in range(10 * HEARING_PER_TURN)]
-        for number, sink in enumerate(sinks):
-            remote.submit(request(number), sink)
-        ids = list(range(len(sinks)))
-        remote.on_tokens(say.Tokens(ids, [5] * len(ids), [-0.5] * len(ids), []))
+        client = SchedulerClient(LIMITS, lambda message: None)
+        receivers = [Received() for _ in range(10 * DELIVERIES_PER_TURN)]
+        for number, receiver in enumerate(receivers):
+            client.submit(request(number), receiver)
+        ids = list(range(len(receivers)))
+        client.on_tokens(msg.Tokens(ids, [5] * len(ids), [-0.5] * len(ids), []))
         told = [0]
-        while told[-1] < len(sinks):
-            told.append(sum(bool(sink.outputs) for sink in sinks))
+        while told[-1] < len(receivers):
+            told.append(sum(bool(receiver.outputs) for receiver in receivers))
             assert len(told) < 50
             await asyncio.sleep(0)
-        assert max(later - earlier for earlier, later in pairwise(told)) == HEARING_PER_TURN
+        assert max(later - earlier for earlier, later in pairwise(told)) == DELIVERIES_PER_TURN
 
     asyncio.run(main())
 
 
 def test_tokens_that_wait_to_be_told_keep_their_order_and_the_end_is_last() -> None:
     async def main() -> None:
-        remote = RemoteBackend(LIMITS, lambda message: None)
-        sinks = [Heard() for _ in range(3 * HEARING_PER_TURN)]
-        ids = list(range(len(sinks)))
-        for number, sink in enumerate(sinks):
-            remote.submit(request(number), sink)
+        client = SchedulerClient(LIMITS, lambda message: None)
+        receivers = [Received() for _ in range(3 * DELIVERIES_PER_TURN)]
+        ids = list(range(len(receivers)))
+        for number, receiver in enumerate(receivers):
+            client.submit(request(number), receiver)
         for token_id in range(4):
-            remote.on_tokens(say.Tokens(ids, [token_id] * len(ids), [0.0] * len(ids), []))
+            client.on_tokens(msg.Tokens(ids, [token_id] * len(ids), [0.0] * len(ids), []))
         ends = [(place, Output(4, finish_reason=FinishReason.LENGTH)) for place in range(len(ids))]
-        remote.on_tokens(say.Tokens(ids, [4] * len(ids), [0.0] * len(ids), ends))
-        remote.cancel(len(sinks) - 1)
-        await until(lambda: all(sink.outputs and sink.outputs[-1].finish_reason for sink in sinks[:-1]))
-        for sink in sinks[:-1]:
-            assert [output.token_id for output in sink.outputs] == [0, 1, 2, 3, 4]
-        assert sinks[-1].outputs == [], "it was cancelled while its tokens waited"
+        client.on_tokens(msg.Tokens(ids, [4] * len(ids), [0.0] * len(ids), ends))
+        client.cancel(len(receivers) - 1)
+        await until(lambda: all(receiver.outputs and receiver.outputs[-1].finish_reason for receiver in receivers[:-1]))
+        for receiver in receivers[:-1]:
+            assert [output.token_id for output in receiver.outputs] == [0, 1, 2, 3, 4]
+        assert receivers[-1].outputs == [], "it was cancelled while its tokens waited"
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("error", [GrammarError("no such rule"), LegatoError("shard 0 is lost")])
 def test_a_grammar_that_cannot_be_prepared_fails_with_the_same_error(error: Exception) -> None:
-    class Refusing(FakeBackend):
+    class Refusing(FakeStepLoop):
         async def prepare(self, grammar: Grammar) -> None:
             raise error
 
     async def main() -> None:
-        pair = Pair(Refusing(), PermitPool(1))
+        pair = Pair(Refusing())
         await pair.open()
         with pytest.raises(type(error), match=str(error)):
-            await pair.remote.prepare(Grammar(GrammarKind.REGEX, "a"))
+            await pair.client.prepare(Grammar(GrammarKind.REGEX, "a"))
 
     asyncio.run(main())
 
 
 def test_health_and_metrics_are_asked_for_at_the_other_end() -> None:
     async def test(pair: Pair, backend: FakeBackend) -> None:
-        assert not await pair.remote.healthy()
-        assert await pair.remote.scrape() == b"all metrics"
+        assert not await pair.client.healthy()
+        assert await pair.client.scrape() == b"all metrics"
 
     linked(test, health=False)
 
 
 def test_frames_may_come_in_pieces() -> None:
     async def main() -> None:
-        arrived: list[say.ToScheduler] = []
-        link = Link(decoder_for(say.ToScheduler), arrived.append, lambda: None)
-        body = msgspec.msgpack.encode([say.Cancel(1), say.Cancel(2)])
+        arrived: list[msg.ToScheduler] = []
+        link = Link(decoder_for(msg.ToScheduler), arrived.append, lambda: None)
+        body = msgspec.msgpack.encode([msg.Cancel(1), msg.Cancel(2)])
         frame = len(body).to_bytes(4, "big") + body
         for byte in frame + frame:
             link.data_received(bytes([byte]))
-        assert arrived == [say.Cancel(1), say.Cancel(2)] * 2
+        assert arrived == [msg.Cancel(1), msg.Cancel(2)] * 2
 
     asyncio.run(main())
 
@@ -269,7 +239,7 @@ def test_the_metrics_of_all_processes_add_up() -> None:
 
 def test_few_requests_begin_in_one_turn_and_in_order() -> None:
     async def main() -> None:
-        turnstile, begun = Turnstile(per_turn=3), list[int]()
+        turnstile, begun = AcceptThrottle(per_turn=3), list[int]()
 
         async def begin(number: int) -> None:
             await turnstile.enter()
@@ -325,7 +295,7 @@ def test_each_worker_has_a_socket_of_its_own() -> None:
 def test_a_worker_that_cannot_load_says_why(tmp_path: object) -> None:
     async def main() -> None:
         listeners = Listeners("127.0.0.1", 0, 1)
-        workers = Workers(say.Setup("info", True, f"{tmp_path}/nothing", None, 1000), listeners.sockets)
+        workers = Workers(msg.WorkerSetup("info", True, f"{tmp_path}/nothing", None, 1000), listeners.sockets)
         try:
             with pytest.raises(WorkerFailed, match="nothing: no such folder"):
                 await workers.load()
@@ -336,12 +306,12 @@ def test_a_worker_that_cannot_load_says_why(tmp_path: object) -> None:
     asyncio.run(main())
 
 
-def loading(test: Callable[[Worker], Awaitable[None]]) -> None:
+def loading(test: Callable[[WorkerProcess], Awaitable[None]]) -> None:
     """A worker that waits for its first message."""
 
     async def main() -> None:
         listeners = Listeners("127.0.0.1", 0, 1)
-        worker = Worker(0, listeners.sockets[0])
+        worker = WorkerProcess(0, listeners.sockets[0])
         await worker._link.open(worker._connection)
         try:
             await asyncio.wait_for(test(worker), 10)
@@ -353,7 +323,7 @@ def loading(test: Callable[[Worker], Awaitable[None]]) -> None:
 
 
 def test_a_worker_that_still_loads_has_counted_nothing() -> None:
-    async def test(worker: Worker) -> None:
+    async def test(worker: WorkerProcess) -> None:
         await worker.report()
         assert worker.figures == {}
         assert not worker.lost.is_set()
@@ -362,7 +332,7 @@ def test_a_worker_that_still_loads_has_counted_nothing() -> None:
 
 
 def test_a_worker_that_still_loads_ends_at_once_when_all_do() -> None:
-    async def test(worker: Worker) -> None:
+    async def test(worker: WorkerProcess) -> None:
         worker.drain()
         assert await worker.exit() == "HTTP worker 0 exited with code 0"
 
@@ -372,8 +342,8 @@ def test_a_worker_that_still_loads_ends_at_once_when_all_do() -> None:
 def test_a_worker_ends_when_its_scheduler_is_gone() -> None:
     async def main() -> None:
         listeners = Listeners("127.0.0.1", 0, 1)
-        worker = Worker(0, listeners.sockets[0])
-        await worker.load(say.Setup("info", True, "nothing", None, 1000))
+        worker = WorkerProcess(0, listeners.sockets[0])
+        await worker.load(msg.WorkerSetup("info", True, "nothing", None, 1000))
         worker._link.close()
         assert await asyncio.wait_for(worker.exit(), 10)
         listeners.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from legato.scheduling.scheduler import Scheduler, SchedulerLimits
 from legato.scheduling.state import GenerationRequest, Output
 from tests.fakes import Simulation, check_blocks
 from tests.http.asgi import SETTINGS, FakeBackend, post, tokenizer
-from tests.router.test_backend import Bench, bench
-from tests.router.test_backend import request as bench_request
+from tests.router.test_step_loop import Bench, bench
+from tests.router.test_step_loop import request as bench_request
 
 LIMITS = SchedulerLimits(
     num_blocks=65, block_size=4, max_rows=1, max_step_tokens=32, queue_timeout=2, request_timeout=5
@@ -96,22 +95,22 @@ def test_a_request_is_ended_once_when_both_times_are_up() -> None:
     assert scheduler.next_deadline() is None
 
 
-# ---- the backend's timer --------------------------------------------------------------------------------------------
+# ---- the timer of the step loop -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limits", [{"queue_timeout": 0.1}, {"request_timeout": 0.1}])
-def test_the_backend_ends_requests_when_their_time_is_up(limits: dict[str, float]) -> None:
+@pytest.mark.parametrize("limits", [{"queue_timeout": 10}, {"request_timeout": 10}])
+def test_requests_end_when_their_time_is_up(limits: dict[str, float]) -> None:
     async def test(bench: Bench) -> None:
         running = bench.submit(bench_request(1))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)
+        bench.clock.advance(2)
         waiting = bench.submit(bench_request(2))
-        started = time.monotonic()
-        while not waiting.outputs:
-            await asyncio.sleep(0.005)
-        assert 0.09 < time.monotonic() - started < 0.15
+        bench.clock.advance(9.9)
+        assert waiting.outputs == []
+        bench.clock.advance(0.2)
         assert [output.timed_out for output in waiting.outputs] == [True]
         assert [output.timed_out for output in running.outputs] == ([True] if "request_timeout" in limits else [])
-        assert bench.backend.queue_size == 0
+        assert bench.loop.queue_size == 0
 
     bench(test, max_rows=1, **limits)
 
@@ -119,12 +118,13 @@ def test_the_backend_ends_requests_when_their_time_is_up(limits: dict[str, float
 def test_an_earlier_deadline_is_not_missed_because_of_a_later_one() -> None:
     async def test(bench: Bench) -> None:
         bench.submit(bench_request(1))
-        await asyncio.sleep(0.1)  # its own time in the queue is long over
+        await asyncio.sleep(0)
+        bench.clock.advance(10)  # its own time in the queue is long over
         waiting = bench.submit(bench_request(2))
-        await asyncio.sleep(0.1)
+        bench.clock.advance(6)
         assert [output.timed_out for output in waiting.outputs] == [True]
 
-    bench(test, max_rows=1, queue_timeout=0.05, request_timeout=60)
+    bench(test, max_rows=1, queue_timeout=5, request_timeout=6000)
 
 
 def test_the_row_of_a_request_that_ran_too_long_is_used_at_once() -> None:
@@ -132,26 +132,39 @@ def test_the_row_of_a_request_that_ran_too_long_is_used_at_once() -> None:
         bench.submit(bench_request(1))
         await asyncio.sleep(0)
         bench.shards.answer()
-        await asyncio.sleep(0.03)
-        waiting = bench.submit(bench_request(2))
-        await asyncio.sleep(0.04)
+        bench.clock.advance(3)
+        bench.submit(bench_request(2))
+        bench.clock.advance(4)
         bench.shards.answer_all()
-        assert waiting.num_admissions == 1
+        assert bench.shards.admitted == [1, 2]
 
-    bench(test, max_rows=1, request_timeout=0.05)
+    bench(test, max_rows=1, request_timeout=5)
 
 
-def test_a_late_timer_lets_nobody_in_whose_time_is_up() -> None:
+def test_a_late_timer_admits_no_request_whose_time_is_up() -> None:
     async def test(bench: Bench) -> None:
         bench.submit(bench_request(1, max_new_tokens=1))
         await asyncio.sleep(0)
         late = bench.submit(bench_request(2))
-        time.sleep(0.05)  # the loop is busy: no timer can fire
+        bench.clock.sleep_through(5)
         bench.shards.answer_all()
-        assert late.num_admissions == 0
+        assert bench.shards.admitted == [1]
         assert [output.timed_out for output in late.outputs] == [True]
 
-    bench(test, max_rows=1, queue_timeout=0.03)
+    bench(test, max_rows=1, queue_timeout=3)
+
+
+def test_the_time_in_the_queue_comes_with_the_first_token() -> None:
+    async def test(bench: Bench) -> None:
+        bench.submit(bench_request(1, max_new_tokens=1))
+        await asyncio.sleep(0)
+        bench.clock.advance(2)
+        waiting = bench.submit(bench_request(2))
+        bench.clock.advance(7)
+        bench.shards.answer_all()
+        assert [output.queue_time for output in waiting.outputs[:2]] == [7, 0]
+
+    bench(test, max_rows=1)
 
 
 # ---- what clients see ------------------------------------------------------------------------------------------------

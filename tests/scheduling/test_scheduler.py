@@ -370,3 +370,19 @@ def test_random_lives_of_a_scheduler() -> None:
             derandomize=False,
         )
         run("runTest").runTest()
+
+
+def test_a_full_scheduler_refuses_and_says_when_to_retry() -> None:
+    limits = SchedulerLimits(num_blocks=65, block_size=4, max_rows=2, max_step_tokens=32, max_requests=3)
+    simulation = Simulation(limits)
+    scheduler = simulation.scheduler
+    for number in range(3):
+        assert scheduler.submit(request(number, [1, 2, 3]), now=100.0) is None
+        simulation.outputs[number] = []
+    refused = scheduler.submit(request(9, [1, 2, 3]), now=104.0)
+    assert refused is not None and refused.error and refused.retry_after == 4
+    scheduler.cancel(0)
+    assert scheduler.submit(request(10, [1, 2, 3]), now=104.0) is None
+    simulation.outputs[10] = []
+    simulation.run()
+    check_blocks(scheduler)

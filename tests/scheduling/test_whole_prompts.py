@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from legato.common.errors import OptionError
 from legato.common.options import RouterOptions
@@ -31,7 +31,7 @@ def request(request_id: int, length: int, max_new_tokens: int = 10) -> Generatio
 
 
 def expected(wanted: GenerationRequest) -> list[int]:
-    return expected_tokens(replace(wanted, input_ids=[*wanted.input_ids, START]), VOCAB)
+    return expected_tokens(structs.replace(wanted, input_ids=[*wanted.input_ids, START]), VOCAB)
 
 
 def first_plan(scheduler: Scheduler, *requests: GenerationRequest) -> StepPlan:

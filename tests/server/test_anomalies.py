@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from legato.models.registry import CausalModel
-from legato.scheduling.state import GenerationRequest, Sampling
+from legato.scheduling.state import GenerationRequest
+from tests.generation import generation, sampling
 from tests.server.faults import STAGES, FaultyServer
 from tests.server.local import LocalServer, load
 from tests.tiny_models import tiny_llama
@@ -29,8 +30,8 @@ def request(request_id: int, kind: int) -> GenerationRequest:
     """Of 32 kinds: another prompt each, some that begin alike; every third samples."""
     rng = random.Random(kind // 2)
     prompt = [rng.randrange(3, 320) for _ in range(5 + kind)]
-    sampling = Sampling(do_sample=True, seed=kind, temperature=2.0, repetition_penalty=1.3) if kind % 3 == 0 else None
-    return GenerationRequest(request_id, prompt, NUM_TOKENS, sampling or Sampling(), ignore_eos=True)
+    drawn = sampling(do_sample=True, seed=kind, temperature=2.0, repetition_penalty=1.3) if kind % 3 == 0 else None
+    return generation(request_id, prompt, NUM_TOKENS, drawn, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_a_step_that_does_not_fit_once_is_computed_in_two(
 
 
 def test_prompt_scores_of_a_step_in_pieces_are_those_of_a_whole_one(model: CausalModel) -> None:
-    wanted = GenerationRequest(1, list(range(3, 33)), 2, prompt_logprobs=True, top_n_tokens=2, ignore_eos=True)
+    wanted = generation(1, list(range(3, 33)), 2, prompt_logprobs=True, top_n_tokens=2, ignore_eos=True)
     whole, pieces = (FaultyServer(model, num_blocks=40, max_rows=4, step_tokens=64) for _ in range(2))
     pieces.faults.arm("logits", 2, times=2)
     for server in (whole, pieces):

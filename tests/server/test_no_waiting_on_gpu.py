@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from legato.scheduling.state import GenerationRequest, Sampling
+from legato.pb import generate_pb2 as pb
+from legato.scheduling.state import GenerationRequest
+from tests.generation import generation, sampling
 from tests.server.local import DEVICE, LocalServer, load
 from tests.tiny_models import tiny_llama
 
@@ -17,16 +19,16 @@ pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device and LEGATO_TEST_DEVICE=cuda"),
 ]
 SAMPLINGS = {
-    "greedy": Sampling(),
-    "drawn": Sampling(do_sample=True, seed=1, temperature=0.7, top_k=20, top_p=0.9, typical_p=0.9),
-    "penalties": Sampling(repetition_penalty=1.2, frequency_penalty=0.5),
+    "greedy": sampling(),
+    "drawn": sampling(do_sample=True, seed=1, temperature=0.7, top_k=20, top_p=0.9, typical_p=0.9),
+    "penalties": sampling(repetition_penalty=1.2, frequency_penalty=0.5),
 }
 
 
-def requests(sampling: Sampling, first_id: int) -> list[GenerationRequest]:
+def requests(parameters: pb.NextTokenChooserParameters, first_id: int) -> list[GenerationRequest]:
     asked: list[dict[str, Any]] = [{"prompt_logprobs": True}, {"top_n_tokens": 2}, {}]
     return [
-        GenerationRequest(first_id + i, list(range(3, 40 + 7 * i)), 12, sampling, ignore_eos=True, **besides)
+        generation(first_id + i, list(range(3, 40 + 7 * i)), 12, parameters, ignore_eos=True, **besides)
         for i, besides in enumerate(asked)
     ]
 

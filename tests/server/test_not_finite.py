@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from legato.models.registry import CausalModel
-from legato.scheduling.state import GenerationRequest, Sampling
+from legato.scheduling.state import GenerationRequest
 from legato.server.pending import NOT_FINITE
+from tests.generation import generation, sampling
 from tests.server.faults import FaultyServer
 from tests.server.local import load
 from tests.tiny_models import tiny_llama
@@ -21,8 +22,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalModel:
 
 
 def requests() -> list[GenerationRequest]:
-    kinds = [Sampling(), Sampling(do_sample=True, seed=3), Sampling(), Sampling(do_sample=True, seed=4, top_k=9)]
-    return [GenerationRequest(i, [5 + i] * 4, 6, kind, ignore_eos=True) for i, kind in enumerate(kinds)]
+    kinds = [sampling(), sampling(do_sample=True, seed=3), sampling(), sampling(do_sample=True, seed=4, top_k=9)]
+    return [generation(i, [5 + i] * 4, 6, kind, ignore_eos=True) for i, kind in enumerate(kinds)]
 
 
 def run(model: CausalModel, breaks: dict[int, torch.Tensor] | None = None) -> FaultyServer:

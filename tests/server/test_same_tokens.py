@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from legato.models.registry import CausalModel
-from legato.scheduling.state import GenerationRequest, Sampling
+from legato.scheduling.state import GenerationRequest
+from tests.generation import generation, sampling
 from tests.server.local import LocalServer, load
 from tests.tiny_models import greedy_oracle, tiny_llama
 
@@ -35,7 +37,7 @@ def prompts() -> list[list[int]]:
 
 def greedy(**more: object) -> list[GenerationRequest]:
     return [
-        GenerationRequest(i, prompt, NUM_TOKENS, ignore_eos=True, **more)  # type: ignore[arg-type]
+        generation(i, prompt, NUM_TOKENS, ignore_eos=True, **more)  # type: ignore[arg-type]
         for i, prompt in enumerate(prompts())
     ]
 
@@ -48,9 +50,9 @@ def sampled() -> list[GenerationRequest]:
         dict(logit_bias={5: 3.0, 9: -100.0}), dict(temperature=1.5, top_k=20, top_p=0.9, repetition_penalty=1.1),
     ]  # fmt: skip
     return [
-        GenerationRequest(
+        generation(
             i, prompt, NUM_TOKENS, ignore_eos=True,
-            sampling=Sampling(do_sample=True, seed=1000 + i, **kinds[i % len(kinds)]),  # type: ignore[arg-type]
+            parameters=sampling(do_sample=True, seed=1000 + i, **kinds[i % len(kinds)]),  # type: ignore[arg-type]
         )
         for i, prompt in enumerate(prompts())
     ]  # fmt: skip
@@ -100,7 +102,7 @@ def test_when_the_prefix_is_cached(
     server = LocalServer(model, block_size=4)
     assert server.run(requests) == alone
     cached = server.scheduler.stats.cached_tokens
-    again = [GenerationRequest(100 + each.id, each.input_ids, NUM_TOKENS, each.sampling, True) for each in requests]
+    again = [msgspec.structs.replace(each, id=100 + each.id) for each in requests]
     assert [*server.run(again).values()] == [*alone.values()]
     assert server.scheduler.stats.cached_tokens > cached + 200
 
@@ -115,7 +117,7 @@ def test_when_the_cache_is_so_small_that_requests_are_preempted(
 
 def test_prompt_logprobs_and_top_tokens_do_not_depend_on_chunks(model: CausalModel) -> None:
     wanted = [
-        GenerationRequest(i, prompt, 3, ignore_eos=True, prompt_logprobs=True, top_n_tokens=4)
+        generation(i, prompt, 3, ignore_eos=True, prompt_logprobs=True, top_n_tokens=4)
         for i, prompt in enumerate(prompts()[:6])
     ]
     whole, cut = LocalServer(model), LocalServer(model, step_tokens=5, max_rows=3)

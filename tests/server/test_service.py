@@ -19,12 +19,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from legato.layers.kv_cache import KVCache
 from legato.layers.step import Step
 from legato.pb import generate_pb2 as pb
-from legato.router.backend import Backend
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
+from legato.router.step_loop import StepLoop
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
 from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output
 from legato.server.loading import LoadedModel
-from legato.telemetry.metrics import Step as StepFigures
+from legato.telemetry.metrics import StepFigures
 from tests.server.shard import load_model, refusal, serving, warmup
 from tests.server.silence import silence
 from tests.tiny_models import greedy_oracle, tiny_llama
@@ -158,18 +158,15 @@ def test_nothing_is_computed_before_warmup(loaded: LoadedModel, tmp_path: Path) 
 
 
 class Answer:
-    """The sink of one request, and a promise of its end."""
+    """Receives the outputs of one request; `ended` is its end."""
 
     def __init__(self) -> None:
         self.outputs: list[Output] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def admitted(self) -> None:
-        pass
-
-    def __call__(self, outputs: list[Output]) -> None:
-        self.outputs += outputs
-        if outputs[-1].finish_reason is not None or outputs[-1].error is not None:
+    def put(self, request_id: int, output: Output) -> None:
+        self.outputs.append(output)
+        if output.finish_reason is not None or output.error is not None:
             self.ended.set_result(None)
 
     @property
@@ -178,20 +175,20 @@ class Answer:
 
 
 class Router:
-    """What the router's process is, without HTTP: scheduler, backend and the stream of steps."""
+    """What the router's process is, without HTTP: scheduler, step loop and the stream of steps."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, steps: StepLoop) -> None:
+        self.steps = steps
         self.most_in_flight = 0
 
     def submit(self, request: GenerationRequest) -> Answer:
         answer = Answer()
-        self.backend.submit(request, answer)
+        self.steps.submit(request, answer)
         return answer
 
     def on_step(self, step: StepFigures) -> None:
         # The step that just ended is no longer counted, the one sent in its place is.
-        self.most_in_flight = max(self.most_in_flight, self.backend.scheduler.num_in_flight)
+        self.most_in_flight = max(self.most_in_flight, self.steps.scheduler.num_in_flight)
 
 
 @asynccontextmanager
@@ -201,8 +198,8 @@ async def router(socket: Path, max_rows: int = 8) -> AsyncIterator[Router]:
     found = await shards.warmup(WarmupLimits(None, 128, 64, 512, max_rows))
     scheduler = Scheduler(SchedulerLimits(found.num_blocks, info.block_size, found.max_rows, 64))
     limits = ModelLimits(found.max_input_tokens, found.max_total_tokens, 512, info.vocab_size, info.block_size)
-    driver = Router(Backend(scheduler, shards, limits, lambda step: driver.on_step(step)))
-    steps = asyncio.create_task(driver.backend.run())
+    driver = Router(StepLoop(scheduler, shards, limits, lambda step: driver.on_step(step)))
+    steps = asyncio.create_task(driver.steps.run())
     await asyncio.sleep(0)
     try:
         yield driver
@@ -253,7 +250,7 @@ def test_a_failed_step_costs_only_the_requests_in_it(
             monkeypatch.setattr(loaded.model, "forward", fragile)
             answers = driver.submit(unlucky), driver.submit(waiting)
             await asyncio.gather(*(answer.ended for answer in answers))
-            assert driver.backend.scheduler.kv_usage == 0
+            assert driver.steps.scheduler.kv_usage == 0
             return answers
 
     failed, served = asyncio.run(run())

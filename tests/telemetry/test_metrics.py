@@ -8,10 +8,10 @@ import pytest
 
 from legato.http.app import create_app
 from legato.scheduling.state import Output
-from legato.telemetry.metrics import BATCH_SIZE_BUCKETS, DURATION_BUCKETS, Metrics, Step
+from legato.telemetry.metrics import BATCH_SIZE_BUCKETS, DURATION_BUCKETS, Metrics, StepFigures
 from tests.http.asgi import LIMITS, SETTINGS, FakeBackend, get, post, token_ids, tokenizer
 
-STEP = Step(
+STEP = StepFigures(
     method="prefill",
     batch_size=5,
     num_admitted=2,

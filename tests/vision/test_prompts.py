@@ -106,9 +106,12 @@ def test_markdown_in_a_native_prompt_is_a_picture() -> None:
     assert ids[first - 1 : first + 9] == [BEGIN, *[IMAGE] * 8, END]
 
 
-def test_a_model_without_eyes_takes_markdown_for_text_and_no_parts() -> None:
+def test_a_text_model_refuses_images_and_takes_other_markdown_for_text() -> None:
     server = Server(sees=False)
-    assert server.ask("/generate", {"inputs": "a ![](data:image/png;base64,AAAA)"}).status == 200
+    for url in ("data:image/png;base64,AAAA", "https://example.com/a.png"):
+        assert "text only" in problem(server.ask("/generate", {"inputs": f"a ![]({url})"}))
+    for inputs in ("![logo](https://example.com/a.png)", "![](figure.png)", "![]()"):
+        assert server.ask("/generate", {"inputs": inputs}).status == 200
     assert not server.sent().images
     assert "text only" in problem(server.chat(image(uri(WIDE))))
 

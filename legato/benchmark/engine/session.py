@@ -14,13 +14,14 @@ from legato.benchmark.shard import Shard, ShardFailed
 from legato.benchmark.stats import Summary
 from legato.common.garbage import settle, unsettle
 from legato.common.options import RouterOptions
+from legato.grammar.kinds import Grammar
 from legato.pb import generate_pb2 as pb
-from legato.router.backend import Backend
 from legato.router.cli import warm_up
 from legato.router.shards import GrpcShards
+from legato.router.step_loop import StepLoop
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, Grammar, ModelLimits, Output, StepPlan, StepResult
-from legato.telemetry.metrics import Step
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.telemetry.metrics import StepFigures
 
 
 @dataclass(frozen=True)
@@ -92,18 +93,14 @@ class _Receiver:
         self._run = run
         self._is_first = True
 
-    def admitted(self) -> None:
-        pass
-
-    def __call__(self, outputs: list[Output]) -> None:
+    def put(self, request_id: int, output: Output) -> None:
         if self._is_first:
             self._is_first = False
             self._run.first_tokens.append(time.perf_counter())
-        self._run.num_tokens += len(outputs)
-        last = outputs[-1]
-        if last.error is not None:
-            self._run.fail(last.error)
-        elif last.finish_reason is not None:
+        self._run.num_tokens += 1
+        if output.error is not None:
+            self._run.fail(output.error)
+        elif output.finish_reason is not None:
             self._run.end_one()
 
 
@@ -119,7 +116,7 @@ class _Run:
         self._num_left = num_requests
         self._on_end = on_end
 
-    def note_step(self, step: Step) -> None:
+    def note_step(self, step: StepFigures) -> None:
         self.results.append(time.perf_counter())
         self.round_trips.append(step.inference_time)
 
@@ -163,14 +160,14 @@ class Session:
     async def run(self, workload: Workload, on_end: Callable[[int], None]) -> Figures:
         """All requests at once, until the last token of the last. Every run has a scheduler of its own, so it finds
         nothing in the prefix cache but what it has put there itself."""
-        scheduler = Scheduler(replace(self.step_limits, prefix_caching=workload.prefix_caching))
+        scheduler = Scheduler(replace(self.step_limits, prefix_caching=workload.prefix_caching, max_requests=None))
         notes = _Run(len(workload.prompts), on_end)
-        backend = Backend(scheduler, self._stream, self.limits, notes.note_step)
-        steps = asyncio.ensure_future(backend.run())
+        loop = StepLoop(scheduler, self._stream, self.limits, notes.note_step)
+        steps = asyncio.ensure_future(loop.run())
         try:
             started = time.perf_counter()
             for request in self._requests(workload):
-                backend.submit(request, _Receiver(notes))
+                loop.submit(request, _Receiver(notes))
             await notes.finished
         finally:
             steps.cancel()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
-from legato.api.errors import ClientGone, InternalError, Overloaded, RequestError
 from legato.api.native import (
     BestOfSequence,
     CompatGenerateRequest,
@@ -22,27 +18,17 @@ from legato.api.native import (
     StreamResponse,
 )
 from legato.http import sse
-from legato.http.exchange import Client, Exchange
-from legato.http.inference import Inference, logger
-from legato.http.streams import Piece, Stream
-from legato.http.validation import ValidRequest
-from legato.telemetry.metrics import Timings
+from legato.http.answering import Choice, Dialect, serve
+from legato.http.exchange import Exchange
+from legato.http.inference import Inference
+from legato.http.streams import Piece
+from legato.http.validation import ValidRequest, random_seed
+
+DIALECT = Dialect(sse.error_event, refuses_in_events=True)
 
 _generate_decoder = msgspec.json.Decoder(GenerateRequest)
 _compat_decoder = msgspec.json.Decoder(CompatGenerateRequest)
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """A finished generation."""
-
-    stream: Stream
-    pieces: list[Piece]
-
-    @property
-    def mean_logprob(self) -> float:
-        return sum(piece.token.logprob or 0.0 for piece in self.pieces) / len(self.pieces)
 
 
 class GenerateRoutes:
@@ -52,11 +38,11 @@ class GenerateRoutes:
 
     async def generate(self, exchange: Exchange) -> None:
         request = await exchange.json(_generate_decoder, self._settings.payload_limit)
-        await self._answer(exchange, request, as_list=False)
+        await self._serve(exchange, request, stream=False)
 
     async def generate_stream(self, exchange: Exchange) -> None:
         request = await exchange.json(_generate_decoder, self._settings.payload_limit)
-        await self._stream(exchange, request)
+        await self._serve(exchange, request, stream=True)
 
     async def compat(self, exchange: Exchange) -> None:
         request = await exchange.json(_compat_decoder, self._settings.payload_limit)
@@ -64,113 +50,91 @@ class GenerateRoutes:
         if parameters.return_full_text is None:
             parameters = msgspec.structs.replace(parameters, return_full_text=self._settings.default_return_full_text)
         native = GenerateRequest(inputs=request.inputs, parameters=parameters)
-        if request.stream:
-            await self._stream(exchange, native)
-        else:
-            await self._answer(exchange, native, as_list=True)
+        await self._serve(exchange, native, stream=bool(request.stream), as_list=True)
 
-    # ---- one answer -----------------------------------------------------------------------------------------------
+    async def _serve(
+        self, exchange: Exchange, request: GenerateRequest, *, stream: bool, as_list: bool = False
+    ) -> None:
+        def make_job() -> GenerateJob:
+            return GenerateJob(request, self._inference, stream=stream, as_list=as_list)
 
-    async def _answer(self, exchange: Exchange, request: GenerateRequest, *, as_list: bool) -> None:
-        arrived_at = time.monotonic()
-        inference = self._inference
-        with inference.counted():
-            best_of = inference.validator.num_sequences(request.parameters, streaming=False)
-            async with inference.permitted(best_of):
-                with exchange.client() as client:
-                    valid = await inference.validate(request, best_of)
-                    with inference.streams(valid, client) as streams:
-                        texts = await asyncio.gather(*(stream.read_all() for stream in streams))
-        sequences = [Sequence(stream, pieces) for stream, pieces in zip(streams, texts, strict=True)]
-        best = max(sequences, key=lambda sequence: sequence.mean_logprob)
-        timings = inference.succeeded(best.stream, arrived_at)
-        response = self._response(valid, best, [other for other in sequences if other is not best])
-        await exchange.respond(_encode([response] if as_list else response), self._headers(valid, best.stream, timings))
+        await serve(exchange, self._inference, make_job, DIALECT, stream=stream)
 
-    def _response(self, request: ValidRequest, best: Sequence, others: list[Sequence]) -> GenerateResponse:
-        response = GenerateResponse(generated_text=_text(request, best.stream))
-        if request.details:
-            response.details = Details(**self._details(best))
+
+class GenerateJob:
+    num_prompts = 1
+    prompt_only = False
+
+    def __init__(self, request: GenerateRequest, inference: Inference, *, stream: bool, as_list: bool) -> None:
+        self._request = request
+        self._inference = inference
+        self._as_list = as_list
+        self._seed = 0
+        parameters = request.parameters or GenerateParameters()
+        self._details = bool(parameters.details or parameters.decoder_input_details)
+        self._prefix = request.inputs if parameters.return_full_text else ""
+        self.num_sequences = inference.validator.num_sequences(request.parameters, streaming=stream)
+
+    async def requests(self) -> list[ValidRequest]:
+        valid = await self._inference.validator.validate(self._request, self.num_sequences)
+        self._seed = valid.parameters.seed
+        return [valid]
+
+    def seed(self, number: int) -> int:
+        return self._seed if number == 0 else random_seed()
+
+    def ranked(self, choices: list[Choice]) -> list[Choice]:
+        best = max(choices, key=lambda choice: choice.mean_logprob)
+        return [best, *(choice for choice in choices if choice is not best)]
+
+    def billed(self, choices: list[Choice]) -> list[Choice]:
+        return choices[:1]
+
+    # ---- one body -------------------------------------------------------------------------------------------------
+
+    def answer(self, choices: list[Choice], billed: list[Choice]) -> bytes:
+        best, *others = choices
+        response = GenerateResponse(generated_text=self._text(best))
+        if self._details:
+            response.details = Details(**self._details_of(best))
             if others:
                 response.details.best_of_sequences = [
-                    BestOfSequence(generated_text=_text(request, other.stream), **self._details(other))
-                    for other in others
+                    BestOfSequence(generated_text=self._text(other), **self._details_of(other)) for other in others
                 ]
-        return response
+        return _encode([response] if self._as_list else response)
 
-    def _details(self, sequence: Sequence) -> dict[str, Any]:
-        """What the winner and the others say alike."""
-        top_tokens = [piece.top_tokens for piece in sequence.pieces]
+    def _details_of(self, choice: Choice) -> dict[str, Any]:
+        """What the best sequence and the others report alike."""
+        top_tokens = [piece.top_tokens for piece in choice.pieces]
         return {
-            "finish_reason": sequence.stream.transcript.finish_reason,
-            "generated_tokens": len(sequence.pieces),
-            "seed": sequence.stream.seed,
-            "prefill": sequence.stream.prefill(self._inference.vocabulary),
-            "tokens": [piece.token for piece in sequence.pieces],
+            "finish_reason": choice.stream.transcript.finish_reason,
+            "generated_tokens": len(choice.pieces),
+            "seed": choice.stream.seed,
+            "prefill": choice.stream.prefill(self._inference.vocabulary),
+            "tokens": [piece.token for piece in choice.pieces],
             "top_tokens": top_tokens if any(top_tokens) else UNSET,
         }
 
-    def _headers(self, request: ValidRequest, stream: Stream, timings: Timings) -> dict[str, str]:
-        return {
-            "content-type": "application/json",
-            "x-compute-type": self._settings.compute_type,
-            "x-compute-time": f"{timings.total:.9f}",
-            "x-compute-characters": str(len(request.inputs)),
-            "x-total-time": _milliseconds(timings.total),
-            "x-validation-time": _milliseconds(timings.validation),
-            "x-queue-time": _milliseconds(timings.queue),
-            "x-inference-time": _milliseconds(timings.inference),
-            "x-time-per-token": _milliseconds(timings.per_token),
-            "x-prompt-tokens": str(stream.input_len),
-            "x-generated-tokens": str(stream.transcript.num_tokens),
-        }
+    def _text(self, choice: Choice) -> str:
+        return self._prefix + choice.text
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
-    async def _stream(self, exchange: Exchange, request: GenerateRequest) -> None:
-        """Status 200 and then whatever happens, also a refusal: TGI's clients look for errors among the events. Only
-        an overloaded server says so in the status, for the load balancers before it."""
-        arrived_at = time.monotonic()
-        headers = {
-            **sse.HEADERS,
-            "x-compute-type": self._settings.compute_type,
-            "x-compute-characters": str(len(request.inputs)),
-        }
-        try:
-            with self._inference.counted():
-                async with self._inference.permitted(1):
-                    await exchange.start(headers)
-                    with exchange.client() as client:
-                        await self._events(exchange, client, request, arrived_at)
-        except (Overloaded, ClientGone):
-            raise
-        except RequestError as error:
-            await exchange.write(sse.error_event(error))
-        except Exception:
-            logger.exception("A stream failed")
-            await exchange.write(sse.error_event(InternalError()))
-        await exchange.end()
+    def writer(self, choices: list[Choice]) -> GenerateJob:
+        return self
 
-    async def _events(self, exchange: Exchange, client: Client, request: GenerateRequest, arrived_at: float) -> None:
-        self._inference.validator.num_sequences(request.parameters, streaming=True)
-        valid = await self._inference.validate(request)
-        with self._inference.streams(valid, client) as (stream,):
-            keep_alive = sse.KeepAlive(stream, self._settings.keep_alive)
-            try:
-                while stream.transcript.finish_reason is None:
-                    index = stream.transcript.num_tokens + 1
-                    pieces = await stream.read()
-                    last = pieces.pop() if stream.transcript.finish_reason is not None else None
-                    data = b"".join([_token_event(number, piece) for number, piece in enumerate(pieces, index)])
-                    if last is not None:
-                        data += self._last_event(valid, stream, last)
-                        self._inference.succeeded(stream, arrived_at)
-                    await exchange.write(data or sse.KEEP_ALIVE)
-                    keep_alive.sent()
-            finally:
-                keep_alive.close()
+    def write(self, choice: Choice, pieces: list[Piece]) -> bytes:
+        transcript = choice.stream.transcript
+        index = transcript.num_tokens - len(pieces) + 1
+        last = pieces.pop() if transcript.finish_reason is not None else None
+        data = b"".join([_token_event(number, piece) for number, piece in enumerate(pieces, index)])
+        return data if last is None else data + self._last_event(choice, last)
 
-    def _last_event(self, request: ValidRequest, stream: Stream, piece: Piece) -> bytes:
+    def end(self) -> bytes:
+        return b""
+
+    def _last_event(self, choice: Choice, piece: Piece) -> bytes:
+        stream = choice.stream
         transcript = stream.transcript
         assert transcript.finish_reason is not None
         details = StreamDetails(
@@ -184,8 +148,8 @@ class GenerateRoutes:
                 index=transcript.num_tokens,
                 token=piece.token,
                 top_tokens=piece.top_tokens or UNSET,
-                generated_text=_text(request, stream),
-                details=details if request.details else None,
+                generated_text=self._text(choice),
+                details=details if self._details else None,
             )
         )
 
@@ -194,11 +158,3 @@ def _token_event(index: int, piece: Piece) -> bytes:
     if piece.top_tokens:
         return sse.event(StreamResponse(index=index, token=piece.token, top_tokens=piece.top_tokens))
     return sse.token_event(index, piece.token)
-
-
-def _text(request: ValidRequest, stream: Stream) -> str:
-    return request.inputs + stream.transcript.text if request.return_full_text else stream.transcript.text
-
-
-def _milliseconds(seconds: float) -> str:
-    return str(int(seconds * 1000))

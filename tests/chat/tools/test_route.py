@@ -12,8 +12,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from legato.api.openai.responses import ChatCompletionChunk
+from legato.grammar.kinds import GrammarKind
+from legato.grammar.wire import from_pb
 from legato.http.app import create_app
-from legato.scheduling.state import FinishReason, GenerationRequest, GrammarKind, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, Output
+from tests.generation import parameters_of
 from tests.http import asgi
 from tests.http.asgi import EOS, LIMITS, SETTINGS, Answer, FakeBackend, outputs_of
 from tests.http.routes.openai.fakes import CHAT, HI, FakeTemplate, Server, chunks, problem
@@ -98,7 +101,7 @@ def test_auto_is_one_generation_that_is_free() -> None:
     backend = says("hello world")
     ask(backend, tool_choice="auto")
     (request,) = backend.requests
-    assert request.grammar is None
+    assert from_pb(parameters_of(request)) is None
 
 
 def test_a_call_that_is_cut_off_has_finish_reason_length() -> None:
@@ -186,16 +189,17 @@ def test_chat_tokenize_counts_the_tools() -> None:
 def schema_of(backend: FakeBackend) -> list[str]:
     """The names of the tools that may be called."""
     (request,) = backend.requests
-    assert request.grammar is not None
-    assert request.grammar.kind is GrammarKind.LARK
-    schema = json.loads(request.grammar.value.partition("%json ")[2])
+    grammar = from_pb(parameters_of(request))
+    assert grammar is not None
+    assert grammar.kind is GrammarKind.LARK
+    schema = json.loads(grammar.value.partition("%json ")[2])
     return [call["properties"]["name"]["const"] for call in schema["anyOf"]]
 
 
 @pytest.fixture
 def any_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether grammars are followed is for other tests to say; here they only have to be asked for."""
-    monkeypatch.setattr("legato.http.routes.openai.terms.check_grammar", lambda *_: None, raising=False)
+    monkeypatch.setattr("legato.http.routes.openai.options.check_grammar", lambda *_: None, raising=False)
 
 
 @pytest.mark.usefixtures("any_grammar")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
+from tests.generation import parameters_of
 from tests.http.asgi import EOS, Call, FakeBackend, app_for, ask, get, outputs_of, post, token_ids, until
 
 HELLO = [*token_ids("hello world"), EOS]
@@ -83,7 +84,7 @@ def test_best_of_returns_the_sequence_with_the_best_mean_logprob() -> None:
     seeds = []
 
     def script(request: GenerationRequest) -> list[Output]:
-        seeds.append(request.sampling.seed)
+        seeds.append(parameters_of(request).seed)
         return outputs_of("good", logprob=-0.1) if request.id == 2 else outputs_of("a bad one", logprob=-0.2)
 
     body = {"inputs": "hi", "parameters": {"best_of": 2, "do_sample": True, "details": True}}

@@ -16,15 +16,17 @@ import grpc
 import pytest
 
 from legato.common.options import LauncherOptions
+from legato.grammar.kinds import Grammar, GrammarKind
 from legato.launcher.plan import make_plan
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import write_shape
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.router.shards import GrpcShards, WarmupLimits
-from legato.scheduling.state import Admission, GenerationRequest, Grammar, GrammarKind, StepPlan, StepResult
+from legato.scheduling.state import Admission, StepPlan, StepResult
 from legato.server.fake.service import FakeModel, FakeService, StepCost
 from legato.server.listening import listen
+from tests.generation import generation
 from tests.server.silence import silence
 
 MODEL = FakeModel("llama", 300, 512, [2], list(range(10, 200)))
@@ -48,7 +50,7 @@ async def serving(socket: Path, cost: StepCost = StepCost()) -> AsyncIterator[Gr
 
 
 def first_plan(rows: int, prompt: int = 1) -> StepPlan:
-    requests = [GenerationRequest(row, [5] * prompt, 8) for row in range(rows)]
+    requests = [generation(row, [5] * prompt, 8) for row in range(rows)]
     admitted = [Admission(request.id, request, request.input_ids, 0, 0, []) for request in requests]
     blocks = [[4 * row + block + 1 for block in range(4)] for row in range(rows)]
     return StepPlan(1, admitted, list(range(rows)), [prompt] * rows, blocks)

@@ -11,8 +11,9 @@ from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
 from legato.router.shards import _from_pb, _to_pb
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
-from legato.scheduling.state import GenerationRequest, Output, Sampling
+from legato.scheduling.state import GenerationRequest, Output
 from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits
+from tests.generation import generation, sampling
 
 VOCAB = 100
 WORDS = list(range(10, 90))
@@ -58,7 +59,7 @@ def test_the_scheduler_keeps_the_contract_under_pressure() -> None:
     beginnings = [[rng.randrange(VOCAB) for _ in range(8)] for _ in range(2)]
     for number in range(120):
         prompt = rng.choice(beginnings)[: rng.randrange(1, 9)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(9))]
-        server.submit(GenerationRequest(number, prompt, rng.randrange(1, 24)))
+        server.submit(generation(number, prompt, rng.randrange(1, 24)))
         for _ in range(rng.randrange(6)):
             server.step()
         if rng.random() < 0.1:
@@ -70,8 +71,8 @@ def test_the_scheduler_keeps_the_contract_under_pressure() -> None:
 
 
 def test_a_request_gets_the_same_tokens_whatever_runs_beside_it() -> None:
-    request = GenerationRequest(1, [5, 6, 7], 20)
-    others = [GenerationRequest(number, [number, 9], 24) for number in range(2, 8)]
+    request = generation(1, [5, 6, 7], 20)
+    others = [generation(number, [number, 9], 24) for number in range(2, 8)]
     (alone,) = Server().run(request)
     crowded = Server(num_blocks=10)
     assert crowded.run(*others[:3], request, *others[3:])[3] == alone
@@ -79,14 +80,14 @@ def test_a_request_gets_the_same_tokens_whatever_runs_beside_it() -> None:
 
 
 def test_tokens_are_words_and_differ_between_prompts() -> None:
-    first, second = Server().run(GenerationRequest(1, [5, 6], 20), GenerationRequest(2, [6, 5], 20))
+    first, second = Server().run(generation(1, [5, 6], 20), generation(2, [6, 5], 20))
     assert set(first) | set(second) <= set(WORDS)
     assert first != second
 
 
 def test_only_those_who_sample_see_their_seed() -> None:
-    greedy = [GenerationRequest(number, [5], 8, Sampling(seed=number)) for number in (1, 2)]
-    sampled = [GenerationRequest(number, [5], 8, Sampling(do_sample=True, seed=number)) for number in (3, 4)]
+    greedy = [generation(number, [5], 8, sampling(seed=number)) for number in (1, 2)]
+    sampled = [generation(number, [5], 8, sampling(do_sample=True, seed=number)) for number in (3, 4)]
     texts = Server().run(*greedy, *sampled)
     assert texts[0] == texts[1]
     assert texts[2] != texts[3]
@@ -94,7 +95,7 @@ def test_only_those_who_sample_see_their_seed() -> None:
 
 def test_prompts_and_tokens_have_the_figures_that_were_asked_for() -> None:
     server = Server()
-    server.run(GenerationRequest(1, list(range(20)), 3, top_n_tokens=2, prompt_logprobs=True))
+    server.run(generation(1, list(range(20)), 3, top_n_tokens=2, prompt_logprobs=True))
     first = server.outputs[1][0]
     assert first.prompt_logprobs is not None and first.prompt_top_tokens is not None
     assert first.prompt_logprobs[0] is None and len(first.prompt_logprobs) == len(first.prompt_top_tokens) == 20

@@ -16,8 +16,9 @@ from legato.api.openai.responses import (
     ToolCallDelta,
 )
 from legato.chat.tools.parser import CallBegins, CallParser, Content, Event, Message
+from legato.http.answering import Choice
 from legato.http.routes.openai.chunks import ChatChunks
-from legato.http.routes.openai.serving import Choice
+from legato.http.routes.openai.serving import finish_reason_of
 
 
 def called_message(parser: CallParser, echo: str, text: str) -> ChatMessage:
@@ -45,8 +46,8 @@ def call_chunks(chunks: ChatChunks, events: Iterable[Event], logprobs: ChatLogpr
 
 def finish_reason(choice: Choice, parser: CallParser | None) -> FinishReason:
     """An answer that was cut off may have cut off a call, so its length comes first."""
-    called = parser is not None and parser.has_calls and choice.finish_reason == "stop"
-    return "tool_calls" if called else choice.finish_reason
+    reason = finish_reason_of(choice)
+    return "tool_calls" if parser is not None and parser.has_calls and reason == "stop" else reason
 
 
 def _delta(event: Event) -> ToolCallDelta:

@@ -14,11 +14,11 @@ from legato.api.openai.responses import (
     ChatLogprobs,
     ChatMessage,
     ChatTokenizeResponse,
-    Usage,
 )
 from legato.chat.tools.parser import CallParser
 from legato.chat.tools.requests import ToolError
 from legato.chat.tools.tooling import Tooling
+from legato.http.answering import Choice, serve
 from legato.http.exchange import Exchange
 from legato.http.inference import Inference
 from legato.http.routes.openai.calls import call_chunks, called_message, finish_reason
@@ -31,9 +31,9 @@ from legato.http.routes.openai.conversation import (
     tool_use,
 )
 from legato.http.routes.openai.logprobs import chat_logprobs
+from legato.http.routes.openai.options import SharedOptions, shared_options, top_logprobs
 from legato.http.routes.openai.response_format import grammar_of
-from legato.http.routes.openai.serving import Choice, identity_of, serve
-from legato.http.routes.openai.terms import Terms, terms_of, top_logprobs
+from legato.http.routes.openai.serving import DIALECT, ChunkWriter, OpenAIJob, identity_of, usage_of
 from legato.http.routes.openai.token_names import TokenNames
 from legato.http.streams import Piece
 from legato.http.validation import ValidRequest
@@ -54,8 +54,11 @@ class ChatRoutes:
 
     async def respond(self, exchange: Exchange, request: ChatRequest) -> None:
         """For routes that are chats under another name."""
-        inference, names, tooling = self._inference, self._names, self._tooling
-        await serve(exchange, inference, request, lambda: ChatJob(request, inference, names, tooling))
+
+        def make_job() -> ChatJob:
+            return ChatJob(request, self._inference, self._names, self._tooling)
+
+        await serve(exchange, self._inference, make_job, DIALECT, stream=bool(request.stream))
 
     async def chat_tokenize(self, exchange: Exchange) -> None:
         request = await self._read(exchange)
@@ -68,8 +71,7 @@ class ChatRoutes:
         return await exchange.json(_decoder, self._inference.settings.payload_limit)
 
 
-class ChatJob:
-    num_prompts = 1
+class ChatJob(OpenAIJob):
     prompt_only = False
 
     def __init__(self, request: ChatRequest, inference: Inference, names: TokenNames, tooling: Tooling) -> None:
@@ -79,29 +81,30 @@ class ChatJob:
         self._request = request
         self._inference = inference
         self._names = names
-        self.terms = self._terms()
+        super().__init__(self._options(), 1, inference.settings)
         self._num_top = _num_top(request)
         self._max_tokens = _max_tokens(request)
         self._identity = identity_of("chatcmpl", request, inference.settings)
         # Goes before the text, where a message is continued and its client wants the whole of it.
         self.echo = last_answer(request) if request.echo else ""
 
-    def _terms(self) -> Terms:
+    def _options(self) -> SharedOptions:
         request, validator, use = self._request, self._inference.validator, self._use
         if use is None:
-            return terms_of(request, validator)
+            return shared_options(request, validator)
         if grammar_of(request.response_format) is not None:
             raise ToolError("Grammar and tools are mutually exclusive")
         calls = self._tooling.grammar(use, schema_lenient=validator.settings.schema_lenient)
-        return replace(terms_of(request, validator, calls=calls), spoken_token_ids=self._tooling.spoken)
+        return replace(shared_options(request, validator, calls=calls), spoken_token_ids=self._tooling.spoken)
 
     async def requests(self) -> list[ValidRequest]:
         prompt = await read_conversation(self._request, self._inference, self._tooling, self._use)
         room = self._inference.validator.max_new_tokens(len(prompt.ids), self._max_tokens)
-        valid = self.terms.request(prompt.text, prompt.ids, room, self._num_top)
+        await self.options.check_grammar(self._inference.validator)
+        valid = self.options.request(prompt.text, prompt.ids, room, self._num_top)
         return [replace(valid, images=prompt.images)]
 
-    def answer(self, choices: list[Choice], usage: Usage) -> bytes:
+    def answer(self, choices: list[Choice], billed: list[Choice]) -> bytes:
         identity = self._identity
         return _encode(
             ChatCompletion(
@@ -109,8 +112,8 @@ class ChatJob:
                 created=identity.created,
                 model=identity.model,
                 system_fingerprint=identity.system_fingerprint,
-                choices=[self._choice(choice) for choice in choices],
-                usage=usage,
+                choices=[self._choice(choice) for choice in self.wanted(choices)],
+                usage=usage_of(billed),
             )
         )
 
@@ -139,22 +142,22 @@ class ChatJob:
             pieces = pieces[:-1]
         return chat_logprobs(pieces, self._names)
 
-    def writer(self, num_choices: int) -> ChatWriter:
-        envelope = Envelope(self._identity, "chat.completion.chunk", with_usage=self.terms.include_usage)
-        return ChatWriter(self, envelope, num_choices)
+    def writer(self, choices: list[Choice]) -> ChatWriter:
+        envelope = Envelope(self._identity, "chat.completion.chunk", with_usage=self.options.include_usage)
+        return ChatWriter(self, envelope, choices)
 
 
-class ChatWriter:
-    """First who speaks, then what they say, at last why they stop."""
+class ChatWriter(ChunkWriter):
+    """The role, then content and calls, at last the finish reason."""
 
-    def __init__(self, job: ChatJob, envelope: Envelope, num_choices: int) -> None:
-        self.envelope = envelope
+    def __init__(self, job: ChatJob, envelope: Envelope, choices: list[Choice]) -> None:
+        super().__init__(envelope, job.options, choices)
         self._job = job
-        self._chunks = [ChatChunks(envelope, index) for index in range(num_choices)]
-        self._parsers = [job.parser() for _ in range(num_choices)]
-        self._not_begun = set(range(num_choices))
+        self._chunks = [ChatChunks(envelope, choice.index) for choice in choices]
+        self._parsers = [job.parser() for _ in choices]
+        self._not_begun = set(range(len(choices)))
 
-    def write(self, choice: Choice, pieces: list[Piece]) -> bytes:
+    def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         chunks = self._chunks[choice.index]
         written = self._begin(choice, chunks) if choice.index in self._not_begun else []
         logprobs = self._job.logprobs(choice, pieces)

@@ -6,15 +6,16 @@ import msgspec
 
 from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import CompletionRequest
-from legato.api.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from legato.api.openai.responses import Completion, CompletionChoice, CompletionLogprobs
+from legato.http.answering import Choice, serve
 from legato.http.exchange import Exchange
 from legato.http.inference import Inference
 from legato.http.routes.openai.chunks import CompletionChunks, Envelope
 from legato.http.routes.openai.errors import unsupported
 from legato.http.routes.openai.logprobs import completion_logprobs, joined, prompt_logprobs
+from legato.http.routes.openai.options import shared_options, top_logprobs
 from legato.http.routes.openai.prompts import Prompt, raw_prompts, read_prompt
-from legato.http.routes.openai.serving import Choice, identity_of, serve
-from legato.http.routes.openai.terms import terms_of, top_logprobs
+from legato.http.routes.openai.serving import DIALECT, ChunkWriter, OpenAIJob, finish_reason_of, identity_of, usage_of
 from legato.http.routes.openai.token_names import TokenNames
 from legato.http.streams import Piece
 from legato.http.validation import ValidRequest
@@ -34,10 +35,14 @@ class CompletionRoutes:
 
     async def respond(self, exchange: Exchange, request: CompletionRequest) -> None:
         """For routes that are completions under another name."""
-        await serve(exchange, self._inference, request, lambda: CompletionJob(request, self._inference, self._names))
+
+        def make_job() -> CompletionJob:
+            return CompletionJob(request, self._inference, self._names)
+
+        await serve(exchange, self._inference, make_job, DIALECT, stream=bool(request.stream))
 
 
-class CompletionJob:
+class CompletionJob(OpenAIJob):
     def __init__(self, request: CompletionRequest, inference: Inference, names: TokenNames) -> None:
         if request.suffix:
             raise unsupported("suffix")
@@ -45,17 +50,14 @@ class CompletionJob:
             raise InvalidRequest("`max_tokens` must be strictly positive, unless `echo` is set", "max_tokens")
         self._inference = inference
         self._names = names
-        self.terms = terms_of(request, inference.validator, request.best_of)
+        options = shared_options(request, inference.validator, request.best_of)
         self._num_top = top_logprobs("logprobs", request.logprobs)
         self._raw_prompts = raw_prompts(request, inference.settings.max_client_batch_size)
+        super().__init__(options, len(self._raw_prompts), inference.settings)
         self._prompts: list[Prompt] = []
         self._echo = bool(request.echo)
         self._max_tokens = request.max_tokens
         self._identity = identity_of("cmpl", request, inference.settings)
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self._raw_prompts)
 
     @property
     def prompt_only(self) -> bool:
@@ -66,8 +68,8 @@ class CompletionJob:
         self._prompts = [await read_prompt(raw, validator, vocabulary, echoed=self._echo) for raw in self._raw_prompts]
         # Logprobs of a prompt come with the token that follows it, so one there must be.
         wanted = 1 if self.prompt_only else self._max_tokens
-        return [
-            self.terms.request(
+        requests = [
+            self.options.request(
                 prompt.text,
                 prompt.ids,
                 validator.max_new_tokens(len(prompt.ids), wanted),
@@ -76,8 +78,10 @@ class CompletionJob:
             )
             for prompt in self._prompts
         ]
+        await self.options.check_grammar(validator)
+        return requests
 
-    def answer(self, choices: list[Choice], usage: Usage) -> bytes:
+    def answer(self, choices: list[Choice], billed: list[Choice]) -> bytes:
         identity = self._identity
         return _encode(
             Completion(
@@ -85,8 +89,8 @@ class CompletionJob:
                 created=identity.created,
                 model=identity.model,
                 system_fingerprint=identity.system_fingerprint,
-                choices=[self._choice(choice) for choice in choices],
-                usage=usage,
+                choices=[self._choice(choice) for choice in self.wanted(choices)],
+                usage=usage_of(billed),
             )
         )
 
@@ -97,12 +101,12 @@ class CompletionJob:
             index=choice.index,
             text=self.echoed_text(choice) + choice.text,
             logprobs=joined(echoed, generated) if echoed and generated else generated,
-            finish_reason=choice.finish_reason,
+            finish_reason=finish_reason_of(choice),
         )
 
-    def writer(self, num_choices: int) -> CompletionWriter:
-        envelope = Envelope(self._identity, "text_completion", with_usage=self.terms.include_usage)
-        return CompletionWriter(self, envelope, num_choices)
+    def writer(self, choices: list[Choice]) -> CompletionWriter:
+        envelope = Envelope(self._identity, "text_completion", with_usage=self.options.include_usage)
+        return CompletionWriter(self, envelope, choices)
 
     # ---- parts of a choice ----------------------------------------------------------------------------------------
 
@@ -120,16 +124,16 @@ class CompletionJob:
         return completion_logprobs([] if choice.prompt_only else pieces, len(self.echoed_text(choice)), self._names)
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """A chunk per token that says something, or whose logprobs do. The last one has the finish reason."""
 
-    def __init__(self, job: CompletionJob, envelope: Envelope, num_choices: int) -> None:
-        self.envelope = envelope
+    def __init__(self, job: CompletionJob, envelope: Envelope, choices: list[Choice]) -> None:
+        super().__init__(envelope, job.options, choices)
         self._job = job
-        self._chunks = [CompletionChunks(envelope, index) for index in range(num_choices)]
-        self._not_echoed = set(range(num_choices))
+        self._chunks = [CompletionChunks(envelope, choice.index) for choice in choices]
+        self._not_echoed = set(range(len(choices)))
 
-    def write(self, choice: Choice, pieces: list[Piece]) -> bytes:
+    def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         chunks = self._chunks[choice.index]
         written = [self._echo(choice, chunks)] if choice.index in self._not_echoed else []
         last = pieces.pop() if choice.stream.transcript.finish_reason is not None else None
@@ -139,7 +143,7 @@ class CompletionWriter:
                 written.append(chunks.text(piece.text, logprobs))
         if last is not None:
             text = "" if choice.prompt_only else last.text
-            written.append(chunks.finish(text, self._job.logprobs(choice, [last]), choice.finish_reason))
+            written.append(chunks.finish(text, self._job.logprobs(choice, [last]), finish_reason_of(choice)))
         return b"".join(written)
 
     def _echo(self, choice: Choice, chunks: CompletionChunks) -> bytes:

@@ -15,8 +15,7 @@ from legato.chat.tools.requests import ToolUse, tool_use_of
 from legato.chat.tools.tooling import ChatRenderer, Tooling
 from legato.http.inference import Inference
 from legato.http.offsets import token_offsets
-from legato.scheduling.state import PromptImage
-from legato.vision.prompts import in_messages
+from legato.vision.prompts import PromptImage, in_messages
 
 
 def check_conversation(request: ChatRequest) -> None:

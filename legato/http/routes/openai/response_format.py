@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from legato.grammar.kinds import Grammar
 from legato.http.shapes import read_grammar
-from legato.scheduling.state import Grammar
 
 
 def grammar_of(response_format: object) -> Grammar | None:

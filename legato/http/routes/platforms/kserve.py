@@ -96,7 +96,7 @@ _decoder = msgspec.json.Decoder(InferRequest)
 
 class KServeRoutes:
     def __init__(self, inference: Inference, generate: GenerateRoutes) -> None:
-        self._backend = inference.backend
+        self._scheduler = inference.scheduler
         self._settings = inference.settings
         self._generate = generate.generate
 
@@ -123,7 +123,7 @@ class KServeRoutes:
         return _json(ModelReady(name=request.path_params["name"], ready=True))
 
     async def _check_health(self) -> None:
-        if not await self._backend.healthy():
+        if not await self._scheduler.healthy():
             raise Unhealthy
 
     # ---- inference -------------------------------------------------------------------------------------------------

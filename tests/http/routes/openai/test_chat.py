@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from legato.scheduling.state import FinishReason, Output
+from tests.generation import admission_of
 from tests.http.asgi import EOS, LIMITS, FakeBackend, outputs_of, token_ids
 from tests.http.routes.openai.fakes import CHAT, HI, FakeTemplate, Server, chat, chunks, problem
 
@@ -126,7 +127,7 @@ def test_logprobs_with_bytes_and_without_the_end_token() -> None:
     ]
     backend = FakeBackend(lambda request: outputs)
     (choice,) = chat(backend, logprobs=True, top_logprobs=2).json()["choices"]
-    assert backend.requests[0].top_n_tokens == 2
+    assert admission_of(backend.requests[0]).top_n_tokens == 2
     assert choice["logprobs"]["content"] == [
         {
             "token": "bytes:\\xc3",
@@ -152,7 +153,7 @@ def test_logprobs_with_bytes_and_without_the_end_token() -> None:
 def test_as_many_top_logprobs_as_openai_allows() -> None:
     backend = FakeBackend()
     assert chat(backend, logprobs=True, top_logprobs=20).status == 200
-    assert backend.requests[0].top_n_tokens == 20
+    assert admission_of(backend.requests[0]).top_n_tokens == 20
     assert problem(chat(logprobs=True, top_logprobs=21))[1] == "top_logprobs"
     assert problem(chat(top_logprobs=2))[1] == "top_logprobs"
 

@@ -8,6 +8,7 @@ import pytest
 
 from legato.api.openai.requests import ChatRequest, CompletionRequest
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
+from tests.generation import admission_of, parameters_of
 from tests.http.asgi import EOS, FakeBackend, outputs_of, token_ids
 from tests.http.routes.openai.fakes import COMPLETIONS, Server, chat, chunks, complete
 
@@ -20,7 +21,7 @@ def scored(text: str, **first: Any) -> FakeBackend:
     def script(request: GenerationRequest) -> list[Output]:
         outputs = outputs_of(text, LENGTH, logprob=-0.5)
         for output in outputs:
-            output.top_tokens = [(output.token_id, -0.5), (EOS, -2.0)][: request.top_n_tokens]
+            output.top_tokens = [(output.token_id, -0.5), (EOS, -2.0)][: admission_of(request).top_n_tokens]
         for name, value in first.items():
             setattr(outputs[0], name, value)
         return outputs
@@ -154,7 +155,7 @@ def test_seeds_follow_each_other_and_do_not_depend_on_other_prompts() -> None:
     def seeds(**request: Any) -> list[int]:
         backend = FakeBackend()
         assert complete(backend, **request).status == 200
-        return [each.sampling.seed for each in backend.requests]
+        return [parameters_of(each).seed for each in backend.requests]
 
     assert seeds(seed=7, n=2, prompt=["a", "b"]) == [7, 8, 7, 8]
     assert seeds(seed=-1, n=2) == [2**64 - 1, 0]

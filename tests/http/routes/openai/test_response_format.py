@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from legato.api.errors import InvalidRequest
+from legato.grammar.kinds import Grammar, GrammarKind
 from legato.http.routes.openai.response_format import grammar_of
-from legato.scheduling.state import Grammar, GrammarKind
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 AS_GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","properties":{"a":{"type":"integer"}}}')

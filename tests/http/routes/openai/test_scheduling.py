@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
-from legato.scheduling.state import FinishReason, GenerationRequest, Sampling, StepPlan, StepResult
+from legato.scheduling.state import FinishReason, GenerationRequest, StepPlan, StepResult
 from tests.fakes import FakeShard, Simulation, expected_tokens
 
 LIMITS = SchedulerLimits(num_blocks=65, block_size=4, max_rows=8, max_step_tokens=32)
@@ -37,7 +37,7 @@ def test_nothing_but_the_length_ends_a_request_before_its_minimum() -> None:
     undisturbed = expected_tokens(request(), 50)
     every_token = frozenset(range(50))
     for limits, more in ((LIMITS, {"stop_token_ids": every_token}), (_ending_with(every_token), {})):
-        simulation = run(request(1, sampling=Sampling(min_new_tokens=4), **more), limits=limits)
+        simulation = run(request(1, min_new_tokens=4, **more), limits=limits)
         assert simulation.tokens(1) == undisturbed[:5], "four, and the fifth may end it"
 
 
@@ -65,7 +65,7 @@ class ScoringShard(FakeShard):
 def test_top_tokens_of_a_prompt_are_gathered_over_its_chunks() -> None:
     simulation = Simulation(SchedulerLimits(num_blocks=65, block_size=4, max_rows=3, max_step_tokens=4))
     simulation.shard = ScoringShard(4)
-    simulation.submit(request(prompt_logprobs=True, top_n_tokens=1))
+    simulation.submit(request(prompt_logprobs=True))
     simulation.run()
     first, second, *_ = simulation.outputs[1]
     assert first.prompt_top_tokens == [None, *([(place, -float(place))] for place in range(10))]
@@ -74,7 +74,7 @@ def test_top_tokens_of_a_prompt_are_gathered_over_its_chunks() -> None:
 
 def test_prompt_logprobs_survive_a_preemption_while_the_last_chunk_computes() -> None:
     scheduler, shard = Scheduler(LIMITS), ScoringShard(4)
-    scheduler.submit(request(prompt_logprobs=True, top_n_tokens=1))
+    scheduler.submit(request(prompt_logprobs=True))
     plan = scheduler.plan()
     assert plan is not None
     scheduler._preempt(scheduler.running[0])

@@ -281,7 +281,7 @@ def test_hanging_up_cancels_every_choice(path: str, stream: str) -> None:
 
 
 def test_one_failing_choice_ends_the_others() -> None:
-    backend = FakeBackend(lambda request: [Output(error="boom")] if request.id == 2 else endless(request))
+    backend = FakeBackend(lambda request: [Output(5), Output(error="boom")] if request.id == 2 else endless(request))
     assert complete(backend, n=2).status == 500
     assert backend.cancelled == [1]
     answer = chat(FakeBackend(backend.script), n=2, stream=True)
@@ -311,3 +311,11 @@ def test_many_random_hang_ups_leave_nothing_behind() -> None:
 
 def test_a_null_stream_is_no_stream() -> None:
     assert Server().ask(CHAT, {"messages": HI, "stream": None}).headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/generate", COMPLETIONS, CHAT])
+def test_a_request_that_the_scheduler_refuses_has_status_429(path: str) -> None:
+    backend = FakeBackend(lambda request: [Output(error="Model is overloaded", retry_after=7)])
+    body = {"inputs": "hi", "prompt": "hi", "messages": HI, "stream": path.startswith("/v1")}
+    answer = Server(backend).ask(path, body)
+    assert (answer.status, answer.headers["retry-after"]) == (429, "7")

@@ -53,7 +53,7 @@ def silent() -> FakeBackend:
 def test_what_the_first_token_brings() -> None:
     async def main() -> None:
         stream = stream_of(silent(), 1)
-        stream([Output(5, num_cached=16, prompt_logprobs=[None], prompt_top_tokens=[None])])
+        stream.receive(Output(5, num_cached=16, prompt_logprobs=[None], prompt_top_tokens=[None]))
         assert (stream.num_cached, stream.prompt_logprobs, stream.prompt_top_tokens) == (16, [None], [None])
 
     asyncio.run(main())
@@ -65,8 +65,8 @@ def test_one_step_wakes_a_group_once() -> None:
         group = StreamGroup(streams)
         reader = asyncio.create_task(group.read())
         await asyncio.sleep(0)
-        streams[2]([Output(token_ids("c")[0])])
-        streams[0]([Output(token_ids("a")[0])])
+        streams[2].receive(Output(token_ids("c")[0]))
+        streams[0].receive(Output(token_ids("a")[0]))
         news = await reader
         assert [(number, [piece.text for piece in pieces]) for number, pieces in news] == [(0, ["a"]), (2, ["c"])]
 
@@ -98,7 +98,7 @@ def test_errors_and_cancelled_streams_reach_the_groups_reader() -> None:
     async def main() -> None:
         streams = [stream_of(silent(), number) for number in range(2)]
         group = StreamGroup(streams)
-        streams[1]([Output(error="boom")])
+        streams[1].receive(Output(error="boom"))
         with pytest.raises(GenerationFailed):
             await group.read()
         streams[0].cancel()

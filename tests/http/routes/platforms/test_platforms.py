@@ -11,6 +11,7 @@ from legato.api.errors import GenerationFailed
 from legato.common.errors import OptionError
 from legato.router.cli import vertex_port, vertex_route
 from legato.scheduling.state import GenerationRequest, Output
+from tests.generation import parameters_of
 from tests.http.asgi import Answer, Call, FakeBackend, app_for, get, outputs_of, post, until
 from tests.http.routes.openai.fakes import HI, Server, chunks
 
@@ -98,7 +99,7 @@ def test_every_parameter_of_an_instance_is_honoured() -> None:
     answer = ask("/vertex", {"instances": [{"inputs": "hi ", "parameters": parameters}]}, backend)
     assert answer.json() == {"predictions": ["hi hello world"]}
     (request,) = backend.requests
-    sampling = request.sampling
+    sampling = parameters_of(request)
     assert (request.max_new_tokens, sampling.seed, sampling.temperature, sampling.top_k) == (9, 5, 0.5, 3)
 
 
@@ -106,7 +107,7 @@ def test_an_instance_may_be_greedy() -> None:
     def samples(parameters: dict[str, Any]) -> bool:
         backend = FakeBackend()
         ask("/vertex", {"instances": [{"inputs": "hi", "parameters": parameters}]}, backend)
-        return backend.requests[0].sampling.do_sample
+        return parameters_of(backend.requests[0]).do_sample
 
     assert not samples({})
     assert samples({"do_sample": True})
@@ -216,7 +217,7 @@ def test_strings_are_answered_with_strings() -> None:
 def test_parameters_are_those_of_the_native_api() -> None:
     backend = FakeBackend()
     ask(INFER, {"parameters": {"max_new_tokens": 9, "seed": 5}, "inputs": [{"name": "in", "data": ["a"]}]}, backend)
-    assert (backend.requests[0].max_new_tokens, backend.requests[0].sampling.seed) == (9, 5)
+    assert (backend.requests[0].max_new_tokens, parameters_of(backend.requests[0]).seed) == (9, 5)
 
 
 @pytest.mark.parametrize(

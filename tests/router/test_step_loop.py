@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from legato.router.backend import STEPS_IN_FLIGHT, Backend
 from legato.router.shards import ShardsLost
+from legato.router.step_loop import STEPS_IN_FLIGHT, StepLoop
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
 from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, StepPlan, StepResult
-from legato.telemetry.metrics import Step
+from legato.telemetry.metrics import StepFigures
+from tests.clock import FakeClock
 from tests.fakes import FakeShard, expected_tokens
 
 VOCAB = 50
@@ -23,6 +24,7 @@ class HeldShards:
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
+        self.admitted: list[int] = []
         self.is_healthy = True
         self._shard = FakeShard(block_size=4, vocab=VOCAB)
         self._on_result: Callable[[StepResult], None] | None = None
@@ -30,6 +32,7 @@ class HeldShards:
 
     def send(self, plan: StepPlan) -> None:
         self.plans.append(plan)
+        self.admitted += [admission.request.id for admission in plan.admitted]
 
     async def run(self, on_result: Callable[[StepResult], None]) -> None:
         self._on_result = on_result
@@ -52,16 +55,12 @@ class HeldShards:
         self._lost.set_exception(error)
 
 
-class Sink:
+class Receiver:
     def __init__(self) -> None:
         self.outputs: list[Output] = []
-        self.num_admissions = 0
 
-    def admitted(self) -> None:
-        self.num_admissions += 1
-
-    def __call__(self, outputs: list[Output]) -> None:
-        self.outputs += outputs
+    def put(self, request_id: int, output: Output) -> None:
+        self.outputs.append(output)
 
     @property
     def tokens(self) -> list[int]:
@@ -71,16 +70,18 @@ class Sink:
 class Bench:
     def __init__(self, **limits: Any) -> None:
         self.shards = HeldShards()
-        self.steps: list[Step] = []
+        self.steps: list[StepFigures] = []
         settings: dict[str, Any] = {"num_blocks": 65, "block_size": 4, "max_rows": 4, "max_step_tokens": 32}
         self.scheduler = Scheduler(SchedulerLimits(**{**settings, **limits}))
-        self.backend = Backend(self.scheduler, self.shards, ModelLimits(63, 64, 256, VOCAB), self.steps.append)
-        self.task = asyncio.create_task(self.backend.run())
+        self.clock = FakeClock()
+        limits = ModelLimits(63, 64, 256, VOCAB)
+        self.loop = StepLoop(self.scheduler, self.shards, limits, self.steps.append, self.clock)
+        self.task = asyncio.create_task(self.loop.run())
 
-    def submit(self, request: GenerationRequest) -> Sink:
-        sink = Sink()
-        self.backend.submit(request, sink)
-        return sink
+    def submit(self, request: GenerationRequest) -> Receiver:
+        receiver = Receiver()
+        self.loop.submit(request, receiver)
+        return receiver
 
 
 def bench(test: Callable[[Bench], Coroutine[None, None, None]], **limits: Any) -> None:
@@ -111,15 +112,15 @@ def test_requests_that_arrive_together_enter_one_step() -> None:
 
 def test_two_steps_are_in_flight_and_every_answer_sends_the_next() -> None:
     async def test(bench: Bench) -> None:
-        sink = bench.submit(request(1))
+        receiver = bench.submit(request(1))
         await asyncio.sleep(0)
         assert len(bench.shards.plans) == STEPS_IN_FLIGHT
         bench.shards.answer()
         assert len(bench.shards.plans) == STEPS_IN_FLIGHT
-        assert len(sink.outputs) == 1
+        assert len(receiver.outputs) == 1
         bench.shards.answer_all()
-        assert sink.tokens == expected_tokens(request(1), VOCAB)
-        assert sink.outputs[-1].finish_reason is FinishReason.LENGTH
+        assert receiver.tokens == expected_tokens(request(1), VOCAB)
+        assert receiver.outputs[-1].finish_reason is FinishReason.LENGTH
 
     bench(test)
 
@@ -128,11 +129,11 @@ def test_the_next_step_is_sent_before_anybody_hears_of_the_last() -> None:
     async def test(bench: Bench) -> None:
         on_their_way: list[int] = []
 
-        class Listener(Sink):
-            def __call__(self, outputs: list[Output]) -> None:
+        class Listener(Receiver):
+            def put(self, request_id: int, output: Output) -> None:
                 on_their_way.append(bench.scheduler.num_in_flight)
 
-        bench.backend.submit(request(1), Listener())
+        bench.loop.submit(request(1), Listener())
         await asyncio.sleep(0)
         bench.shards.answer()
         assert on_their_way == [STEPS_IN_FLIGHT]
@@ -140,16 +141,16 @@ def test_the_next_step_is_sent_before_anybody_hears_of_the_last() -> None:
     bench(test)
 
 
-def test_a_request_learns_when_it_leaves_the_queue() -> None:
+def test_a_request_leaves_the_queue_when_a_row_is_free() -> None:
     async def test(bench: Bench) -> None:
-        first, second = bench.submit(request(1)), bench.submit(request(2))
+        _, second = bench.submit(request(1)), bench.submit(request(2))
         await asyncio.sleep(0)
-        assert (first.num_admissions, second.num_admissions) == (1, 0)
-        assert (bench.backend.running, bench.backend.queue_size) == (1, 1)
+        assert bench.shards.admitted == [1]
+        assert (bench.loop.running, bench.loop.queue_size) == (1, 1)
         bench.shards.answer_all()
-        assert second.num_admissions == 1
+        assert bench.shards.admitted == [1, 2]
         assert second.tokens == expected_tokens(request(2), VOCAB)
-        assert (bench.backend.running, bench.backend.queue_size) == (0, 0)
+        assert (bench.loop.running, bench.loop.queue_size) == (0, 0)
 
     bench(test, max_rows=1)
 
@@ -159,8 +160,8 @@ def test_a_cancelled_request_hears_nothing_more_and_its_row_is_free_at_once() ->
         cancelled, waiting = bench.submit(request(1)), bench.submit(request(2))
         await asyncio.sleep(0)
         bench.shards.answer()
-        bench.backend.cancel(1)
-        bench.backend.cancel(1)
+        bench.loop.cancel(1)
+        bench.loop.cancel(1)
         bench.shards.answer_all()
         assert len(cancelled.outputs) == 1
         assert waiting.tokens == expected_tokens(request(2), VOCAB)
@@ -171,30 +172,30 @@ def test_a_cancelled_request_hears_nothing_more_and_its_row_is_free_at_once() ->
 
 def test_a_request_may_be_cancelled_before_it_was_ever_planned() -> None:
     async def test(bench: Bench) -> None:
-        sink = bench.submit(request(1))
-        bench.backend.cancel(1)
+        receiver = bench.submit(request(1))
+        bench.loop.cancel(1)
         await asyncio.sleep(0)
         assert bench.shards.plans == []
-        assert sink.outputs == []
+        assert receiver.outputs == []
 
     bench(test)
 
 
-def test_a_sink_may_cancel_its_request_while_it_is_told() -> None:
+def test_a_receiver_may_cancel_its_request_while_it_is_told() -> None:
     """A stop string is found there."""
 
     async def test(bench: Bench) -> None:
-        class Satisfied(Sink):
-            def __call__(self, outputs: list[Output]) -> None:
-                super().__call__(outputs)
-                bench.backend.cancel(1)
+        class Satisfied(Receiver):
+            def put(self, request_id: int, output: Output) -> None:
+                super().put(request_id, output)
+                bench.loop.cancel(1)
 
-        sink = Satisfied()
-        bench.backend.submit(request(1), sink)
+        receiver = Satisfied()
+        bench.loop.submit(request(1), receiver)
         other = bench.submit(request(2))
         await asyncio.sleep(0)
         bench.shards.answer_all()
-        assert len(sink.outputs) == 1
+        assert len(receiver.outputs) == 1
         assert other.tokens == expected_tokens(request(2), VOCAB)
 
     bench(test)
@@ -217,38 +218,38 @@ def test_a_lost_shard_ends_every_request_those_that_wait_and_those_to_come() -> 
     async def test(bench: Bench) -> None:
         running, waiting = bench.submit(request(1)), bench.submit(request(2))
         await asyncio.sleep(0)
-        assert await bench.backend.healthy()
+        assert await bench.loop.healthy()
         bench.shards.lose(ShardsLost("shard 0 ended its stream"))
         with pytest.raises(ShardsLost):
             await bench.task
         late = bench.submit(request(3))
-        for sink in (running, waiting, late):
-            assert [output.error for output in sink.outputs] == ["shard 0 ended its stream"]
-        assert not await bench.backend.healthy()
+        for receiver in (running, waiting, late):
+            assert [output.error for output in receiver.outputs] == ["shard 0 ended its stream"]
+        assert not await bench.loop.healthy()
 
     bench(test, max_rows=1)
 
 
 def test_a_bug_ends_every_request_too_and_is_not_swallowed() -> None:
     async def test(bench: Bench) -> None:
-        sink = bench.submit(request(1))
+        receiver = bench.submit(request(1))
         await asyncio.sleep(0)
         bench.shards.lose(AssertionError("result of step 7, expected 3"))
         with pytest.raises(AssertionError):
             await bench.task
-        assert [output.error for output in sink.outputs] == ["the scheduler failed"]
+        assert [output.error for output in receiver.outputs] == ["the scheduler failed"]
 
     bench(test)
 
 
 def test_at_the_end_of_the_server_running_requests_are_told() -> None:
     async def test(bench: Bench) -> None:
-        sink = bench.submit(request(1))
+        receiver = bench.submit(request(1))
         await asyncio.sleep(0)
         bench.task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await bench.task
-        assert [output.error for output in sink.outputs] == ["the server is shutting down"]
+        assert [output.error for output in receiver.outputs] == ["the server is shutting down"]
 
     bench(test)
 
@@ -256,7 +257,7 @@ def test_at_the_end_of_the_server_running_requests_are_told() -> None:
 def test_health_is_that_of_the_shards() -> None:
     async def test(bench: Bench) -> None:
         bench.shards.is_healthy = False
-        assert not await bench.backend.healthy()
+        assert not await bench.loop.healthy()
 
     bench(test)
 

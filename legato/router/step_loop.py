@@ -1,7 +1,7 @@
-"""The seam between text and scheduling: requests go in, outputs come back, steps stay in flight in between.
+"""The loop around the scheduler: requests go in, outputs come back, steps stay in flight in between.
 
-Nothing here waits for a step: a result arrives, is booked, the next step is planned and sent, and only then do the
-requests hear of their tokens.
+Nothing here waits for a step: a result arrives, is booked, the next step is planned and sent, and only then are the
+tokens delivered.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from legato.common.errors import LegatoError
-from legato.ipc.seam import Sink
+from legato.grammar.kinds import Grammar
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, Grammar, ModelLimits, Output, StepPlan, StepResult
-from legato.telemetry.metrics import Step
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.telemetry.metrics import StepFigures
 
 # One step computes, the next waits at the shard: the device never waits for the router.
 STEPS_IN_FLIGHT = 2
@@ -48,19 +48,51 @@ class SentStep:
     num_preempted: int
 
 
-class Backend:
+class Receiver(Protocol):
+    """Gets the outputs of requests, one at a time; the last of a request has a finish reason or an error."""
+
+    def put(self, request_id: int, output: Output) -> None: ...
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Time, so that tests can do without the real one."""
+
+    def now(self) -> float: ...
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer: ...
+
+
+class LoopClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        return asyncio.get_running_loop().call_later(seconds, callback)
+
+
+class StepLoop:
     def __init__(
-        self, scheduler: Scheduler, shards: Shards, limits: ModelLimits, on_step: Callable[[Step], None]
+        self,
+        scheduler: Scheduler,
+        shards: Shards,
+        limits: ModelLimits,
+        on_step: Callable[[StepFigures], None],
+        clock: Clock | None = None,
     ) -> None:
         self.limits = limits
         self.scheduler = scheduler
         self._shards = shards
         self._on_step = on_step
-        self._sinks: dict[int, Sink] = {}
+        self._clock = LoopClock() if clock is None else clock
+        self._receivers: dict[int, Receiver] = {}
         self._sent: deque[SentStep] = deque()
         self._pump_is_due = False
-        # One for everybody, at the next deadline there is or earlier.
-        self._alarm: asyncio.TimerHandle | None = None
+        # One timer for all requests, at the next deadline or earlier.
+        self._alarm: Timer | None = None
         self._alarm_at = math.inf
         self._lost: str | None = None
 
@@ -72,12 +104,12 @@ class Backend:
     def running(self) -> int:
         return len(self.scheduler.running)
 
-    def submit(self, request: GenerationRequest, sink: Sink) -> None:
-        if self._lost is not None:
-            sink([Output(error=self._lost)])
+    def submit(self, request: GenerationRequest, receiver: Receiver) -> None:
+        refused = self.scheduler.submit(request, self._clock.now()) if self._lost is None else Output(error=self._lost)
+        if refused is not None:
+            receiver.put(request.id, refused)
             return
-        self._sinks[request.id] = sink
-        self.scheduler.submit(request, time.monotonic())
+        self._receivers[request.id] = receiver
         self._set_alarm()
         if not self._pump_is_due:
             # Requests that arrive together enter the same step.
@@ -85,7 +117,7 @@ class Backend:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def cancel(self, request_id: int) -> None:
-        self._sinks.pop(request_id, None)
+        self._receivers.pop(request_id, None)
         self.scheduler.cancel(request_id)
 
     async def prepare(self, grammar: Grammar) -> None:
@@ -111,7 +143,7 @@ class Backend:
         self._expire()
         while self.scheduler.num_in_flight < STEPS_IN_FLIGHT:
             started, before = time.perf_counter(), replace(self.scheduler.stats)
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(self._clock.now())
             if plan is None:
                 return
             self._shards.send(plan)
@@ -126,13 +158,16 @@ class Backend:
                     stats.preemptions - before.preemptions,
                 )
             )
-            for admission in plan.admitted:
-                self._sinks[admission.request.id].admitted()
 
     def _expire(self) -> None:
-        for request_id, output in self.scheduler.expire(time.monotonic()):
-            if (sink := self._sinks.pop(request_id, None)) is not None:  # None: the shards were lost meanwhile
-                sink([output])
+        for request_id, output in self.scheduler.expire(self._clock.now()):
+            self._deliver(request_id, output)
+
+    def _deliver(self, request_id: int, output: Output) -> None:
+        ended = output.finish_reason is not None or output.error is not None
+        receiver = self._receivers.pop(request_id, None) if ended else self._receivers.get(request_id)
+        if receiver is not None:  # None: cancelled meanwhile
+            receiver.put(request_id, output)
 
     def _set_alarm(self) -> None:
         """Unless it comes in time anyway. Deadlines that nobody cares about any more may let it come for nothing."""
@@ -142,7 +177,7 @@ class Backend:
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm_at = deadline
-        self._alarm = asyncio.get_running_loop().call_later(max(deadline - time.monotonic(), 0), self._on_alarm)
+        self._alarm = self._clock.call_later(max(deadline - self._clock.now(), 0), self._on_alarm)
 
     def _on_alarm(self) -> None:
         self._alarm, self._alarm_at = None, math.inf
@@ -155,16 +190,13 @@ class Backend:
         self._pump()
         delivering = time.perf_counter()
         for request_id, output in outputs:
-            ended = output.finish_reason is not None or output.error is not None
-            sink = self._sinks.pop(request_id, None) if ended else self._sinks.get(request_id)
-            if sink is not None:
-                sink([output])
+            self._deliver(request_id, output)
         self._record(self._sent.popleft(), result, arrived, time.perf_counter() - delivering)
 
     def _record(self, sent: SentStep, result: StepResult, arrived: float, delivery_time: float) -> None:
         plan, scheduler = sent.plan, self.scheduler
         self._on_step(
-            Step(
+            StepFigures(
                 method="prefill" if plan.admitted or max(plan.num_tokens) > 1 else "decode",
                 batch_size=len(plan.rows),
                 num_admitted=len(plan.admitted),
@@ -185,6 +217,6 @@ class Backend:
         self._lost = reason
         if self._alarm is not None:
             self._alarm.cancel()
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            sink([Output(error=reason)])
+        receivers, self._receivers = self._receivers, {}
+        for request_id, receiver in receivers.items():
+            receiver.put(request_id, Output(error=reason))

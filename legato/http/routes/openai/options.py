@@ -6,10 +6,12 @@ is fine, `top_k` may be off in so many words, a seed may be negative and goes to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import SharedFields
+from legato.grammar.kinds import Grammar
+from legato.grammar.wire import grammar_type
 from legato.http.routes.openai.response_format import grammar_of
 from legato.http.validation import (
     Validator,
@@ -23,7 +25,7 @@ from legato.http.validation import (
     random_seed,
     share,
 )
-from legato.scheduling.state import Grammar, Sampling
+from legato.pb import generate_pb2 as pb
 
 # Answers to one prompt. TGI has no flag for it; `--max-best-of` is for those that are thrown away.
 MAX_CHOICES = 8
@@ -32,13 +34,13 @@ _SEEDS = 2**64
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SharedOptions:
     grammar: Grammar | None
     # What the client calls it.
     grammar_field: str
     # Special tokens whose names are part of the text.
     spoken_token_ids: frozenset[int] = field(default=frozenset(), kw_only=True)
-    sampling: Sampling
+    parameters: pb.NextTokenChooserParameters
     seed: int | None
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
@@ -61,25 +63,28 @@ class Terms:
             inputs=text,
             input_ids=ids,
             max_new_tokens=max_new_tokens,
-            sampling=self.sampling,
-            stop=self.stop,
-            ignore_eos=self.ignore_eos,
+            parameters=self.parameters,
             top_n_tokens=top_logprobs or 0,
-            best_of=self.best_of,
-            details=False,
-            decoder_input_details=prompt_logprobs,
-            return_full_text=False,
+            prompt_logprobs=prompt_logprobs,
+            ignore_eos=self.ignore_eos,
+            stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             include_stop=False,
             spoken_token_ids=self.spoken_token_ids,
-            grammar=self.grammar,
             priority=self.priority,
         )
 
+    async def check_grammar(self, validator: Validator) -> None:
+        """Before any of the requests is scheduled; they share the parameters."""
+        if self.grammar is not None:
+            checked = await validator.check_grammar(self.grammar, self.grammar_field)
+            self.parameters.grammar = checked.value
+            self.parameters.grammar_type = grammar_type(checked)
 
-def terms_of(
+
+def shared_options(
     request: SharedFields, validator: Validator, best_of: int | None = None, calls: Grammar | None = None
-) -> Terms:
+) -> SharedOptions:
     """`calls` is what the text must look like if tools are to be called."""
     grammar = grammar_of(request.response_format) if calls is None else calls
     n, best_of = _sequences(request, best_of, validator.settings.max_best_of)
@@ -88,10 +93,10 @@ def terms_of(
     check_bias(request.logit_bias or {})
     options = request.stream_options
     include_usage = bool(options and options.include_usage)
-    return Terms(
+    return SharedOptions(
         grammar=grammar,
         grammar_field="response_format" if calls is None else "tools",
-        sampling=_with_minimum(_sampling(request), request, validator),
+        parameters=_parameters(request, validator),
         seed=_seed(request.seed),
         stop=_stop(request.stop, validator.settings.max_stop_sequences),
         stop_token_ids=frozenset(request.stop_token_ids or ()),
@@ -125,7 +130,7 @@ def _sequences(request: SharedFields, best_of: int | None, max_best_of: int) -> 
     return n, best_of
 
 
-def _sampling(request: SharedFields) -> Sampling:
+def _parameters(request: SharedFields, validator: Validator) -> pb.NextTokenChooserParameters:
     temperature = 1.0 if request.temperature is None else request.temperature
     if temperature < 0:
         raise InvalidRequest("`temperature` must be >= 0.0", "temperature")
@@ -136,7 +141,7 @@ def _sampling(request: SharedFields) -> Sampling:
     top_p = request.top_p
     greedy = as_float32("temperature", temperature) == 0
     greedy = greedy or (top_p is not None and top_p >= 0 and as_float32("top_p", top_p) == 0)
-    return Sampling(
+    parameters = pb.NextTokenChooserParameters(
         do_sample=not greedy,
         temperature=1.0 if greedy else temperature,
         top_k=max(top_k, 0),
@@ -146,17 +151,20 @@ def _sampling(request: SharedFields) -> Sampling:
         repetition_penalty=positive("repetition_penalty", request.repetition_penalty),
         frequency_penalty=penalty("frequency_penalty", request.frequency_penalty),
         presence_penalty=penalty("presence_penalty", request.presence_penalty),
-        logit_bias=dict(request.logit_bias or {}),
+        token_bias=request.logit_bias or {},
     )
+    _set_minimum(parameters, request, validator)
+    return parameters
 
 
-def _with_minimum(sampling: Sampling, request: SharedFields, validator: Validator) -> Sampling:
+def _set_minimum(parameters: pb.NextTokenChooserParameters, request: SharedFields, validator: Validator) -> None:
     if not request.min_tokens:
-        return sampling
+        return
     limits = validator.limits
     model_ends = frozenset() if request.ignore_eos else limits.eos_token_ids
     ends = {token_id for token_id in model_ends if token_id < limits.vocab_size}.union(request.stop_token_ids or ())
-    return replace(sampling, min_new_tokens=request.min_tokens, end_token_ids=tuple(sorted(ends)))
+    parameters.min_new_tokens = request.min_tokens
+    parameters.end_token_ids.extend(sorted(ends))
 
 
 def _seed(seed: int | None) -> int | None:

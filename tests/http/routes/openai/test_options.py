@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from legato.scheduling.state import GenerationRequest, Sampling
+from legato.pb import generate_pb2 as pb
+from legato.scheduling.state import GenerationRequest
+from tests.generation import parameters_of, sampling
 from tests.http.asgi import EOS, FakeBackend
 from tests.http.routes.openai.fakes import chat, complete, problem
 
@@ -16,21 +18,21 @@ def asked(**request: Any) -> GenerationRequest:
         answer = ask(backend, seed=0, **request)
         assert answer.status == 200, answer.body
     first, second = backend.requests
-    assert first.sampling == second.sampling
+    assert first.payload == second.payload
     return first
 
 
-def sampling(**request: Any) -> Sampling:
-    return asked(**request).sampling
+def asked_sampling(**request: Any) -> pb.NextTokenChooserParameters:
+    return parameters_of(asked(**request))
 
 
 def test_the_default_samples_at_temperature_1() -> None:
-    assert sampling() == Sampling(do_sample=True)
+    assert asked_sampling() == sampling(do_sample=True)
 
 
 @pytest.mark.parametrize("request_", [{"temperature": 0}, {"temperature": 1e-60}, {"top_p": 0}])
 def test_the_likeliest_token_is_taken_if_nothing_else_is_left(request_: dict[str, Any]) -> None:
-    assert sampling(**request_) == Sampling(do_sample=False)
+    assert asked_sampling(**request_) == sampling(do_sample=False)
 
 
 def test_every_sampling_field_arrives() -> None:
@@ -44,20 +46,20 @@ def test_every_sampling_field_arrives() -> None:
         "frequency_penalty": -2,
         "presence_penalty": 2,
     }
-    assert sampling(**request, logit_bias={"5": -100, "6": 1.5}) == Sampling(
+    assert asked_sampling(**request, logit_bias={"5": -100, "6": 1.5}) == sampling(
         do_sample=True, logit_bias={5: -100.0, 6: 1.5}, **request
     )
 
 
 @pytest.mark.parametrize("request_", [{"top_p": 1}, {"top_p": 1.0}, {"top_k": 0}, {"top_k": -1}, {"min_p": 0}])
 def test_a_filter_may_be_off_in_so_many_words(request_: dict[str, Any]) -> None:
-    assert sampling(**request_) == Sampling(do_sample=True)
+    assert asked_sampling(**request_) == sampling(do_sample=True)
 
 
 def test_no_end_before_min_tokens() -> None:
-    wanted = sampling(min_tokens=5, stop_token_ids=[9])
-    assert (wanted.min_new_tokens, wanted.end_token_ids) == (5, (EOS, 9))
-    assert sampling(min_tokens=5, ignore_eos=True).end_token_ids == ()
+    wanted = asked_sampling(min_tokens=5, stop_token_ids=[9])
+    assert (wanted.min_new_tokens, list(wanted.end_token_ids)) == (5, [EOS, 9])
+    assert list(asked_sampling(min_tokens=5, ignore_eos=True).end_token_ids) == []
 
 
 def test_stop_tokens_and_ignored_ends_reach_the_scheduler() -> None:
@@ -70,7 +72,7 @@ def test_stop_tokens_and_ignored_ends_reach_the_scheduler() -> None:
 def test_seeds_of_64_bits(seed: int) -> None:
     backend = FakeBackend()
     complete(backend, seed=seed)
-    assert backend.requests[0].sampling.seed == seed % 2**64
+    assert parameters_of(backend.requests[0]).seed == seed % 2**64
 
 
 WRONG = [

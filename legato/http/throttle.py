@@ -1,4 +1,4 @@
-"""Lets a few requests begin in each turn of the event loop.
+"""Starts a few requests in each turn of the event loop.
 
 Beginning costs a hundred times as much as passing a token on. When a thousand requests come at once, all of them in one
 turn would keep everybody who is being served, and whoever asks for our health, waiting for a second.
@@ -13,7 +13,7 @@ from collections import deque
 PER_TURN = 8
 
 
-class Turnstile:
+class AcceptThrottle:
     def __init__(self, per_turn: int = PER_TURN) -> None:
         self._per_turn = per_turn
         self._left = per_turn

@@ -1,0 +1,233 @@
+"""How every generating route answers: check, validate, run the sequences, then one body or a stream of events.
+
+A route brings a `Job`, which knows the fields of its API, and a `Dialect`, which knows its errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from legato.api.errors import ClientGone, InternalError, Overloaded, RequestError
+from legato.http import sse
+from legato.http.exchange import Client, Exchange
+from legato.http.inference import Inference, logger
+from legato.http.streams import Piece, Stream, StreamGroup
+from legato.http.validation import ValidRequest
+from legato.telemetry.metrics import Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How an API tells of errors in a stream."""
+
+    error_event: Callable[[RequestError], bytes]
+    # A refused stream still has status 200 and the error as its only event, because TGI's clients look for it there.
+    # Only an overloaded server says so in the status, for the load balancers in front of it.
+    refuses_in_events: bool = False
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence in the making, or complete."""
+
+    index: int
+    prompt: int  # which of the request's prompts it answers
+    stream: Stream
+    # Only the prompt was asked for (`max_tokens` 0): the one token that had to be computed is not part of the answer.
+    prompt_only: bool = False
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return 0 if self.prompt_only else self.stream.transcript.num_tokens
+
+    @property
+    def text(self) -> str:
+        return "" if self.prompt_only else self.stream.transcript.text
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(piece.token.logprob or 0.0 for piece in self.pieces) / len(self.pieces)
+
+
+class Writer(Protocol):
+    """Encodes the events of a stream."""
+
+    def write(self, choice: Choice, pieces: list[Piece]) -> bytes:
+        """What has become of a choice since the last call. `choice.stream` knows whether that was all."""
+        ...
+
+    def end(self) -> bytes:
+        """What follows when all choices are complete."""
+        ...
+
+
+class Job(Protocol):
+    """A request whose fields are checked, and how to answer it. Knows nothing of HTTP, and never waits for tokens."""
+
+    num_prompts: int
+    # Sequences to generate for each prompt.
+    num_sequences: int
+
+    @property
+    def prompt_only(self) -> bool: ...
+
+    async def requests(self) -> list[ValidRequest]:
+        """One per prompt: tokenized, and with room for what is to follow."""
+        ...
+
+    def seed(self, number: int) -> int:
+        """Of the nth sequence of a prompt."""
+        ...
+
+    def ranked(self, choices: list[Choice]) -> list[Choice]:
+        """Complete choices, best first where that matters."""
+        ...
+
+    def billed(self, choices: list[Choice]) -> list[Choice]:
+        """Those whose tokens headers and metrics count, of choices that are ranked."""
+        ...
+
+    def answer(self, choices: list[Choice], billed: list[Choice]) -> bytes: ...
+
+    def writer(self, choices: list[Choice]) -> Writer: ...
+
+
+async def serve(
+    exchange: Exchange, inference: Inference, make_job: Callable[[], Job], dialect: Dialect, *, stream: bool
+) -> None:
+    """`make_job` checks the request's fields; it is called where a failure is counted."""
+    answer = _Answer(exchange, inference, make_job)
+    await (answer.stream(dialect) if stream else answer.whole())
+
+
+def num_prompt_tokens(choices: Sequence[Choice]) -> int:
+    """Prompts count once, however many sequences they have."""
+    return sum(stream.input_len for stream in first_streams(choices))
+
+
+def first_streams(choices: Sequence[Choice]) -> list[Stream]:
+    """The first stream of each prompt."""
+    return list({choice.prompt: choice.stream for choice in reversed(choices)}.values())
+
+
+class _Answer:
+    def __init__(self, exchange: Exchange, inference: Inference, make_job: Callable[[], Job]) -> None:
+        self._exchange = exchange
+        self._inference = inference
+        self._make_job = make_job
+        self._arrived_at = time.monotonic()
+        self._headers = {"x-compute-type": inference.settings.compute_type}
+        self._started = False
+
+    # ---- one body -------------------------------------------------------------------------------------------------
+
+    async def whole(self) -> None:
+        inference = self._inference
+        with inference.counted():
+            job = self._make_job()
+            num_sequences = job.num_prompts * job.num_sequences
+            with inference.concurrency.held(num_sequences), self._exchange.client() as client:
+                requests = await self._validate(job)
+                with self._running(job, requests, client) as choices:
+                    texts = await asyncio.gather(*(choice.stream.read_all() for choice in choices))
+        for choice, pieces in zip(choices, texts, strict=True):
+            choice.pieces = pieces
+        ranked = job.ranked(choices)
+        billed = job.billed(ranked)
+        timings = inference.succeeded([choice.stream for choice in billed], self._arrived_at)
+        body = job.answer(ranked, billed)
+        await self._exchange.respond(body, {**self._headers, **_figures(billed, timings)})
+
+    # ---- events ---------------------------------------------------------------------------------------------------
+
+    async def stream(self, dialect: Dialect) -> None:
+        """The status goes out with the first event, so a request that is refused says so in its status."""
+        try:
+            with self._inference.counted():
+                await self._events(self._make_job())
+        except ClientGone:
+            raise
+        except Exception as error:
+            in_events = dialect.refuses_in_events and not isinstance(error, Overloaded)
+            if not (self._started or in_events):
+                raise
+            if not isinstance(error, RequestError):
+                logger.exception("A stream failed")
+            await self._write(dialect.error_event(error if isinstance(error, RequestError) else InternalError()))
+        await self._exchange.end()
+
+    async def _events(self, job: Job) -> None:
+        num_sequences = job.num_prompts * job.num_sequences
+        with self._inference.concurrency.held(num_sequences), self._exchange.client() as client:
+            requests = await self._validate(job)
+            with self._running(job, requests, client) as choices:
+                await self._write_events(job, choices)
+
+    async def _write_events(self, job: Job, choices: list[Choice]) -> None:
+        group = StreamGroup([choice.stream for choice in choices])
+        writer = job.writer(choices)
+        # Waking any of the streams wakes the group.
+        keep_alive = sse.KeepAlive(choices[0].stream, self._inference.settings.keep_alive)
+        try:
+            while not group.ended:
+                news = await group.read()
+                data = b"".join([writer.write(choices[number], pieces) for number, pieces in news])
+                if group.ended:
+                    data += writer.end()
+                    self._inference.succeeded([choice.stream for choice in choices], self._arrived_at)
+                elif not news:
+                    data = sse.KEEP_ALIVE
+                if data:  # a token may have no text
+                    await self._write(data)
+                    keep_alive.sent()
+        finally:
+            keep_alive.close()
+
+    async def _write(self, data: bytes) -> None:
+        if not self._started:
+            await self._exchange.start({**sse.HEADERS, **self._headers})
+            self._started = True
+        await self._exchange.write(data)
+
+    # ---- parts ----------------------------------------------------------------------------------------------------
+
+    async def _validate(self, job: Job) -> list[ValidRequest]:
+        requests = await job.requests()
+        for request in requests:
+            self._inference.metrics.request_validated(len(request.input_ids), request.max_new_tokens)
+        self._headers["x-compute-characters"] = str(sum(len(request.inputs) for request in requests))
+        return requests
+
+    @contextmanager
+    def _running(self, job: Job, requests: list[ValidRequest], client: Client) -> Iterator[list[Choice]]:
+        """Choices 0 to `num_sequences` - 1 are of the first prompt, and so on."""
+        choices: list[Choice] = []
+        for prompt, request in enumerate(requests):
+            for number in range(job.num_sequences):
+                stream = self._inference.stream(request, job.seed(number), client.tenant)
+                choices.append(Choice(len(choices), prompt, stream, job.prompt_only))
+        with self._inference.running([choice.stream for choice in choices], client):
+            yield choices
+
+
+def _figures(choices: list[Choice], timings: Timings) -> dict[str, str]:
+    def milliseconds(seconds: float) -> str:
+        return str(int(seconds * 1000))
+
+    return {
+        "content-type": "application/json",
+        "x-compute-time": f"{timings.total:.9f}",
+        "x-total-time": milliseconds(timings.total),
+        "x-validation-time": milliseconds(timings.validation),
+        "x-queue-time": milliseconds(timings.queue),
+        "x-inference-time": milliseconds(timings.inference),
+        "x-time-per-token": milliseconds(timings.per_token),
+        "x-prompt-tokens": str(num_prompt_tokens(choices)),
+        "x-generated-tokens": str(sum(choice.num_tokens for choice in choices)),
+    }

@@ -1,0 +1,112 @@
+"""The scheduler as an HTTP worker sees it: the other end of the worker's link."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from legato.common.errors import LegatoError
+from legato.grammar.errors import GrammarError
+from legato.grammar.kinds import Grammar
+from legato.ipc import messages as msg
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output
+
+# Seconds for which tokens prove that scheduler and shards are alive: asking would say nothing newer.
+PROOF_OF_LIFE = 1.0
+# Requests whose tokens are delivered in one turn of the event loop. Each delivery writes to a client, which takes 20
+# microseconds and more.
+DELIVERIES_PER_TURN = 32
+
+# Gets the outputs of one request, one at a time. The last has a finish reason or an error. Must not block.
+Receiver = Callable[[Output], None]
+
+
+class SchedulerClient:
+    """Sends requests, hands out their tokens, and asks the scheduler's questions. The owner of the link passes in what
+    arrives on it."""
+
+    def __init__(self, limits: ModelLimits, send: Callable[[msgspec.Struct], None]) -> None:
+        self.limits = limits
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._receivers: dict[int, Receiver] = {}
+        self._numbers = itertools.count(1)
+        self._questions: dict[int, asyncio.Future[msg.Answer]] = {}
+        self._last_tokens = 0.0
+        # What has arrived, by request, in the order of delivery.
+        self._undelivered: dict[int, list[Output]] = {}
+        self._delivering = False
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest, receiver: Receiver) -> None:
+        """The scheduler may refuse: then the only output is an error with `retry_after`."""
+        self._receivers[request.id] = receiver
+        self._send(msg.Submit(request))
+
+    def cancel(self, request_id: int) -> None:
+        """Row and blocks are free within one step; the receiver is not called any more. Unknown ids are fine."""
+        if self._receivers.pop(request_id, None) is not None:
+            self._send(msg.Cancel(request_id))
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Have a grammar compiled before a request comes with it. GrammarError; LegatoError if the shards are lost."""
+        answer = await self._ask(lambda number: msg.Prepare(number, grammar))
+        if answer.error is not None:
+            raise GrammarError(answer.error) if answer.grammar_is_wrong else LegatoError(answer.error)
+
+    async def healthy(self) -> bool:
+        if self._loop.time() - self._last_tokens < PROOF_OF_LIFE:
+            return True
+        return bool((await self._ask(msg.CheckHealth)).value)
+
+    async def scrape(self) -> bytes:
+        """The metrics of all processes."""
+        answer = await self._ask(msg.Scrape)
+        assert isinstance(answer.value, bytes)
+        return answer.value
+
+    def _ask(self, question: Callable[[int], msgspec.Struct]) -> asyncio.Future[msg.Answer]:
+        number = next(self._numbers)
+        asked: asyncio.Future[Any] = self._loop.create_future()
+        self._questions[number] = asked
+        self._send(question(number))
+        return asked
+
+    # ---- what arrives ----------------------------------------------------------------------------------------------
+
+    def on_answer(self, answer: msg.Answer) -> None:
+        asked = self._questions.pop(answer.number)
+        if not asked.done():  # or its caller was cancelled
+            asked.set_result(answer)
+
+    def on_tokens(self, tokens: msg.Tokens) -> None:
+        """A step may have tokens for thousands of requests. They are delivered a few per turn of the event loop, so
+        that everything else, a health check perhaps, has a turn in between."""
+        self._last_tokens = self._loop.time()
+        undelivered, rest = self._undelivered, dict(tokens.rest)
+        plain = zip(tokens.request_ids, tokens.token_ids, tokens.logprobs, strict=True)
+        for place, (request_id, token_id, logprob) in enumerate(plain):
+            output = rest[place] if place in rest else Output(token_id, logprob)
+            undelivered.setdefault(request_id, []).append(output)
+        if not self._delivering:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        for request_id in list(itertools.islice(self._undelivered, DELIVERIES_PER_TURN)):
+            outputs = self._undelivered.pop(request_id)
+            last = outputs[-1]
+            ended = last.finish_reason is not None or last.error is not None
+            receiver = self._receivers.pop(request_id, None) if ended else self._receivers.get(request_id)
+            if receiver is not None:  # or the request was cancelled
+                for output in outputs:
+                    receiver(output)
+        self._delivering = bool(self._undelivered)
+        if self._delivering:
+            self._loop.call_soon(self._deliver)
