@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -183,9 +184,9 @@ def _admission(admission: Admission) -> pb.Admission:
     """What validation wrote for the shard, and where the scheduler puts it."""
     request, input_ids = admission.request, admission.input_ids
     if request.images:
-        input_ids = list(input_ids)
         for image in request.images:
-            input_ids[image.start : image.start + image.num_tokens] = [image.token_id] * image.num_tokens
+            token_ids = array("q", [image.token_id]) * image.num_tokens
+            input_ids[image.start : image.start + image.num_tokens] = token_ids
     message = pb.Admission.FromString(request.payload)
     message.row = admission.row
     message.request_id = request.id

@@ -9,6 +9,7 @@ blocks in the tree       ├─────────────────�
 from __future__ import annotations
 
 import sys
+from array import array
 from dataclasses import dataclass, field
 
 from legato.scheduling.prefix_tree import Node
@@ -26,7 +27,7 @@ class Entry:
     id: int
     rank: Rank
     tenant: Tenant
-    tokens: list[int]
+    tokens: array[int]  # 64 bits each: digests of images are larger than any token id
     num_prompt: int
     max_len: int  # of prompt and answer
     end_ids: frozenset[int]  # tokens that may end it
@@ -60,7 +61,9 @@ class Entry:
     ) -> Entry:
         """`model_ends` are the tokens with which the model ends an answer, `start` is the one with which the decoder of
         an encoder-decoder model begins: it stands behind what the encoder reads, all at once."""
-        tokens = list(request.input_ids) if start is None else [*request.input_ids, start]
+        tokens = array("q", request.input_ids)
+        if start is not None:
+            tokens.append(start)
         return cls(
             request=request,
             id=request.id,
@@ -112,3 +115,5 @@ class InFlight:
     planned: list[PlannedRow] = field(default_factory=list)
     # Prompt tokens that it computes beside decodes; 0 if it has only one of the two.
     num_mixed: int = 0
+    # What was spent on admissions, in blocks that were looked up.
+    work: int = 0

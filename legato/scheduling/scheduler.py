@@ -28,6 +28,10 @@ from legato.scheduling.state import Admission, FinishReason, GenerationRequest, 
 
 # Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
 LOOK_AHEAD = 32
+# What one plan may spend on admissions, in blocks that are looked up: some 3 ms. Requests with long cached prefixes are
+# admitted over several plans, instead of holding up the router's event loop and every token that is on its way.
+MAX_ADMISSION_WORK = 4096
+ENTRY_WORK = 24  # of each request that is considered, besides its blocks
 WAITED_TOO_LONG = "The request waited longer than {:g} seconds for its turn (--queue-timeout)"
 OVERLOADED = "Model is overloaded"
 RAN_TOO_LONG = "The request took longer than {:g} seconds (--request-timeout)"
@@ -167,7 +171,7 @@ class Scheduler:
         if max(wanted, default=0) > 1:  # a prompt has begun: whoever comes before it by rank also does if it waits
             first = next(entry for entry, count in zip(running, wanted, strict=True) if count > 1)
             rest = self._plan_admissions(step, rest, first.rank)
-        rest = self._plan_running(step, running, rest)
+        rest = self._plan_running(step, running, wanted, rest)
         rest = self._plan_admissions(step, rest)
         if not step.planned:
             return None
@@ -175,16 +179,15 @@ class Scheduler:
         self._in_flight.append(step)
         return step.plan
 
-    def _plan_running(self, step: InFlight, running: list[Entry], budget: int) -> int:
+    def _plan_running(self, step: InFlight, running: list[Entry], wanted: list[int], budget: int) -> int:
         """Best rank first. Every decode gets its token; prompt chunks share the budget. Returns the rest of it."""
-        for entry in running:
-            wanted = entry.num_to_compute
-            count = 1 if wanted == 1 else min(wanted, budget)
+        for entry, num_wanted in zip(running, wanted, strict=True):
+            count = 1 if num_wanted == 1 else min(num_wanted, budget)
             if count == 0 or entry.row is None:  # no row: preempted by a better one in this very loop
                 continue
             first_new = len(entry.blocks)
             if entry.num_scheduled + count <= entry.capacity or self._grow(entry, count):
-                budget -= count if wanted > 1 else 0
+                budget -= count if num_wanted > 1 else 0
                 self._add(step, entry, count, entry.blocks[first_new:])
         return budget
 
@@ -196,7 +199,11 @@ class Scheduler:
             return budget
         filling = {self._next_block(entry, entry.node, entry.num_indexed) for entry in self.running}
         passed: list[Entry] = []
-        while budget and self._free_rows and len(passed) < LOOK_AHEAD and (entry := self.queue.call()) is not None:
+        while budget and self._free_rows and len(passed) < LOOK_AHEAD and step.work < MAX_ADMISSION_WORK:
+            entry = self.queue.call()
+            if entry is None:
+                break
+            step.work += ENTRY_WORK + len(entry.tokens) // self.limits.block_size
             if entry.rank >= before:
                 passed.append(entry)
                 break
@@ -236,15 +243,15 @@ class Scheduler:
         reusable = (len(entry.tokens) - 1) // self.limits.block_size
         if not self.limits.prefix_caching or entry.wants_prompt_logprobs:
             reusable = 0
-        return self.tree.match(entry.tokens, reusable)
+        return self.tree.match(entry.tokens.tobytes(), reusable)
 
-    def _next_block(self, entry: Entry, node: Node | None, depth: int) -> tuple[int, tuple[int, ...]] | None:
+    def _next_block(self, entry: Entry, node: Node | None, depth: int) -> tuple[int, bytes] | None:
         """Names the block below `node`, which is `depth` blocks deep, by the entry's tokens, if it knows them all."""
         size = self.limits.block_size
         start = depth * size
         if start + size >= len(entry.tokens) or not self.limits.prefix_caching:
             return None
-        return id(node), tuple(entry.tokens[start : start + size])
+        return id(node), entry.tokens[start : start + size].tobytes()
 
     def _admit(self, plan: StepPlan, entry: Entry, node: Node, blocks: list[int]) -> bool:
         """Give a request a row and the cached part of its tokens, if the rest has a chance to fit."""
@@ -272,7 +279,7 @@ class Scheduler:
         self.stats.prompt_tokens += len(tokens)
         self.stats.cached_tokens += entry.num_scheduled
         plan.admitted.append(
-            Admission(entry.row, entry.request, list(tokens), entry.num_generated, entry.num_scheduled, list(blocks))
+            Admission(entry.row, entry.request, tokens[:], entry.num_generated, entry.num_scheduled, list(blocks))
         )
         return True
 
@@ -363,8 +370,8 @@ class Scheduler:
         while entry.full_at <= num_computed:
             block = entry.blocks[entry.num_indexed]
             assert entry.node is not None
-            tokens = tuple(entry.tokens[entry.full_at - size : entry.full_at])
-            entry.node, taken = self.tree.extend(entry.node, tokens, block)
+            key = entry.tokens[entry.full_at - size : entry.full_at].tobytes()
+            entry.node, taken = self.tree.extend(entry.node, key, block)
             if taken:
                 entry.private.remove(block)
             entry.num_indexed += 1

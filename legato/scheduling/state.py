@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -96,7 +97,7 @@ class Admission:
 
     row: int
     request: GenerationRequest
-    input_ids: list[int]
+    input_ids: array[int]
     num_generated: int
     num_cached: int
     blocks: list[int]

@@ -45,7 +45,7 @@ def first_plan(scheduler: Scheduler, *requests: GenerationRequest) -> StepPlan:
 def test_the_start_token_stands_behind_the_prompt_and_is_no_part_of_the_request() -> None:
     wanted = request(1, 3)
     (admission,) = first_plan(Scheduler(limits()), wanted).admitted
-    assert admission.input_ids == [1, 2, 3, START] and admission.num_generated == 0
+    assert admission.input_ids.tolist() == [1, 2, 3, START] and admission.num_generated == 0
     assert wanted.input_ids == [1, 2, 3]
 
 

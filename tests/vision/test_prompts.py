@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_a_text_model_refuses_images_and_takes_other_markdown_for_text() -> None
     assert "text only" in problem(server.chat(image(uri(WIDE))))
 
 
-def test_tokens_of_pictures_have_names_that_tell_them_apart() -> None:
+def test_cache_keys_of_images_tell_them_apart() -> None:
     server = Server()
     for data in (WIDE, WIDE, picture(112, 56, 9)):
         server.chat(image(uri(data)), text("what?"))
@@ -124,7 +125,7 @@ def test_tokens_of_pictures_have_names_that_tell_them_apart() -> None:
     assert one == same and len(one) == len(other)
     assert sum(left != right for left, right in zip(one, other, strict=True)) == 8
     tree = PrefixTree(4)
-    assert tree.match(one, 3)[1] == []  # names are tokens like any other
+    assert tree.match(array("q", one).tobytes(), 3)[1] == []  # cache keys are tokens like any other
     assert all(0 <= token_id < 1 << 63 for token_id in other)
 
 
