@@ -1,6 +1,7 @@
 """How long the scheduler's plans take: `python -m benchmarks.plan [--json FILE]`.
 
-Times are CPU times of the thread: a busy neighbour changes nothing. Every plan holds up the router's event loop. The bounds: 5 ms for any plan, 1 ms for a plan of 512 decodes.
+Every plan holds up the router's event loop. The bounds: 5 ms for any plan, 1 ms for a plan of 512 decodes. Times are
+CPU times of the thread, so that a busy neighbour changes little.
 """
 
 from __future__ import annotations

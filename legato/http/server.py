@@ -1,5 +1,5 @@
-"""uvicorn, as a worker needs it: stopped by its scheduler alone, quick to let clients in, with connections that can be
-broken off and that end without losing an answer."""
+"""uvicorn as an HTTP worker needs it: stopped by the scheduler's process alone, quick to accept, with connections that
+can be aborted and that close without losing an answer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from legato.http.exchange import ABORT
-from legato.http.lingering_close import Departures, LingeringTransport
+from legato.http.lingering_close import LingeringConnections, LingeringTransport
 
 # Connections to take in one turn of the event loop. uvloop takes one: when thousands come at once and each turn has a
 # step's tokens to write, the last of them, perhaps somebody's health check, would wait for seconds.
@@ -26,9 +26,24 @@ READ_SIZE = 16 * 1024
 SLACK = 2 * READ_SIZE
 
 
+class CloseDelimitedCycle(RequestResponseCycle):
+    """HTTP/1.0 has no chunks: a body of unknown length ends with its connection."""
+
+    _is_open_ended = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._is_open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self._is_open_ended:
+                self.chunked_encoding = False
+        elif self._is_open_ended:
+            self.expected_content_length = len(message.get("body", b""))  # uvicorn compares, piece by piece
+        await super().send(message)
+
+
 class HttpProtocol(HttpToolsProtocol):
-    """A connection that the application can break off, for clients who do not read what they asked for, and that
-    lingers after its last answer, for clients who are still sending."""
+    """A connection that the application can abort, for clients that do not read, and that lingers after its last
+    answer, for clients that are still sending."""
 
     def __init__(self, server: HttpServer) -> None:
         super().__init__(server.config, server.server_state, server.lifespan.state)
@@ -37,7 +52,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_read = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(LingeringTransport(transport, self._allowance, self._http_server.departures))
+        super().connection_made(LingeringTransport(transport, self._allowance, self._http_server.lingering))
 
     def _allowance(self) -> int:
         return self._http_server.payload_limit + SLACK - self._num_read
@@ -46,6 +61,11 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # scopes may have more keys
         self._num_read = 0
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = CloseDelimitedCycle
 
     def on_body(self, body: bytes) -> None:
         """Reads on when the application has taken what is here. Once it has answered it takes nothing more."""
@@ -56,8 +76,8 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class SmallReads(asyncio.BufferedProtocol):
-    """Hands a connection to its protocol in pieces. The event loop would read 256 KB at once, of a body, too, that the
-    application refuses after the first kilobyte."""
+    """Feeds a protocol in small pieces. The event loop would read 256 KB at once, even of a body that the application
+    refuses after the first kilobyte."""
 
     # Filled and emptied without a pause in between, so that all connections can share it.
     _buffer = bytearray(READ_SIZE)
@@ -88,11 +108,11 @@ class SmallReads(asyncio.BufferedProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Signals mean nothing to it: the scheduler's process says when to stop."""
+    """Ignores signals: the scheduler's process says when to stop."""
 
     def __init__(self, app: ASGIApp, grace: float, payload_limit: int = 0) -> None:
-        """Of a body as large as `payload_limit` all is read, even if the application answers before: some clients look
-        for the answer only when they have sent everything."""
+        """A body of up to `payload_limit` bytes is read whole, even if the application answers before: some clients
+        read the answer only when they have sent everything."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -100,14 +120,15 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                # Typed as whole seconds, used as a number. The scheduler ends in words, a second before, what is left.
-                timeout_graceful_shutdown=max(0.5, grace - 0.5),  # type: ignore[arg-type]
+                # Typed as whole seconds, used as a number. After the grace period the scheduler ends the requests that
+                # are left with an error, which this must outlast.
+                timeout_graceful_shutdown=grace + 1.0,  # type: ignore[arg-type]
                 timeout_keep_alive=75,
                 server_header=False,
             )
         )
         self.payload_limit = payload_limit
-        self.departures = Departures()
+        self.lingering = LingeringConnections()
         self._listeners: list[socket.socket] = []
         self._arriving: set[asyncio.Task[object]] = set()
 

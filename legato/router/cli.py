@@ -92,6 +92,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_step_tokens=max(step_tokens, found.max_rows),
             eos_token_ids=eos,
             prefix_caching=info.use_prefix_caching,
+            max_prompt_tokens=sizes.max_prompt_tokens,
             max_mixed_tokens=sizes.mixed_tokens,
             mixed_step_time=sizes.mixed_time,
             queue_timeout=options.queue_timeout,
@@ -100,6 +101,14 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             decoder_start_token_id=start,
         )
     )
+    if longest_input is not None and longest_input < found.max_input_tokens:
+        logger.warning(
+            "Prompts are limited to %d tokens: this model computes a prompt in one step; "
+            "--max-batch-prefill-tokens %d would allow %d",
+            longest_input,
+            found.max_input_tokens + 1,
+            found.max_input_tokens,
+        )
     limits = ModelLimits(
         max_input_tokens=min(found.max_input_tokens, longest_input or found.max_input_tokens),
         max_total_tokens=found.max_total_tokens,
@@ -131,7 +140,7 @@ def whole_prompt_tokens(sizes: StepSizes, options: RouterOptions) -> int:
             f"--max-batch-prefill-tokens is {given}: this model computes prompts whole, which takes up to {longest},"
             " one more than --max-input-tokens"
         )
-    return max(sizes.max_tokens, longest)
+    return max(sizes.max_prompt_tokens or sizes.max_tokens, longest)
 
 
 def read_keys(keys: Iterable[str], path: str | None) -> tuple[str, ...]:

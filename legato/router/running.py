@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Requests that one worker may number: more than it will ever have.
 IDS_PER_WORKER = 1 << 40
-# Seconds before the end of the grace at which running requests are ended, and at which workers are.
-FAREWELL, KILL = 1.5, 0.25
+# Seconds after the grace period that workers get to write the errors of requests that it ended.
+LAST_WORDS = 1.5
 
 
 class RouterProcess:
@@ -37,8 +37,8 @@ class RouterProcess:
         metrics.watch(steps)
 
     async def run(self, listeners: Listeners, grace: float) -> None:
-        """Until a signal, and then for up to `grace` seconds until every request is answered. Raises if a shard is
-        lost, or workers are again and again."""
+        """Until a signal, and then for up to `grace` seconds until every request is answered; then those that are left
+        end with an error. Raises if a shard is lost, or workers are again and again."""
         settle()
         listeners.listen()
         # First of all: a worker that is ready lets clients in while others still get ready, and a step that is planned
@@ -55,8 +55,8 @@ class RouterProcess:
         stopping.cancel()
         watch.cancel()
         listeners.close()
-        loop.call_later(max(0.0, grace - FAREWELL), steps.cancel)
-        await self._workers.drain(max(0.5, grace - KILL))
+        loop.call_later(grace, steps.cancel)
+        await self._workers.drain(grace + LAST_WORDS)
         steps.cancel()
         with suppress(asyncio.CancelledError):
             await watch

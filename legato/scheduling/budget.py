@@ -18,7 +18,7 @@ LARGEST_RISE = 1.1
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What nobody has to say, for a kind of device."""
+    """Defaults for a kind of device."""
 
     max_tokens: int
     # Of prompts, beside decodes.
@@ -27,12 +27,15 @@ class StepSizes:
     mixed_time: float | None = None
     # Requests that have a row at once; the others wait.
     max_rows: int = 128
+    # Prompt tokens of any step (`--max-batch-prefill-tokens`), where that is less than `max_tokens`.
+    max_prompt_tokens: int | None = None
 
     def capped(self, tokens: int | None) -> StepSizes:
-        """By `--max-batch-prefill-tokens`, if somebody gave it."""
+        """By `--max-batch-prefill-tokens`, if given. Every row decodes in every step, so there is room for all rows."""
         if tokens is None:
             return self
-        return replace(self, max_tokens=tokens, mixed_tokens=min(tokens, self.mixed_tokens))
+        mixed = min(tokens, self.mixed_tokens)
+        return replace(self, max_tokens=max(tokens, self.max_rows), mixed_tokens=mixed, max_prompt_tokens=tokens)
 
 
 # Two cores compute about 700 prompt tokens a second, so a step of 256 holds the others up for a third of one. One
@@ -53,8 +56,10 @@ class StepBudget:
         self._mixed: float = sizes.mixed_tokens
 
     def prompt_tokens(self, num_decodes: int) -> int:
-        """For a step in which so many others get a token each."""
+        """For a step in which `num_decodes` rows get a token each."""
         room = self._sizes.max_tokens - num_decodes
+        if self._sizes.max_prompt_tokens is not None:
+            room = min(room, self._sizes.max_prompt_tokens)
         return min(room, int(self._mixed)) if num_decodes else room
 
     def learn(self, num_prompt_tokens: int, seconds: float) -> None:

@@ -46,6 +46,8 @@ class SchedulerLimits:
     max_step_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     prefix_caching: bool = True
+    # Prompt tokens of any step, if that is less.
+    max_prompt_tokens: int | None = None
     # Prompt tokens of a step in which others decode, and the seconds it should take at most (`budget.py`).
     max_mixed_tokens: int | None = None
     mixed_step_time: float | None = None
@@ -67,7 +69,7 @@ class SchedulerLimits:
         if self.decoder_start_token_id is not None:  # a whole prompt must fit, also beside decodes
             return StepSizes(self.max_step_tokens, self.max_step_tokens)
         mixed = self.max_step_tokens if self.max_mixed_tokens is None else self.max_mixed_tokens
-        return StepSizes(self.max_step_tokens, mixed, self.mixed_step_time)
+        return StepSizes(self.max_step_tokens, mixed, self.mixed_step_time, max_prompt_tokens=self.max_prompt_tokens)
 
 
 @dataclass(slots=True)

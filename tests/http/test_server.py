@@ -18,7 +18,7 @@ import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.http import lingering_close as lingering
-from legato.http.lingering_close import Departures
+from legato.http.lingering_close import LingeringConnections
 from legato.http.server import SLACK, HttpServer
 from tests.http.asgi import app_for
 
@@ -44,7 +44,7 @@ class Running:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=200)
         self.port = self._listener.getsockname()[1]
         self.server = HttpServer(app, grace=10, payload_limit=payload_limit)
-        self.server.departures = Departures(most)
+        self.server.lingering = LingeringConnections(most)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         until(lambda: self.server.started, "the server starts")
@@ -252,10 +252,10 @@ async def refusal(scope: Scope, receive: Receive, send: Send) -> None:
 def refused(server: Running, send_buffer: int | None = None) -> socket.socket:
     """A connection that lingers: its client has read the answer, and neither sends nor closes."""
     connection = server.connect(send_buffer)
-    before = len(server.server.departures)
+    before = len(server.server.lingering)
     connection.sendall(LENGTH % 10**12 + HOST + b"\r\n")
     assert status_of(whole(connection)) == 401
-    until(lambda: len(server.server.departures) > min(before, server.server.departures._most - 1), "it lingers")
+    until(lambda: len(server.server.lingering) > min(before, server.server.lingering._most - 1), "it lingers")
     return connection
 
 
@@ -284,7 +284,7 @@ def test_a_silent_client_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(lingering, "SILENCE", 0.2)
     with running(refusal) as server, refused(server) as connection:
         began = time.monotonic()
-        until(lambda: not len(server.server.departures), "it is left")
+        until(lambda: not len(server.server.lingering), "it is left")
         assert 0.1 < time.monotonic() - began < 5
         assert is_closed(connection)
 
@@ -305,17 +305,17 @@ def test_a_client_who_closes_is_forgotten_at_once() -> None:
     with running(refusal) as server:
         refused(server).close()
         began = time.monotonic()
-        until(lambda: not len(server.server.departures), "it is forgotten")
+        until(lambda: not len(server.server.lingering), "it is forgotten")
         assert time.monotonic() - began < lingering.SILENCE / 2
 
 
 def test_no_more_than_so_many_linger_and_the_oldest_are_left_first() -> None:
     with running(refusal, most=5) as server:
         refused(server).close()  # with the first connection the event loop opens a file of its own
-        until(lambda: not len(server.server.departures), "the first is gone")
+        until(lambda: not len(server.server.lingering), "the first is gone")
         before = psutil.Process().num_fds()
         connections = [refused(server) for _ in range(30)]
-        assert len(server.server.departures) == 5
+        assert len(server.server.lingering) == 5
         until(lambda: psutil.Process().num_fds() <= before + len(connections) + 5, "descriptors are given back")
         assert [is_closed(connection) for connection in connections] == [True] * 25 + [False] * 5
         for connection in connections:
@@ -335,7 +335,7 @@ def test_tokens_go_straight_to_the_event_loops_transport() -> None:
         def write(self, data: object) -> None: ...
 
     transport = Recorder()
-    assert lingering.LingeringTransport(transport, lambda: 0, Departures()).write == transport.write
+    assert lingering.LingeringTransport(transport, lambda: 0, LingeringConnections()).write == transport.write
 
 
 # ---- connections that are kept ---------------------------------------------------------------------------------------
@@ -354,3 +354,15 @@ def test_the_request_after_a_body_that_nobody_read_is_answered(server: Running, 
         connection.sendall(length + HOST + b"\r\n" + pieces + b"GET /health HTTP/1.1\r\n" + CLOSE + b"\r\n")
         answers = whole(connection).split(b"HTTP/1.1 ")[1:]
     assert [int(answer[:3]) for answer in answers] == [401, 200]
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/v1/completions"])
+def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_its_connection(path: str) -> None:
+    with running(app_for()) as server, server.connect() as connection:
+        body = b'{"inputs": "hi", "prompt": "hi", "stream": true}'
+        head = f"POST {path} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        connection.sendall(head + body)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        headers, _, events = answer.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in headers.lower() and b"connection: close" in headers.lower()
+        assert events.startswith(b"data: {") and events.endswith(b"\n\n")

@@ -198,3 +198,20 @@ def next_step(simulation: Simulation) -> list[int]:
     counts = simulation.in_flight[0].num_tokens
     simulation.land()
     return counts
+
+
+@pytest.mark.parametrize("given", [1, 8, 64, 100])
+def test_a_cap_below_the_number_of_rows_is_honoured(given: int) -> None:
+    sizes = step_sizes("cpu", given)
+    limits = SchedulerLimits(
+        num_blocks=400, block_size=4, max_rows=sizes.max_rows, max_step_tokens=sizes.max_tokens,
+        max_mixed_tokens=sizes.mixed_tokens, max_prompt_tokens=sizes.max_prompt_tokens,
+    )  # fmt: skip
+    simulation = Simulation(limits)
+    for number in range(6):
+        simulation.submit(GenerationRequest(number, [number, *range(100)], 4))
+    while simulation.launch():
+        (plan,) = simulation.in_flight
+        assert sum(count for count in plan.num_tokens if count > 1) <= given
+        simulation.land()
+    assert all(len(simulation.tokens(number)) == 4 for number in range(6))
