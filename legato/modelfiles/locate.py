@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from legato.common.errors import ModelNotFound
-from legato.common.options import Model
+from legato.common.options import ModelOptions
 from legato.common.progress import progress
 from legato.modelfiles import hub
 
 
-def locate(options: Model) -> Path:
+def locate(options: ModelOptions) -> Path:
     """Downloads what is missing, and shows how far it is."""
     if options.weights_cache_override is not None:
         if not Path(options.weights_cache_override).is_dir():

@@ -15,11 +15,11 @@ from typing import TypeVar
 import grpc
 
 from legato.common.errors import LegatoError
-from legato.common.token_ids import pack
 from legato.grammar.errors import GrammarError
 from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
+from legato.pb import pack_token_ids
 from legato.scheduling.state import Admission, Grammar, Sampling, StepPlan, StepResult
 
 T = TypeVar("T")
@@ -186,7 +186,7 @@ def _admission(admission: Admission) -> pb.Admission:
     return pb.Admission(
         row=admission.row,
         request_id=request.id,
-        input_ids=pack(input_ids),
+        input_ids=pack_token_ids(input_ids),
         num_generated=admission.num_generated,
         num_cached=admission.num_cached,
         blocks=admission.blocks,

@@ -141,7 +141,7 @@ def test_groups_end_with_the_programs_own_options() -> None:
     assert list(groups(RouterOptions)) == [
         "Model",
         "Memory and batching",
-        "What a request may ask for",
+        "Request limits and features",
         "HTTP",
         "Logs",
         "Shards",
@@ -208,7 +208,7 @@ def test_the_older_name_of_max_input_tokens_works(monkeypatch: pytest.MonkeyPatc
 def test_both_names_of_max_input_tokens_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = run(LauncherOptions, "--max-input-length=7", "--max-input-tokens=7")
     assert code == 1
-    assert "--max-input-length is an older name of --max-input-tokens" in capsys.readouterr().err
+    assert "--max-input-length is a deprecated alias of --max-input-tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from legato.common.errors import EndpointInUse, OptionError
-from legato.launcher.endpoints import check_port, claim_sockets, is_healthy, url
+from legato.common.sockets import browser_url
+from legato.launcher.endpoints import check_port, claim_sockets, is_healthy
 
 
 def test_a_free_port_is_free(free_port: int) -> None:
@@ -100,6 +101,7 @@ def test_health_is_an_answer_of_200(free_port: int) -> None:
     assert asyncio.run(ask()) == [False, False, True]
 
 
-def test_urls_put_ipv6_in_brackets() -> None:
-    assert url("0.0.0.0", 80) == "http://0.0.0.0:80"
-    assert url("::1", 80) == "http://[::1]:80"
+def test_urls_are_reachable_and_put_ipv6_in_brackets() -> None:
+    assert browser_url("10.0.0.1", 80) == "http://10.0.0.1:80"
+    assert browser_url("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert browser_url("::", 80) == "http://[::1]:80"

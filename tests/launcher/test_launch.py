@@ -42,6 +42,15 @@ def test_start_up_is_announced_step_by_step(launch: Launch) -> None:
     assert positions == sorted(positions)
 
 
+def test_one_line_names_the_model_and_the_addresses_that_a_browser_can_open(launch: Launch) -> None:
+    launched = launch("--hostname=0.0.0.0", model=".")
+    launched.until_logged("Listening on")
+    url = f"http://127.0.0.1:{launched.port}"
+    (line,) = [line for line in launched.log.splitlines() if "http://" in line]
+    assert f"INFO launcher: Listening on {url}, ready in " in line
+    assert line.endswith(f"model=. docs={url}/docs")
+
+
 def test_lines_of_children_keep_their_level_and_fields(launch: Launch) -> None:
     launched = launch()
     launched.until_logged("plain words")
@@ -116,8 +125,17 @@ def test_a_stubborn_router_is_killed_after_the_grace(launch: Launch) -> None:
     launched.until_logged("Listening on")
     launched.send(signal.SIGTERM)
     assert launched.wait() == (0, "")
-    assert "WARN launcher: router has not stopped within 1 s: killing it" in launched.log
+    assert "WARN launcher: router did not stop within 4 s: killing it" in launched.log
     assert launched.journal[-1] == "shard-0 stopped"
+
+
+def test_requests_get_the_whole_grace_before_the_router_must_exit(launch: Launch) -> None:
+    launched = launch("-g1", FAKE_ROUTER="finishes after 1.5 s")
+    launched.until_logged("Listening on")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == (0, "")
+    assert "router stopped" in launched.journal
+    assert "killing it" not in launched.log
 
 
 def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
@@ -184,7 +202,9 @@ def test_a_port_in_use_is_refused_before_anything_starts(launch: Launch, free_po
         launched = launch()
         code, stderr = launched.wait()
     assert code == 1
-    assert stderr == f"error: port {free_port} belongs to another process: stop it or choose another with --port\n"
+    assert (
+        stderr == f"error: port {free_port} is in use by another process: stop it or choose another port with --port\n"
+    )
     assert launched.journal == []
 
 

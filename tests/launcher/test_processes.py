@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import pytest
 
-from legato.launcher.processes import KEPT_LINES, Child, ChildFailed, Command, Supervisor
+from legato.launcher.processes import KEPT_LINES, Child, ChildFailed, ProcessCommand, Supervisor
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ def ended(code: str) -> Child:
     return supervised(body)
 
 
-def python(code: str, name: str = "child") -> Command:
-    return Command(name, [sys.executable, "-c", code], dict(os.environ))
+def python(code: str, name: str = "child") -> ProcessCommand:
+    return ProcessCommand(name, [sys.executable, "-c", code], dict(os.environ))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_children_do_not_outlive_an_error() -> None:
 
 def test_a_program_that_is_not_there_is_named() -> None:
     async def body(supervisor: Supervisor) -> None:
-        supervisor.start(Command("router", ["/no/such/program"], {}))
+        supervisor.start(ProcessCommand("router", ["/no/such/program"], {}))
 
     with pytest.raises(ChildFailed, match="/no/such/program"):
         supervised(body)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from legato.common.token_ids import unpack
 from legato.http.app import create_app
 from legato.ipc.messages import Submit
 from legato.pb import generate_pb2 as pb
+from legato.pb import unpack_token_ids
 from legato.router.shards import _admission
 from legato.scheduling.prefix_tree import PrefixTree
 from legato.scheduling.state import Admission, GenerationRequest
@@ -87,7 +87,7 @@ def test_a_chat_with_two_pictures_has_their_tokens_where_they_were_sent() -> Non
     server = Server()
     assert server.chat(text("see"), image(uri(WIDE)), text("and"), image(uri(TALL))).status == 200
     sent = server.sent()
-    ids = unpack(sent.input_ids).tolist()
+    ids = unpack_token_ids(sent.input_ids).tolist()
     assert [ids.count(token_id) for token_id in (IMAGE, BEGIN, END)] == [14, 2, 2]
     assert [(span.start, span.num_tokens) for span in sent.images] == [
         (ids.index(IMAGE), 8),
@@ -101,7 +101,7 @@ def test_markdown_in_a_native_prompt_is_a_picture() -> None:
     server = Server()
     answer = server.ask("/generate", {"inputs": f"a ![]({uri(WIDE)}) b", "parameters": {"max_new_tokens": 2}})
     assert answer.status == 200
-    ids = unpack(server.sent().input_ids).tolist()
+    ids = unpack_token_ids(server.sent().input_ids).tolist()
     first = ids.index(IMAGE)
     assert ids[first - 1 : first + 9] == [BEGIN, *[IMAGE] * 8, END]
 
