@@ -149,7 +149,7 @@ class Launched:
 
 
 @pytest.fixture(autouse=True)
-def hanging_up_is_not_ignored() -> Iterator[None]:
+def sighup_is_not_ignored() -> Iterator[None]:
     """As it is for tests that somebody starts with nohup; the launcher would inherit that, and heed it."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield

@@ -18,13 +18,13 @@ HEAVY = {"torch", "grpc", "huggingface_hub", "numpy", "transformers", "rich", "s
 
 
 @pytest.mark.parametrize("module", ["legato.launcher.cli", "legato.cli", "legato.common.program"])
-def test_importing_brings_in_nothing_heavy(module: str) -> None:
+def test_importing_does_not_import_heavy_modules(module: str) -> None:
     code = f"import {module}, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not HEAVY & set(loaded)
 
 
-def test_the_reference_page_is_fresh() -> None:
+def test_the_reference_page_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "launcher.md"
     assert page.read_text() == reference_page(), "run: legato options > docs/launcher.md"
 

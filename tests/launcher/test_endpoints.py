@@ -72,7 +72,7 @@ def test_two_claims_exclude_each_other_before_there_is_a_socket(tmp_path: Path) 
         pass
 
 
-def test_a_file_that_is_no_socket_is_not_touched(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_kept(tmp_path: Path) -> None:
     (tmp_path / "shard-0").write_text("precious")
     with pytest.raises(OptionError, match="is not a socket"), claim_sockets(f"{tmp_path}/shard", 1):
         pass
@@ -85,7 +85,7 @@ def test_an_impossible_path_is_refused(tmp_path: Path, path: str) -> None:
         pass
 
 
-def test_health_is_an_answer_of_200(free_port: int) -> None:
+def test_healthy_means_status_200(free_port: int) -> None:
     statuses = [b"503 Service Unavailable", b"200 OK"]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

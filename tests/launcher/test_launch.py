@@ -34,7 +34,7 @@ def test_a_signal_stops_the_router_before_the_shard_and_exits_0(launch: Launch, 
     assert stops == ["router asked to stop", "router stopped", "shard-0 asked to stop", "shard-0 stopped"]
 
 
-def test_start_up_is_announced_step_by_step(launch: Launch) -> None:
+def test_start_up_is_logged_step_by_step(launch: Launch) -> None:
     launched = launch()
     launched.until_logged("Listening on")
     messages = ["Starting shards and router", "Shard ready in", "Connected", f"http://127.0.0.1:{launched.port}"]
@@ -95,7 +95,7 @@ def test_a_signal_during_the_download_ends_it(launch: Launch) -> None:
     assert launched.wait() == (0, "")
 
 
-def test_a_shard_that_crashes_is_named_with_its_last_words(launch: Launch) -> None:
+def test_a_crashed_shard_is_reported_with_its_stderr(launch: Launch) -> None:
     code, stderr = launch(FAKE_SHARD="crash").wait()
     assert code == 1
     assert stderr.splitlines() == [
@@ -106,7 +106,7 @@ def test_a_shard_that_crashes_is_named_with_its_last_words(launch: Launch) -> No
     ]
 
 
-def test_a_killed_shard_ends_everything_and_the_signal_is_named(launch: Launch) -> None:
+def test_a_killed_shard_stops_everything_and_the_signal_is_reported(launch: Launch) -> None:
     launched = launch(FAKE_SHARD="die")
     code, stderr = launched.wait()
     assert code == 1
@@ -114,7 +114,7 @@ def test_a_killed_shard_ends_everything_and_the_signal_is_named(launch: Launch) 
     assert "router stopped" in launched.journal
 
 
-def test_a_router_that_leaves_unasked_is_an_error(launch: Launch) -> None:
+def test_a_router_that_exits_unexpectedly_is_an_error(launch: Launch) -> None:
     launched = launch(FAKE_ROUTER="exit")
     assert launched.wait() == (1, "error: router exited with code 0\n")
     assert "shard-0 stopped" in launched.journal
@@ -208,7 +208,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(launch: Launch, free_po
     assert launched.journal == []
 
 
-def test_options_without_effect_are_mentioned(launch: Launch) -> None:
+def test_options_without_effect_are_logged(launch: Launch) -> None:
     launched = launch("--prometheus-port=9100", MAX_WAITING_TOKENS="7")
     launched.until_logged("Starting")
     assert "WARN launcher: --prometheus-port has no effect: " in launched.log

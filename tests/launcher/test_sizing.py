@@ -60,7 +60,7 @@ def test_num_devices(environ: dict[str, str], expected: int | None) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "::", "::1"])
-def test_an_address_is_listened_on(address: str) -> None:
+def test_an_ip_address_is_kept(address: str) -> None:
     assert listen_address(address) == address
 
 

@@ -35,7 +35,7 @@ def bars() -> tuple[ProgressBars, Progress]:
 # ---- on a terminal -------------------------------------------------------------------------------------------------
 
 
-def test_a_terminal_sees_bars_and_no_percent_lines(launch: Launch) -> None:
+def test_a_terminal_shows_progress_bars_instead_of_lines(launch: Launch) -> None:
     launched = launch(terminal=True, FAKE_SHARD="progress", TERM="xterm")
     launched.until_logged("Listening on")
     assert "shard-0 loading weights" in launched.log
@@ -45,7 +45,7 @@ def test_a_terminal_sees_bars_and_no_percent_lines(launch: Launch) -> None:
     assert "Warming up" not in launched.log
 
 
-def test_log_lines_stay_whole_above_the_bars(launch: Launch) -> None:
+def test_log_lines_are_not_wrapped_above_the_progress_bars(launch: Launch) -> None:
     launched = launch(terminal=True, FAKE_SHARD="progress", TERM="xterm")
     launched.until_logged("Listening on")
     assert "shard-0: Weights loaded, " + 30 * "and then some " in launched.log
@@ -85,7 +85,7 @@ def test_a_file_gets_a_line_for_every_fifth_of_the_weights(launch: Launch) -> No
     assert "INFO shard-0: Warming up" in launched.log
 
 
-def test_lines_about_large_tensors_are_not_lost_between_the_steps() -> None:
+def test_a_jump_over_several_steps_is_shown() -> None:
     lines = ProgressLines()
     assert [percent for percent in (3, 37, 39, 61, 99, 100) if lines.filter(loading(percent))] == [37, 61, 99, 100]
 
@@ -121,7 +121,7 @@ def test_every_shard_has_one_bar_that_follows_its_weights() -> None:
     assert shown == [("shard-0 loading weights", 55), ("shard-1 loading weights", 30)]
 
 
-def test_warm_up_takes_the_place_of_loading_and_ends_with_a_line() -> None:
+def test_warm_up_replaces_loading_and_ends_with_a_line() -> None:
     view, progress = bars()
     view.filter(loading(100))
     assert not view.filter(record(WARMING_UP))

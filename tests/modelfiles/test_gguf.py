@@ -101,7 +101,7 @@ def test_block_sizes_are_those_of_the_format() -> None:
     assert {int(kind): (kind.block_size, kind.block_bytes) for kind in GgmlType}.items() <= reference.items()
 
 
-def test_a_vocabulary_of_50_000_tokens_is_read_in_a_blink(tmp_path: Path) -> None:
+def test_a_vocabulary_of_50_000_tokens_is_read_quickly(tmp_path: Path) -> None:
     tokens = [text(f"token {number}".encode()) for number in range(50_000)]
     array = struct.pack("<IIQ", 9, 8, len(tokens)) + b"".join(tokens)
     path = write(tmp_path, header(entries=2) + text(b"tokens") + array + text(b"merges") + array)
@@ -112,7 +112,7 @@ def test_a_vocabulary_of_50_000_tokens_is_read_in_a_blink(tmp_path: Path) -> Non
 
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_file_that_breaks_off_anywhere_is_named(model: Path, data: st.DataObject) -> None:
+def test_a_file_truncated_anywhere_is_reported_by_name(model: Path, data: st.DataObject) -> None:
     whole = model.read_bytes()
     last = max(stored.offset + stored.nbytes for stored in GgufFile.open(model).tensors.values())
     cut = data.draw(st.integers(4, last - 1))
@@ -124,7 +124,7 @@ def test_a_file_that_breaks_off_anywhere_is_named(model: Path, data: st.DataObje
 
 @given(position=st.integers(4, 700), value=st.integers(0, 255))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_no_flipped_byte_ends_in_anything_but_a_model_or_a_model_error(model: Path, position: int, value: int) -> None:
+def test_a_changed_byte_gives_a_model_or_a_model_error(model: Path, position: int, value: int) -> None:
     content = bytearray(model.read_bytes())
     content[position % len(content)] = value
     broken = model.with_name("flipped.gguf")
@@ -164,7 +164,7 @@ def test_no_flipped_byte_ends_in_anything_but_a_model_or_a_model_error(model: Pa
         ),
     ],
 )
-def test_a_hostile_header_is_refused_with_its_reason(content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_malicious_header_is_refused_with_the_reason(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=rf"hostile\.gguf.*{message}"):
         GgufFile.open(write(tmp_path, content))
 
@@ -177,7 +177,7 @@ def test_a_hostile_header_is_refused_with_its_reason(content: bytes, message: st
         (header(tensors=1) + tensor(ggml_type=4) + bytes(64), "ggml type 4"),
     ],
 )
-def test_what_legato_does_not_read_is_called_unsupported(content: bytes, message: str, tmp_path: Path) -> None:
+def test_unsupported_files_are_reported_as_unsupported(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         GgufFile.open(write(tmp_path, content))
 

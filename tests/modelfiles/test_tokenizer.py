@@ -157,14 +157,14 @@ def test_byte_level_text_survives_the_round_trip(pre: str, tmp_path: Path) -> No
         assert rebuilt.decode(ids, skip_special_tokens=False) == text
 
 
-def test_control_tokens_are_whole_and_skipped_in_output_while_user_defined_ones_are_shown(tmp_path: Path) -> None:
+def test_control_tokens_are_skipped_in_output_and_user_defined_ones_shown(tmp_path: Path) -> None:
     rebuilt = tokenizer_from_gguf(write_byte_level(tmp_path / "v.gguf", byte_level_tokenizer("smollm"), "smollm"))
     encoded = rebuilt.encode("<|end|><|tool|>", add_special_tokens=False)
     assert encoded.tokens == ["<|end|>", "<|tool|>"]
     assert rebuilt.decode(encoded.ids) == "<|tool|>"
 
 
-def test_an_end_token_that_the_converter_left_unmarked_is_special_all_the_same(tmp_path: Path) -> None:
+def test_an_unmarked_end_token_is_special(tmp_path: Path) -> None:
     tokens = [*"ab", "<eos>"]
     gguf_file = write_vocabulary(tmp_path / "v.gguf", model="gpt2", tokens=tokens, merges=[], eos_token_id=2)
     assert tokenizer_from_gguf(gguf_file).encode("a<eos>b").ids == [0, 2, 1]
@@ -184,13 +184,13 @@ def test_bos_and_eos_are_added_as_the_file_says(flags: dict[str, bool], expected
     assert rebuilt.decode(rebuilt.encode("ab").ids, skip_special_tokens=False) == expected
 
 
-def test_llama_3_begins_with_bos_even_where_the_file_is_silent(tmp_path: Path) -> None:
+def test_llama_3_adds_bos_by_default(tmp_path: Path) -> None:
     original = byte_level_tokenizer("llama-bpe")
     rebuilt = tokenizer_from_gguf(write_byte_level(tmp_path / "v.gguf", original, "llama-bpe"))
     assert rebuilt.encode("ab").ids[0] == 0
 
 
-def test_llama_3_keeps_a_word_whole_that_no_merges_lead_to(tmp_path: Path) -> None:
+def test_llama_3_keeps_words_that_no_merges_produce(tmp_path: Path) -> None:
     entries = {"model": "gpt2", "tokens": [*"abc", "abc"], "merges": []}
     ids = {
         pre: tokenizer_from_gguf(write_vocabulary(tmp_path / f"{pre}.gguf", pre=pre, **entries)).encode("abc").ids
@@ -199,7 +199,7 @@ def test_llama_3_keeps_a_word_whole_that_no_merges_lead_to(tmp_path: Path) -> No
     assert ids == {"llama-bpe": [3], "gpt-2": [0, 1, 2]}
 
 
-def test_the_letters_of_deepseek_llm_are_those_that_its_tokenizer_spells_out() -> None:
+def test_the_letters_of_deepseek_llm_match_its_tokenizer() -> None:
     cut = splitting_of("deepseek-llm").pre_tokenizer
     # A word may hold é, Ω and Ж; not ՠ, which is in Unicode since version 11, and not the mathematical 𝔘.
     words = {text: len(cut.pre_tokenize_str(text)) for text in ("éΩЖ", "éՠ", "é𝔘", "é𝔘Ж")}
@@ -212,7 +212,7 @@ def test_an_unknown_pre_tokenizer_is_refused_with_the_known_ones(tmp_path: Path)
         tokenizer_from_gguf(gguf_file)
 
 
-def test_an_unknown_kind_of_tokenizer_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_tokenizer_type_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"'bert'.*gpt2, llama"):
         tokenizer_from_gguf(write_vocabulary(tmp_path / "v.gguf", model="bert", tokens=["a"]))
 
