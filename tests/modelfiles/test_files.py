@@ -1,4 +1,4 @@
-"""What a model brings along: folders in Hugging Face's layout and GGUF files, whole and broken."""
+"""Model files: folders in Hugging Face's layout and GGUF files, complete and damaged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -19,6 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from legato.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from legato.modelfiles import hub
 from legato.modelfiles.files import INDEX, ModelFiles
+from tests.modelfiles.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def shard(folder: Path, **files: str) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def write_gguf(path: Path, architecture: str = "llama", *, change: dict[str, Any] | None = None) -> Path:
+def write_model(path: Path, architecture: str = "llama", *, change: dict[str, Any] | None = None) -> Path:
     """A tiny GGUF model. `change` sets metadata, removes it (None), or adds tensors (arrays)."""
     entries: dict[str, Any] = {
         f"{architecture}.block_count": 2,
@@ -63,32 +63,13 @@ def write_gguf(path: Path, architecture: str = "llama", *, change: dict[str, Any
         "token_embd.weight": np.ones((4, 32), dtype=np.float16),
         **(change or {}),
     }
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in entries.items():
-        match value:
-            case np.ndarray():
-                writer.add_tensor(key, value)
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case float():
-                writer.add_float32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case list():
-                writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_gguf(path, entries, architecture)
 
 
 def gguf_config(tmp_path: Path, architecture: str = "llama", **change: Any) -> dict[str, Any]:
     """`change` with __ for a dot, below the architecture's prefix."""
     renamed = {f"{architecture}.{key.replace('__', '.')}": value for key, value in change.items()}
-    return ModelFiles.open(write_gguf(tmp_path / "m.gguf", architecture, change=renamed)).config()
+    return ModelFiles.open(write_model(tmp_path / "m.gguf", architecture, change=renamed)).config()
 
 
 class TestOpening:
@@ -99,20 +80,20 @@ class TestOpening:
         assert files.weight_files() == [folder / "model.safetensors"]
 
     def test_a_gguf_file_and_a_folder_with_just_that_file_are_the_same_model(self, tmp_path: Path) -> None:
-        file = write_gguf(tmp_path / "m.gguf")
+        file = write_model(tmp_path / "m.gguf")
         for path in (file, tmp_path):
             files = ModelFiles.open(path)
             assert (files.weight_format, files.weight_files()) == ("gguf", [file])
 
     def test_a_config_beside_a_gguf_file_does_not_hide_it(self, folder: Path) -> None:
-        write_gguf(folder / "m.gguf")
+        write_model(folder / "m.gguf")
         assert ModelFiles.open(folder).weight_format == "safetensors"
         (folder / "model.safetensors").unlink()
         assert ModelFiles.open(folder).weight_format == "gguf"
 
     def test_a_folder_with_several_gguf_files_asks_for_one(self, tmp_path: Path) -> None:
-        write_gguf(tmp_path / "q4.gguf")
-        write_gguf(tmp_path / "q8.gguf")
+        write_model(tmp_path / "q4.gguf")
+        write_model(tmp_path / "q8.gguf")
         with pytest.raises(ModelNotFound, match=r"choose one of q4\.gguf, q8\.gguf"):
             ModelFiles.open(tmp_path)
 
@@ -278,7 +259,7 @@ class TestGguf:
     def test_tensors_determine_what_the_metadata_lacks(self, tmp_path: Path) -> None:
         ones = np.ones(32, dtype=np.float32)
         change = {"output.weight": ones, "blk.0.attn_q.bias": ones, "token_embd.weight": ones.reshape(1, 32)}
-        config = ModelFiles.open(write_gguf(tmp_path / "m.gguf", "qwen2", change=change)).config()
+        config = ModelFiles.open(write_model(tmp_path / "m.gguf", "qwen2", change=change)).config()
         assert not config["tie_word_embeddings"]
         assert config["attention_bias"]
         assert config["torch_dtype"] == "float32"
@@ -308,7 +289,7 @@ class TestGguf:
             blend = (8192 / wavelength - 1) / 3
             divisors.append(1.0 if blend > 1 else 32.0 if blend < 0 else 1 / ((1 - blend) / 32 + blend))
         change = {"rope_freqs.weight": np.array(divisors, dtype=np.float32)}
-        config = ModelFiles.open(write_gguf(tmp_path / "m.gguf", change=change)).config()
+        config = ModelFiles.open(write_model(tmp_path / "m.gguf", change=change)).config()
         assert config["rope_scaling"] == {
             "rope_type": "llama3",
             "factor": 32.0,
@@ -320,7 +301,7 @@ class TestGguf:
     def test_other_frequencies_are_refused(self, tmp_path: Path) -> None:
         change = {"rope_freqs.weight": np.array([1, 2, 3, 4], dtype=np.float32)}
         with pytest.raises(UnsupportedModel, match="rope_freqs"):
-            ModelFiles.open(write_gguf(tmp_path / "m.gguf", change=change)).config()
+            ModelFiles.open(write_model(tmp_path / "m.gguf", change=change)).config()
 
     def test_phi_3_has_its_rope_factors_as_tensors(self, tmp_path: Path) -> None:
         ones = np.ones(4, dtype=np.float32)
@@ -329,7 +310,7 @@ class TestGguf:
             "rope_factors_long.weight": 2 * ones,
             "phi3.rope.scaling.original_context_length": 64,
         }
-        scaling = ModelFiles.open(write_gguf(tmp_path / "m.gguf", "phi3", change=change)).config()["rope_scaling"]
+        scaling = ModelFiles.open(write_model(tmp_path / "m.gguf", "phi3", change=change)).config()["rope_scaling"]
         assert scaling["rope_type"] == "longrope"
         assert (scaling["short_factor"], scaling["long_factor"]) == ([1.0] * 4, [2.0] * 4)
 
@@ -356,18 +337,18 @@ class TestGguf:
             gguf_config(tmp_path, "rwkv7")
 
     def test_the_end_of_turn_token_ends_a_generation(self, tmp_path: Path) -> None:
-        base = write_gguf(tmp_path / "base.gguf")
-        chat = write_gguf(tmp_path / "chat.gguf", change={"tokenizer.chat_template": "{{ messages }}"})
+        base = write_model(tmp_path / "base.gguf")
+        chat = write_model(tmp_path / "chat.gguf", change={"tokenizer.chat_template": "{{ messages }}"})
         assert ModelFiles.open(base).eos_token_ids() == [2]
         assert ModelFiles.open(chat).eos_token_ids() == [2, 3]
 
     def test_the_eot_token_of_the_file_ends_a_generation(self, tmp_path: Path) -> None:
-        file = write_gguf(tmp_path / "m.gguf", change={"tokenizer.ggml.eot_token_id": 1})
+        file = write_model(tmp_path / "m.gguf", change={"tokenizer.ggml.eot_token_id": 1})
         assert ModelFiles.open(file).eos_token_ids() == [2, 1]
 
     def test_the_tokenizer_config_names_tokens_and_template(self, tmp_path: Path) -> None:
         change = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.ggml.add_bos_token": True}
-        assert ModelFiles.open(write_gguf(tmp_path / "m.gguf", change=change)).tokenizer_config() == {
+        assert ModelFiles.open(write_model(tmp_path / "m.gguf", change=change)).tokenizer_config() == {
             "bos_token": "<s>",
             "eos_token": "<s>",
             "unk_token": None,
@@ -384,22 +365,22 @@ class TestGguf:
             "tokenizer.chat_templates": ["tool_use"],
             "tokenizer.chat_template.tool_use": "tools",
         }
-        config = ModelFiles.open(write_gguf(tmp_path / "m.gguf", change=change)).tokenizer_config()
+        config = ModelFiles.open(write_model(tmp_path / "m.gguf", change=change)).tokenizer_config()
         assert config["chat_template"] == [
             {"name": "default", "template": "plain"},
             {"name": "tool_use", "template": "tools"},
         ]
 
     def test_the_tokenizer_is_built_from_the_file(self, tmp_path: Path) -> None:
-        assert ModelFiles.open(write_gguf(tmp_path / "m.gguf")).tokenizer().encode("ab<s>").ids == [0, 1, 2]
+        assert ModelFiles.open(write_model(tmp_path / "m.gguf")).tokenizer().encode("ab<s>").ids == [0, 1, 2]
 
     def test_a_part_of_a_split_model_is_refused(self, tmp_path: Path) -> None:
-        file = write_gguf(tmp_path / "m-00001-of-00003.gguf", change={"split.count": 3})
+        file = write_model(tmp_path / "m-00001-of-00003.gguf", change={"split.count": 3})
         with pytest.raises(UnsupportedModel, match="one of 3 parts; merge them"):
             ModelFiles.open(file).check_weights()
 
     def test_a_file_without_weights_is_refused(self, tmp_path: Path) -> None:
-        file = write_gguf(tmp_path / "m.gguf", change={"token_embd.weight": None})
+        file = write_model(tmp_path / "m.gguf", change={"token_embd.weight": None})
         with pytest.raises(ModelFileError, match="no weights"):
             ModelFiles.open(file).check_weights()
 

@@ -22,6 +22,7 @@ from legato.modelfiles.gguf.file import GgufFile
 from legato.modelfiles.gguf.splitting import splitting_of
 from legato.modelfiles.gguf.tokenizer import tokenizer_from_gguf
 from legato.modelfiles.tokenizers import load_tokenizer
+from tests.modelfiles.gguf_files import write_gguf
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, doesn't it? They're here; WE'LL see. I'd say 12345 times.",
@@ -106,22 +107,7 @@ def merges_of(tokenizer: Tokenizer) -> list[str]:
 
 def write_vocabulary(path: Path, **entries: Any) -> GgufFile:
     """A GGUF file with a vocabulary and nothing else."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, value in entries.items():
-        key = f"tokenizer.ggml.{name}"
-        match value:
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case list():
-                writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(path, {f"tokenizer.ggml.{name}": value for name, value in entries.items()})
     return GgufFile.open(path)
 
 
