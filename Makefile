@@ -1,29 +1,42 @@
 # The same commands for a newcomer, for CI and for us. `make help` lists them.
 PYTHON ?= python3
-VENV := .venv
+# Two environments: what serving needs, and that with the tools for development. Both may name the same folder.
+SERVE_VENV ?= .venv
+VENV ?= .venv-dev
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 PORT ?= 3000
 # Divides the workloads of `make bench`. Results of one scale, model and commit compare, whatever they ran on.
 SCALE ?= 16
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help setup serve test lint types imports unit unit-models unit-engine unit-texts unit-timed test-models test-shards test-clients test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-timed test-models test-shards test-clients test-gpu fuzz faults chaos proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: $(STAMP) ## create .venv and install Legato with its development tools
+install: $(SERVE_VENV)/.legato ## create .venv with what serving needs
+
+setup: $(VENV)/.installed ## create .venv-dev with Legato and its development tools
 
 # constraints.txt pins torch, and pip must meet the pin first: asked for torch through a range it would fetch the
 # newest CUDA build before it looks at anything else.
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+PIP_INSTALL = install --disable-pip-version-check -c constraints.txt
+
+# Without --no-compile pip compiles every module of torch, most of which no server imports.
+$(SERVE_VENV)/.legato: pyproject.toml constraints.txt
+	@echo "Installing Legato and PyTorch into $(SERVE_VENV): once, about half a minute plus the download of PyTorch"
+	test -x $(SERVE_VENV)/bin/python || $(PYTHON) -m venv $(SERVE_VENV)
+	$(SERVE_VENV)/bin/pip $(PIP_INSTALL) --no-compile -e .
 	touch $@
 
-serve: setup ## serve the default model on port 3000
-	$(BIN)/text-generation-launcher --port $(PORT)
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Installing Legato and its development tools into $(VENV): once, one to two minutes plus the downloads"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip $(PIP_INSTALL) -e '.[dev]'
+	touch $@
+
+serve: install ## serve the default model on port 3000
+	$(SERVE_VENV)/bin/text-generation-launcher --port $(PORT)
 
 # Types and the tests that only compute share two cores, one thread each: two programs whose threads wait for each other
 # on the same cores take twice as long. The longest goes first. What has time limits runs alone.
@@ -121,5 +134,5 @@ bench: setup ## measure the engine with the default model (SCALE=1 for large mac
 	mkdir -p $(dir $(BENCH_RESULT))
 	$(BIN)/legato bench engine --scale $(SCALE) --json $(BENCH_RESULT)
 
-clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: ## remove the virtual environments and caches
+	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""legato: one command for what people type by hand. What a subcommand needs is imported when it is used."""
+"""legato: all commands in one. The modules of a subcommand are imported when it runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import cast
 
 import click
 
-from legato import __version__
-from legato.common.program import run_program
+from legato.common.program import run_program, with_version
 
-# Whole programs that are subcommands as well: name -> (module, command).
+# Programs that are also subcommands: name -> (module, command).
 PROGRAMS = {
     "serve": ("legato.launcher.cli", "COMMAND"),
     "bench": ("legato.benchmark.commands", "bench"),
@@ -32,15 +31,15 @@ class _Group(click.Group):
         return cast(click.Command, getattr(import_module(module), attribute))
 
 
+@with_version
 @click.group("legato", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 def legato() -> None:
     """A text-generation server in Python."""
 
 
 @legato.command()
 def env() -> None:
-    """Print what this machine runs Legato with."""
+    """Print versions, platform and GPUs, for bug reports."""
     from legato.launcher.environment import describe
 
     click.echo(describe())
@@ -48,7 +47,7 @@ def env() -> None:
 
 @legato.command()
 def options() -> None:
-    """Print the reference page of all options, in Markdown."""
+    """Print the reference page of the options, in Markdown."""
     from legato.docgen.options import reference_page
 
     click.echo(reference_page(), nl=False)

@@ -1,1 +1,1 @@
-"""The leaf: options, logging, errors, model files, tokenizer and text. Imports nothing else of Legato."""
+"""Options, command lines, errors, logging, progress, sockets. Imports nothing else of Legato."""

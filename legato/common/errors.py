@@ -1,21 +1,21 @@
-"""The errors a person can cause, as a tree.
+"""Errors that a user can cause.
 
     LegatoError                 ends a program with one line and exit code 1
-    ├── OptionError             a flag or environment variable is wrong
+    ├── OptionError             a flag or environment variable is invalid
     ├── ModelError              the model cannot be served
     │   ├── ModelNotFound       no such folder, file or repository
-    │   ├── ModelFileError      a file of the model is missing, cut off or malformed
-    │   └── UnsupportedModel    well-formed, but not something Legato runs
-    └── EndpointInUse           a port or socket belongs to another process
+    │   ├── ModelFileError      a file of the model is missing, truncated or malformed
+    │   └── UnsupportedModel    valid, but not supported by Legato
+    └── EndpointInUse           a port or socket is in use by another process
 
-Errors of requests live with the router (`api/errors.py`); impossible states are asserts.
+Request errors are in `api/errors.py`; impossible states are asserts.
 """
 
 from __future__ import annotations
 
 
 class LegatoError(Exception):
-    """A message for a person: names the flag or file and, where there is one, the cure."""
+    """A message for the user that names the flag or file and, if there is one, the remedy."""
 
 
 class OptionError(LegatoError):

@@ -1,14 +1,14 @@
-"""Log lines: text for people, one JSON object per line for machines, both on stdout.
+"""Logging to stdout, as text or as one JSON object per line.
 
     logger.info("Success", extra={"fields": {"total_time": "1.2s"}})
 
     2026-01-31T12:00:00.000000Z  INFO router: Success total_time=1.2s
     {"timestamp": "2026-01-31T12:00:00.000000Z", "level": "INFO", "message": "Success", "program": "router", ...}
 
-Shards and router write JSON, which the launcher reads back with `parse` and writes in the form it was asked for.
+Shards and router write JSON, which the launcher parses and writes in the requested format.
 
-Words of clients may be part of a line. They cannot begin one, or speak to a terminal: whatever is not visible is
-written as an escape. Only tracebacks have lines of their own, which are indented.
+Log lines may contain text from clients. It cannot forge a line or control a terminal: line ends and control characters
+are escaped. Only tracebacks span several lines, which are indented.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ LEVELS = {
     "trace": TRACE,
 }
 NAMES = {logging.ERROR: "ERROR", logging.WARNING: "WARN", logging.INFO: "INFO", logging.DEBUG: "DEBUG", TRACE: "TRACE"}
-# What other libraries may say at each of our levels: one level less, because their news is rarely ours.
+# Log level of other libraries for each of ours: one less verbose.
 FOREIGN = {logging.INFO: logging.WARNING, logging.DEBUG: logging.INFO, TRACE: logging.DEBUG}
 COLOURS = {"ERROR": "\033[31m", "WARN": "\033[33m", "INFO": "\033[32m", "DEBUG": "\033[34m", "TRACE": "\033[35m"}
 
-# Characters that end a line for somebody, move a cursor, turn the direction of writing, or cannot be encoded.
-_INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+# Line ends, control characters, bidirectional controls and surrogates.
+_CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 def setup(level: str, json_output: bool, program: str, stream: TextIO | None = None) -> None:
-    """Send everything that is logged in this process to `stream` (stdout), under the name of `program`."""
+    """Log everything in this process to `stream` (default: stdout) under the name `program`."""
     level_number, modules = _parse_levels(level)
     out = stream or sys.stdout
     handler = _Handler(out)
@@ -56,7 +56,7 @@ def setup(level: str, json_output: bool, program: str, stream: TextIO | None = N
 
 
 def parse(line: str) -> logging.LogRecord | None:
-    """The record behind a line that `JsonFormatter` wrote, or None for any other line."""
+    """The record of a line written by `JsonFormatter`, or None for any other line."""
     if not line.startswith("{"):
         return None
     try:
@@ -77,7 +77,7 @@ def parse(line: str) -> logging.LogRecord | None:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes to a stream whose reader may leave: then there is nobody to complain to."""
+    """Ignores a closed stream: there is nowhere to report it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), BrokenPipeError):
@@ -85,7 +85,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line."""
+    """One JSON object per line. Floats are rounded to six decimals: seconds to microseconds."""
 
     def __init__(self, program: str) -> None:
         super().__init__()
@@ -99,18 +99,22 @@ class JsonFormatter(logging.Formatter):
             "target": record.name,
             "program": getattr(record, "program", self.program),
         }
-        if fields := getattr(record, "fields", None):
+        if fields := self._fields(record):
             entry["fields"] = fields
         if exception := self._exception(record):
             entry["exception"] = exception
-        return _visible(json.dumps(entry, default=str, ensure_ascii=False))
+        return _escaped(json.dumps(entry, default=str, ensure_ascii=False))
+
+    def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
+        fields: dict[str, Any] = getattr(record, "fields", None) or {}
+        return {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
 
     def _exception(self, record: logging.LogRecord) -> str | None:
         return self.formatException(record.exc_info) if record.exc_info else record.exc_text
 
 
 class TextFormatter(JsonFormatter):
-    """Time, level, program, message and fields; a traceback below."""
+    """Time, level, program, message and fields, followed by the traceback if there is one."""
 
     def __init__(self, program: str, colour: bool) -> None:
         super().__init__(program)
@@ -121,27 +125,26 @@ class TextFormatter(JsonFormatter):
         moment, label = _format_time(record.created), f"{level:>5}"
         if self.colour:
             moment, label = f"\033[2m{moment}\033[0m", f"{COLOURS[level]}{label}\033[0m"
-        fields: dict[str, Any] = getattr(record, "fields", None) or {}
-        words = [f"{moment} {label} {program}: {_visible(record.getMessage())}"]
-        words += [f"{_visible(name)}={_quoted(value)}" for name, value in fields.items()]
+        words = [f"{moment} {label} {program}: {_escaped(record.getMessage())}"]
+        words += [f"{_escaped(name)}={_quoted(value)}" for name, value in self._fields(record).items()]
         line = " ".join(words)
         exception = self._exception(record)
         return f"{line}\n{_indented(exception)}" if exception else line
 
 
 def level_name(record: logging.LogRecord) -> str:
-    """The nearest of our five levels, not above the record's own."""
+    """The highest of our five levels that does not exceed the record's level."""
     return next((name for number, name in NAMES.items() if record.levelno >= number), "TRACE")
 
 
 def _parse_levels(text: str) -> tuple[int, dict[str, int]]:
-    """`info,legato.router=debug` as (level, level of each module). Rust's `a::b` for a module is understood."""
+    """`info,legato.router=debug` as (level, level by module). Module names may be in Rust's form, `a::b`."""
     level, modules = logging.INFO, {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         module, _, name = part.rpartition("=")
         if name.lower() not in LEVELS:
             known = ", ".join(name for name in LEVELS if name != "warning")
-            raise OptionError(f"--logger-level (LOG_LEVEL): {name!r} is not a level; there are {known}")
+            raise OptionError(f"--logger-level (LOG_LEVEL): {name!r} is not a log level; expected one of {known}")
         if module:
             modules[module.replace("::", ".")] = LEVELS[name.lower()]
         else:
@@ -152,17 +155,17 @@ def _parse_levels(text: str) -> tuple[int, dict[str, int]]:
 def _quoted(value: object) -> str:
     text = str(value)
     quoted = not text or any(character.isspace() or character == '"' for character in text)
-    return _visible(json.dumps(text, ensure_ascii=False) if quoted else text)
+    return _escaped(json.dumps(text, ensure_ascii=False) if quoted else text)
 
 
-def _visible(text: str) -> str:
-    """Escapes as in JSON, so that a JSON text stays one."""
-    return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+def _escaped(text: str) -> str:
+    """Control characters as JSON escapes, so that JSON stays valid."""
+    return _CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _indented(exception: str) -> str:
-    """No line of it can be taken for a record."""
-    return "\n".join(f"  {_visible(line)}" for line in exception.split("\n"))
+    """Indented, so that no line of it can be mistaken for a record."""
+    return "\n".join(f"  {_escaped(line)}" for line in exception.split("\n"))
 
 
 def _format_time(seconds: float) -> str:

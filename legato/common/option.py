@@ -1,9 +1,9 @@
-"""What an option is, and how a class of them becomes a list. The options themselves are in `legato.common.options`.
+"""How options are declared. The options themselves are in `legato.common.options`.
 
-A group is a frozen dataclass; its first docstring line is the heading in `--help` and in docs/launcher.md. A program
-is a class that inherits the groups it takes, so that reading an option which a program does not have is a type error.
-The annotation of a field is the type of its flag, its name is the flag (`max_best_of` is `--max-best-of` and
-`MAX_BEST_OF`). `legato.common.program` turns a class into a command line.
+A group is a frozen dataclass whose docstring is the heading in `--help` and in docs/launcher.md. A program is a class
+that inherits its groups, so that reading an option that a program does not have is a type error. A field's name is the
+flag (`max_best_of` is `--max-best-of` and `MAX_BEST_OF`), its annotation the type of the value.
+`legato.common.program` turns a class into a command line.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Option:
-    """One line of the table."""
+    """Everything about one option."""
 
     help: str
-    # Empty: derived from the field's name. env=None: no variable, because the name is too common.
+    # Empty: derived from the field's name. env=None: no environment variable.
     flag: str = ""
     env: str | None = ""
     short: str | None = None
@@ -27,22 +27,22 @@ class Option:
     alias: str | None = None
     minimum: float | None = None
     maximum: float | None = None
-    # A feature that is not there yet: every value but the default and those in `served` is refused.
+    # A feature that is not available yet: values other than the default and those in `served` are refused.
     later: str | None = None
     served: tuple[object, ...] = ()
-    # Why giving this option changes nothing. Worth a warning when somebody gives it.
+    # Why setting this option has no effect; logged as a warning if it is set.
     no_effect: str | None = None
     positional: bool = False
-    # Not for the eyes of other users of the machine, who can read command lines: travels as a variable.
+    # Passed on as an environment variable, because other users can read command lines.
     secret: bool = False
-    # Filled in from the field.
+    # Set from the field.
     name: str = ""
     kind: Any = str
     default: Any = None
 
     @property
     def long_help(self) -> str:
-        """The help sentence, with what this version makes of the option."""
+        """The help text and whether the option has an effect in this version."""
         if self.later is not None:
             return f"{self.help} Not available in this version."
         if self.no_effect is not None:
@@ -51,22 +51,22 @@ class Option:
 
 
 def option(default: T, help: str, **settings: Any) -> T:
-    """A field of a group. Typed as its value, so that mypy compares the default with the annotation."""
+    """A field of a group. Typed as its value, so that mypy checks the default against the annotation."""
     return field(default=default, metadata={"option": Option(help, **settings)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every program's options have in common: which of them somebody gave, by flag or variable."""
+    """Base of all option classes. `given` names the options that were set by flag or variable."""
 
-    # How this program spells an option differently from the table.
+    # Option name -> attributes that differ in this program.
     changes: ClassVar[dict[str, dict[str, Any]]] = {}
 
     given: frozenset[str] = frozenset()
 
     @property
     def warnings(self) -> list[str]:
-        """One line for each given option that changes nothing."""
+        """One line for each option that was set and has no effect."""
         idle = [option for option in table(type(self)) if option.no_effect and option.name in self.given]
         return [f"--{option.flag} has no effect: {option.no_effect}" for option in idle]
 
@@ -90,7 +90,7 @@ def table(program: type[Options]) -> list[Option]:
 
 
 def _complete(column: Field[Any], kind: Any, changes: dict[str, Any]) -> Option:
-    """The option with what its field says: name, flag, variable, type and default."""
+    """The option with name, flag, variable, type and default from its field."""
     option: Option = column.metadata["option"]
     option = replace(option, name=column.name, kind=kind, default=column.default, **changes)
     env = column.name.upper() if option.env == "" else option.env

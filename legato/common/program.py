@@ -1,6 +1,6 @@
-"""Programs made of options: the command line of a class of options, and how a program ends.
+"""Command lines from option classes, and exit codes.
 
-Exit codes: 0 done, 1 an error with one line that says which, 2 a command line that makes no sense, 130 interrupted.
+Exit codes: 0 success, 1 error with one line on stderr, 2 invalid command line, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from legato.common.errors import LegatoError, OptionError
 from legato.common.option import Option, Options, groups, table
 
 P = TypeVar("P", bound=Options)
+C = TypeVar("C", bound=click.Command)
 
 
 def command(program: type[P], run: Callable[[P], int | None], name: str, summary: str) -> click.Command:
-    """A command that reads the options of `program` from flags and variables and hands them to `run`."""
+    """A command that parses the options of `program` from flags and variables and calls `run` with them."""
 
     def callback(**_: object) -> int | None:
         return run(_collect(program, click.get_current_context()))
@@ -32,11 +33,16 @@ def command(program: type[P], run: Callable[[P], int | None], name: str, summary
     settings = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
     cmd = _Command(name, callback=callback, params=params, help=summary, context_settings=settings)
     cmd.program = program
+    return with_version(cmd)
+
+
+def with_version(cmd: C) -> C:
+    """The same command with `-V` and `--version`."""
     return click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")(cmd)
 
 
 def run_program(cmd: click.Command, args: Sequence[str] | None = None, name: str | None = None) -> int:
-    """Run a command to its exit code. What a person caused ends in one line on stderr, never in a traceback."""
+    """Run a command and return its exit code. User errors end in one line on stderr, never in a traceback."""
     try:
         code = cmd.main(args, prog_name=name or cmd.name, standalone_mode=False)
     except click.ClickException as error:
@@ -48,16 +54,16 @@ def run_program(cmd: click.Command, args: Sequence[str] | None = None, name: str
     except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone; keep the interpreter from complaining when it flushes stdout at exit.
+        # The reader of stdout is gone: the interpreter must not fail when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code if isinstance(code, int) else 0
 
 
 def forward(options: Options, program: type[Options]) -> list[str]:
-    """The arguments that give `program` the same options, as far as it has them.
+    """Arguments that pass `options` on to `program`, as far as it has them.
 
-    Options at their default are left out, so the program must not see variables that `options` was read from.
+    Defaults are omitted, so `program` must not see the environment variables that `options` was parsed from.
     """
     names = {column.name for column in fields(options)}
     positional, flags = [], []
@@ -77,20 +83,20 @@ def forward(options: Options, program: type[Options]) -> list[str]:
 
 
 def secrets(options: Options, program: type[Options]) -> dict[str, str]:
-    """What `forward` leaves out, as environment variables: command lines are public."""
+    """The secret options, which `forward` omits, as environment variables."""
     hidden = [option for option in table(program) if option.secret and option.env]
     values = {option.env: getattr(options, option.name, option.default) for option in hidden if option.env}
     return {name: _spell(value) for name, value in values.items() if value}
 
 
 def variables(program: type[Options]) -> set[str]:
-    """The environment variables that a program reads its options from."""
+    """The environment variables of a program's options."""
     names = {option.env for option in table(program) if option.env}
     return names | {_variable(option.alias) for option in table(program) if option.alias}
 
 
 class _Command(click.Command):
-    """A command whose help shows the options in their groups."""
+    """A command whose help shows options by group."""
 
     program: type[Options]
 
@@ -104,7 +110,7 @@ class _Command(click.Command):
 
 
 def synopsis(option: Option) -> str:
-    """How an option is written: `-p, --port INTEGER`."""
+    """`-p, --port INTEGER`"""
     if option.positional:
         return f"[{option.name.upper()}]"
     flag = f"--{option.flag}"
@@ -116,7 +122,7 @@ def synopsis(option: Option) -> str:
 
 
 def metavar(option: Option) -> str:
-    """What stands for the value of an option: the choices, or the kind of value."""
+    """Placeholder for the value: the choices, or its type."""
     kind = _bare(option.kind)
     if get_origin(kind) is Literal:
         return "[" + "|".join(get_args(kind)) + "]"
@@ -127,7 +133,7 @@ def metavar(option: Option) -> str:
 
 
 def shown_default(option: Option) -> str:
-    """The default for a reader; empty where there is none to name."""
+    """The default as text; empty if there is none."""
     if option.default in (None, False, ()):
         return ""
     return _spell(option.default)
@@ -143,7 +149,7 @@ def _described(option: Option) -> str:
 
 
 def _params(option: Option) -> list[click.Parameter]:
-    """click's view of an option. An alias is a parameter of its own, so that giving both can be noticed."""
+    """The click parameters of an option. An alias is a parameter of its own, to detect that both are set."""
     kind = _click_type(option)
     if option.positional:
         return [click.Argument([option.name], type=kind, required=False, envvar=option.env)]
@@ -164,7 +170,7 @@ def _params(option: Option) -> list[click.Parameter]:
 
 
 def _collect(program: type[P], ctx: click.Context) -> P:
-    """The options as parsed: older spellings folded in, features that are not there yet refused."""
+    """The parsed options: aliases resolved, unavailable features refused."""
     values: dict[str, Any] = {}
     given: set[str] = set()
     for option in table(program):
@@ -173,7 +179,7 @@ def _collect(program: type[P], ctx: click.Context) -> P:
         if option.alias and _is_given(ctx.get_parameter_source(_alias_name(option.alias))):
             if _is_given(source):
                 raise OptionError(
-                    f"--{option.alias} is an older name of --{option.flag} and both are set: keep --{option.flag}"
+                    f"--{option.alias} is a deprecated alias of --{option.flag}, and both are set: keep --{option.flag}"
                 )
             source = ctx.get_parameter_source(_alias_name(option.alias))
             value = ctx.params[_alias_name(option.alias)]
@@ -201,7 +207,7 @@ def _variable(flag: str) -> str:
 
 
 def _spell(value: object) -> str:
-    """A value as its flag takes it."""
+    """A value as an argument."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
@@ -217,14 +223,14 @@ def _bare(kind: Any) -> Any:
 
 
 def _click_type(option: Option) -> Any:
-    """What turns the words of a command line into the option's type: one of click's types, or a function."""
+    """A click type or a function that converts an argument to the option's type."""
     kind = _bare(option.kind)
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind))
     if get_origin(kind) is tuple:
         return _comma_list(get_args(kind)[0])
     if kind is int:
-        # Counts and sizes: nothing in the table goes below zero.
+        # All integers are counts, sizes or ports: never negative.
         return click.IntRange(int(option.minimum or 0), None if option.maximum is None else int(option.maximum))
     if kind is float:
         return click.FloatRange(option.minimum, option.maximum)
@@ -232,7 +238,7 @@ def _click_type(option: Option) -> Any:
 
 
 def _comma_list(item: type[int] | type[str]) -> Callable[[str], tuple[int | str, ...]]:
-    """`1,2,4` as a tuple. The flag may be repeated; `_collect` joins the parts."""
+    """Converts `1,2,4` to a tuple. If the flag is repeated, `_collect` concatenates the tuples."""
 
     def convert(value: str) -> tuple[int | str, ...]:
         try:

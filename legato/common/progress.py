@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a log line now and then anywhere else.
+"""Progress of long operations: a progress bar on a terminal, otherwise a log line from time to time.
 
 with progress("Downloading weights", total=269_060_552) as advance:
     advance(len(chunk))
@@ -15,15 +15,22 @@ from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
-# A line tells something new: a tenth more, but not sooner than LEAST seconds. Silence never lasts longer than MOST.
+# Log messages that the launcher recognizes and shows as progress.
+LOADING_WEIGHTS = "Loading weights"  # with a field `percent`
+WARMING_UP = "Warming up"
+WARMED_UP = "Warm-up done"
+# The router's address. The launcher logs its own line instead, once /health answers.
+LISTENING = "Listening"
+
+# A line is logged when progress has grown by STEP, at most every MIN_SECONDS and at least every MAX_SECONDS.
 STEP = 0.1
-LEAST = 2.0
-MOST = 30.0
+MIN_SECONDS = 2.0
+MAX_SECONDS = 30.0
 
 
 @contextmanager
 def progress(what: str, total: int, unit: str = "bytes") -> Iterator[Callable[[int], None]]:
-    """Show how much of `total` is done. The function that is yielded takes what was added; any thread may call it."""
+    """Show how much of `total` is done. Yields a function, callable from any thread, that takes the increment."""
     show = _bar if sys.stderr.isatty() else _lines
     with show(what, total, unit) as advance:
         yield advance
@@ -31,7 +38,7 @@ def progress(what: str, total: int, unit: str = "bytes") -> Iterator[Callable[[i
 
 @contextmanager
 def _bar(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    # Only terminals pay for the import.
+    # Imported only for a terminal: it takes a while.
     from rich import progress as rich
     from rich.console import Console
 
@@ -53,7 +60,7 @@ def _lines(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
         with lock:
             done += amount
             now = time.monotonic()
-            if now - told < (LEAST if done - done_told >= STEP * total else MOST):
+            if now - told < (MIN_SECONDS if done - done_told >= STEP * total else MAX_SECONDS):
                 return
             told, done_told = now, done
         share = f"{min(done / total, 1):.0%} of " if total else ""

@@ -1,4 +1,4 @@
-"""Unix sockets: a path is free, was left behind by a server that is gone, or belongs to one that runs."""
+"""Unix socket paths (free, stale or in use) and the addresses of listening servers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ import stat
 
 from legato.common.errors import EndpointInUse, OptionError
 
-# Room for the path in sockaddr_un, without the closing zero.
-LONGEST_SOCKET_PATH = 107
+# Size of sun_path in sockaddr_un, without the terminating null byte.
+MAX_SOCKET_PATH = 107
+
+
+def reachable_address(address: str) -> str:
+    """The loopback address if the server listens on all addresses."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+
+
+def browser_url(address: str, port: int) -> str:
+    host = reachable_address(address)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def claim_socket(path: str, flag: str) -> None:
-    """See to it that a server can listen on `path`, which came from `flag`. A socket that nobody answers on goes."""
-    if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
-        raise OptionError(f"{flag}: {path!r} is too long for a socket, {LONGEST_SOCKET_PATH} bytes at most")
+    """Make sure that a server can listen on `path`, the value of `flag`. Removes a stale socket."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise OptionError(f"{flag}: {path!r} is too long for a socket: the limit is {MAX_SOCKET_PATH} bytes")
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise OptionError(f"{flag}: cannot create {path}: {folder} is no folder that this user may write to")
+        raise OptionError(f"{flag}: cannot create {path}: {folder} is not a writable folder")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -36,11 +46,11 @@ def remove_socket(path: str, flag: str) -> None:
     except FileNotFoundError:
         pass
     except PermissionError:
-        raise EndpointInUse(f"{path} belongs to another user: choose another place with {flag}") from None
+        raise EndpointInUse(f"{path} belongs to another user: choose another path with {flag}") from None
 
 
 def in_use(path: str, flag: str) -> EndpointInUse:
-    return EndpointInUse(f"{path} belongs to a running server: stop it or choose another place with {flag}")
+    return EndpointInUse(f"{path} is in use by a running server: stop it or choose another path with {flag}")
 
 
 def _is_answered(path: str) -> bool:
@@ -51,6 +61,6 @@ def _is_answered(path: str) -> bool:
         except ConnectionRefusedError:
             return False
         except OSError:
-            # Full backlog or no permission: somebody is there.
+            # Full backlog or no permission: a server is listening.
             pass
     return True

@@ -1,4 +1,4 @@
-"""GET /docs: the OpenAPI document as a page to read and to try. One file, nothing loaded from anywhere else."""
+"""GET /docs: the OpenAPI document as an interactive page. Loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ function element(tag, text, ...children) {
   return node;
 }
 
+// Text in which `code` stands between backticks.
+function prose(tag, text) {
+  const node = element(tag);
+  (text || "").split("`").forEach((part, index) => node.append(index % 2 ? element("code", part) : part));
+  return node;
+}
+
 function typeName(schema) {
   if (schema.$ref) return schema.$ref.split("/").pop();
   if (schema.anyOf) return schema.anyOf.map(typeName).join(" | ");
@@ -54,7 +61,7 @@ function fields(schema) {
     table.append(element("tr", "",
       element("td", "", element("code", name)),
       element("td", "", element("code", typeName(field) + fallback + required)),
-      element("td", field.description || "")));
+      prose("td", field.description)));
   }
   return schema.properties ? table : element("code", typeName(schema));
 }
@@ -75,9 +82,9 @@ async function send(method, path, body, output) {
 
 function route(method, path, operation) {
   const title = element("summary", "",
-    element("span", method.toUpperCase()), element("code", path), " — " + operation.summary);
+    element("span", method.toUpperCase()), element("code", path), " — ", prose("span", operation.summary));
   title.firstChild.className = "method";
-  const node = element("details", "", title, element("p", operation.description || ""));
+  const node = element("details", "", title, prose("p", operation.description));
   let input = null;
   if (operation.requestBody) {
     const content = operation.requestBody.content["application/json"];
@@ -94,7 +101,7 @@ function route(method, path, operation) {
   const answers = element("table");
   for (const [status, response] of Object.entries(operation.responses)) {
     const types = Object.entries(response.content || {}).map(([type, body]) => type + ": " + typeName(body.schema));
-    answers.append(element("tr", "", element("td", status), element("td", response.description),
+    answers.append(element("tr", "", element("td", status), prose("td", response.description),
       element("td", "", element("code", types.join(", ")))));
   }
   node.append(answers);
@@ -104,14 +111,14 @@ function route(method, path, operation) {
 async function show() {
   const api = await (await fetch("api-doc/openapi.json")).json();
   document.getElementById("version").textContent = api.info.version;
-  document.getElementById("description").textContent = api.info.description;
+  document.getElementById("description").append(prose("span", api.info.description));
   const routes = document.getElementById("routes");
   for (const [path, methods] of Object.entries(api.paths))
     for (const [method, operation] of Object.entries(methods)) routes.append(route(method, path, operation));
   const schemas = document.getElementById("schemas");
   for (const [name, schema] of Object.entries(api.components.schemas))
     schemas.append(element("details", "", element("summary", "", element("code", name)),
-      element("p", schema.description || ""), fields(schema)));
+      prose("p", schema.description), fields(schema)));
 }
 
 show();

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from legato.chat.template import ChatTemplate
 from legato.common.errors import LegatoError
-from legato.common.garbage import settle
+from legato.common.gc import freeze_gc
 from legato.common.logging import setup
 from legato.http.app import create_app
 from legato.http.scheduler import SchedulerClient
@@ -50,7 +50,7 @@ class HttpWorker:
             serve = await self._serve
             app = self._app(serve, tokenizer, chat_template, rules)
             server = self._server = HttpServer(app, serve.grace, serve.settings.payload_limit)
-            settle()
+            freeze_gc()
             self._link.send(msg.Serving())
             await server.serve(sockets=[self._listener])
         except LegatoError as error:

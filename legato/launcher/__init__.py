@@ -1,1 +1,1 @@
-"""Turns options into processes: download, shards, router, logs, shutdown. Never imports torch."""
+"""Starts, supervises and stops the processes: download, shards, router. Never imports torch."""

@@ -1,4 +1,4 @@
-"""text-generation-launcher: options → download → shards and router together → watch → stop in order."""
+"""text-generation-launcher: download, start shards and router, supervise them, stop them in order."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import time
 from dataclasses import replace
 
 from legato.common import logging as logs
-from legato.common.options import LauncherOptions
+from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
+from legato.common.progress import LISTENING
+from legato.common.sockets import browser_url
 from legato.launcher import endpoints, sizing, startup
-from legato.launcher.plan import Plan, make_plan
+from legato.launcher.plan import LaunchPlan, make_plan
 from legato.launcher.processes import Child, ChildFailed, Supervisor
 
 logger = logging.getLogger(__name__)
 
-# Once a child is dead no request can finish: the others get only the time to leave in order.
-CRASH_GRACE = 3.0
-DOWNLOAD_GRACE = 10.0
+# Requests get all of --graceful-termination-timeout. Then the router needs a moment to send their errors and exit.
+EXIT_SECONDS = 3.0
+DOWNLOAD_EXIT_SECONDS = 10.0
 READY_INTERVAL = 0.05
-PATIENCE_INTERVAL = 10.0
+WAITING_LOG_INTERVAL = 10.0
 
 
 def serve(options: LauncherOptions) -> int:
-    """Run everything that these options ask for, until a signal or a failure ends it."""
+    """Run all processes until a signal or a failure ends them."""
     if options.env:
         from legato.launcher.environment import describe
 
@@ -42,8 +44,8 @@ def serve(options: LauncherOptions) -> int:
         return asyncio.run(launch(make_plan(options, sockets, os.environ), options, sockets))
 
 
-async def launch(plan: Plan, options: LauncherOptions, sockets: list[str]) -> int:
-    """Start the plan's programs and watch them. Returns the exit code; raises ChildFailed when one of them dies."""
+async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str]) -> int:
+    """Start and supervise the processes. Returns the exit code; raises ChildFailed if one of them dies."""
     with Supervisor() as supervisor:
         if plan.download is not None:
             code = await _download(supervisor, supervisor.start(plan.download))
@@ -52,12 +54,13 @@ async def launch(plan: Plan, options: LauncherOptions, sockets: list[str]) -> in
         logger.info("Starting shards and router", extra={"fields": {"num_shard": len(plan.shards)}})
         shards = [supervisor.start(shard) for shard in plan.shards]
         router = supervisor.start(plan.router)
-        news = asyncio.ensure_future(_announce(options, sockets))
+        startup_log = asyncio.ensure_future(_log_startup(options, sockets))
         dead = await supervisor.first_exit(*shards, router)
-        news.cancel()
-        # Nothing may be drawn any more when the stderr of a child is shown.
-        await asyncio.wait([news])
-        grace = options.graceful_termination_timeout if dead is None else CRASH_GRACE
+        startup_log.cancel()
+        # The progress bars must be gone before the stderr of a child is printed.
+        await asyncio.wait([startup_log])
+        # Once a child is dead no request can finish.
+        grace = EXIT_SECONDS + (options.graceful_termination_timeout if dead is None else 0)
         if dead is not None:
             _show_stderr(dead)
         await supervisor.stop(router, grace=grace)
@@ -69,35 +72,38 @@ async def launch(plan: Plan, options: LauncherOptions, sockets: list[str]) -> in
 
 
 async def _download(supervisor: Supervisor, child: Child) -> int | None:
-    """Wait for the download. An exit code ends the launcher: a signal's, or that of a download that failed."""
+    """Wait for the download. Returns an exit code if the launcher must end: after a signal or a failed download."""
     if await supervisor.first_exit(child) is None:
-        await supervisor.stop(child, grace=DOWNLOAD_GRACE)
+        await supervisor.stop(child, grace=DOWNLOAD_EXIT_SECONDS)
         return 130 if supervisor.impatient else 0
     code = child.exited.result()
     if code < 0:
         raise ChildFailed(child.describe_exit())
-    # The child wrote to our stderr what went wrong; its code says the rest.
+    # The child has written the error to our stderr.
     return code or None
 
 
-async def _announce(options: LauncherOptions, sockets: list[str]) -> None:
-    """Say when each shard is ready and when the router answers."""
+async def _log_startup(options: LauncherOptions, sockets: list[str]) -> None:
+    """Log when each shard is ready, and when the router answers at which address."""
     start = time.monotonic()
+    # Only one line names the address: ours, because the router does not know when everything is ready.
+    logging.getLogger().handlers[0].addFilter(lambda record: record.msg != LISTENING)
     with startup.shown(options.json_output):
-        await asyncio.gather(*(_announce_shard(rank, path, start) for rank, path in enumerate(sockets)))
+        await asyncio.gather(*(_log_shard_ready(rank, path, start) for rank, path in enumerate(sockets)))
         while not await endpoints.is_healthy(options.hostname, options.port):
             await asyncio.sleep(READY_INTERVAL)
     logger.info("Connected")
-    address = endpoints.url(options.hostname, options.port)
-    logger.info("Listening on %s, ready in %.1f s", address, time.monotonic() - start)
+    url = browser_url(options.hostname, options.port)
+    fields = {"model": options.model_id or DEFAULT_MODEL, "docs": f"{url}/docs"}
+    logger.info("Listening on %s, ready in %.1f s", url, time.monotonic() - start, extra={"fields": fields})
 
 
-async def _announce_shard(rank: int, path: str, start: float) -> None:
-    told = start
+async def _log_shard_ready(rank: int, path: str, start: float) -> None:
+    last_log = start
     while not endpoints.is_socket(path):
         await asyncio.sleep(READY_INTERVAL)
-        if time.monotonic() - told > PATIENCE_INTERVAL:
-            told = time.monotonic()
+        if time.monotonic() - last_log > WAITING_LOG_INTERVAL:
+            last_log = time.monotonic()
             logger.info("Waiting for shard", extra={"fields": {"rank": rank}})
     logger.info("Shard ready in %.1f s", time.monotonic() - start, extra={"fields": {"rank": rank}})
 
@@ -110,12 +116,17 @@ def _num_shards(options: LauncherOptions) -> int:
 
 
 def _show_stderr(child: Child) -> None:
-    """What a failed child wrote to stderr. A single line is in the closing message already."""
+    """Print the stderr of a failed child, unless it is a single line: the error message quotes that."""
     if len(child.stderr) > 1:
         print(*child.stderr, sep="\n", file=sys.stderr, flush=True)
 
 
-COMMAND = command(LauncherOptions, serve, "text-generation-launcher", "Serve a model: download it, run it, watch it.")
+COMMAND = command(
+    LauncherOptions,
+    serve,
+    "text-generation-launcher",
+    "Download a model and serve it.",
+)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What this machine runs Legato with: the lines of `--env` and `legato env`, for bug reports."""
+"""Versions, platform and GPUs for bug reports: `--env` and `legato env`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "triton", "tokenizers", "safetensors", "huggingface_hub", "
 
 
 def describe() -> str:
-    """Versions, machine and GPUs, one per line. Reads package metadata only: importing torch takes seconds."""
+    """One fact per line. Reads package metadata only: importing torch takes seconds."""
     facts = {
         "legato": __version__,
         "python": platform.python_version(),

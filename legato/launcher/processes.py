@@ -1,6 +1,6 @@
-"""Child processes: started in groups of their own, their output relayed, stopped in order, never left behind.
+"""Child processes: each in its own process group, output relayed to the log, stopped in order, never orphaned.
 
-Everything happens on one event loop: pipes and signals wake it, nothing polls and there are no threads.
+Everything runs on one event loop, driven by pipes and signals: no polling, no threads.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from legato.common.logging import parse
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Enough for a long traceback.
+# Lines of stderr to keep: enough for a long traceback.
 KEPT_LINES = 400
-LONGEST_LINE = 1 << 20
-# A killed process may need a moment in the kernel, above all with a GPU to hand back.
+MAX_LINE_BYTES = 1 << 20
+# The kernel may take a while to release the resources of a killed process, above all GPU memory.
 KILL_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 
 
 class ChildFailed(LegatoError):
-    """A program that the launcher started has ended when it should not."""
+    """A child process exited unexpectedly or could not be started."""
 
 
 @dataclass(frozen=True)
-class Command:
-    """A program to start. `shows_stderr` lets it draw on our stderr, for a download with a progress bar."""
+class ProcessCommand:
+    """A process to start. With `shows_stderr` it shares our stderr, for the progress bar of a download."""
 
     name: str
     words: Sequence[str]
@@ -48,9 +48,9 @@ class Command:
 
 
 class Child:
-    """A running program. Its stdout flows into our log; the end of its stderr is kept for when it fails."""
+    """A running process. Its stdout goes to our log; the end of its stderr is kept for the error message."""
 
-    def __init__(self, command: Command) -> None:
+    def __init__(self, command: ProcessCommand) -> None:
         self.name = command.name
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.stderr: deque[str] = deque(maxlen=KEPT_LINES)
@@ -61,21 +61,21 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=None if command.shows_stderr else subprocess.PIPE,
                 env=command.environ,
-                # Ctrl-C in a terminal reaches the launcher alone, which stops the others in order.
+                # Ctrl-C in a terminal reaches only the launcher, which stops the children in order.
                 process_group=0,
                 preexec_fn=_die_with(os.getpid()),
             )
         except OSError as error:
             raise ChildFailed(f"cannot start {command.words[0]}: {error.strerror}") from None
         takers = [(self._process.stdout, self._take_stdout), (self._process.stderr, self._take_stderr)]
-        self._pipes = [_Lines(pipe, take) for pipe, take in takers if pipe is not None]
+        self._pipes = [_PipeReader(pipe, take) for pipe, take in takers if pipe is not None]
 
     @property
     def is_running(self) -> bool:
         return not self.exited.done()
 
     def reap(self) -> None:
-        """Notice the end of the process, after everything it has said and with everything it has started."""
+        """If the process has exited, read the rest of its output and kill the rest of its group."""
         if self.is_running and (code := self._process.poll()) is not None:
             self._signal_group(signal.SIGKILL)
             for pipe in self._pipes:
@@ -83,12 +83,12 @@ class Child:
             self.exited.set_result(code)
 
     def terminate(self) -> None:
-        """Ask the process to end; it tells its own children."""
+        """Send SIGTERM to the process, which stops its own children."""
         if self.is_running:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End the process and everything it has started."""
+        """Send SIGKILL to the process group."""
         if self.is_running:
             self._signal_group(signal.SIGKILL)
 
@@ -109,7 +109,7 @@ class Child:
 
     def _take_stdout(self, line: str) -> None:
         if record := parse(line):
-            # Shards of one model call themselves alike; our name for the child has its rank.
+            # All shards use the same program name; ours includes the rank.
             record.program = self.name
             logging.getLogger().handle(record)
         elif line.strip():
@@ -121,7 +121,7 @@ class Child:
 
 
 class Supervisor:
-    """Starts children, hears signals, and knows who has ended. A context: signals are ours inside it."""
+    """Starts and stops children and handles signals while the context is entered."""
 
     def __init__(self) -> None:
         self.children: list[Child] = []
@@ -132,7 +132,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         for number in STOP_SIGNALS:
-            # nohup ignores SIGHUP on purpose.
+            # nohup makes its child ignore SIGHUP: keep it that way.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
         return self
@@ -146,37 +146,37 @@ class Supervisor:
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             loop.remove_signal_handler(number)
 
-    def start(self, command: Command) -> Child:
+    def start(self, command: ProcessCommand) -> Child:
         child = Child(command)
         self.children.append(child)
         return child
 
     async def first_exit(self, *children: Child) -> Child | None:
-        """The first of the children that ends, or None when a signal asks us to stop."""
+        """The first child that exits, or None after a stop signal."""
         asked = asyncio.ensure_future(self.stopping.wait())
         events: list[asyncio.Future[Any]] = [asked, *(child.exited for child in children)]
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
         if self.stopping.is_set():
             return None
-        # Of several one that was killed: shards that lose another end on their own, but not by a signal.
+        # If several have exited, report the killed one: shards that lose a peer exit by themselves.
         return min((child for child in children if not child.is_running), key=lambda child: child.exited.result() >= 0)
 
     async def stop(self, *children: Child, grace: float) -> None:
-        """End the children: they get `grace` seconds to do it themselves."""
+        """Terminate the children, and kill those that still run after `grace` seconds."""
         for child in children:
             child.terminate()
         await asyncio.wait([child.exited for child in children], timeout=grace)
         for child in children:
             if child.is_running:
-                logger.warning("%s has not stopped within %g s: killing it", child.name, grace)
+                logger.warning("%s did not stop within %g s: killing it", child.name, grace)
                 child.kill()
         await asyncio.wait([child.exited for child in children], timeout=KILL_SECONDS)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.stopping.is_set() and number == signal.SIGINT:
             self.impatient = True
-            logger.warning("Interrupted again: killing everything")
+            logger.warning("Second interrupt: killing all processes")
             for child in self.children:
                 child.kill()
         elif not self.stopping.is_set():
@@ -188,8 +188,8 @@ class Supervisor:
             child.reap()
 
 
-class _Lines:
-    """Cuts what comes out of a pipe into lines, as it comes."""
+class _PipeReader:
+    """Splits the output of a pipe into lines as it arrives."""
 
     def __init__(self, pipe: IO[bytes], take: Callable[[str], None]) -> None:
         self._pipe = pipe
@@ -199,13 +199,13 @@ class _Lines:
         asyncio.get_running_loop().add_reader(pipe.fileno(), self._read)
 
     def finish(self) -> None:
-        """Take what is in the pipe now. Not until its end: a grandchild may hold it open."""
+        """Read what is in the pipe now, but not until EOF: a grandchild may hold it open."""
         while not self._pipe.closed and self._read():
             pass
         self._close()
 
     def _read(self) -> bool:
-        """Take one portion; False when there is none."""
+        """Read one chunk; False if there is none."""
         try:
             chunk = os.read(self._pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -214,7 +214,7 @@ class _Lines:
             self._close()
             return False
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if len(self._rest) > LONGEST_LINE:
+        if len(self._rest) > MAX_LINE_BYTES:
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:
             self._take(line.decode(errors="replace").rstrip())
@@ -230,10 +230,10 @@ class _Lines:
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
-    """What a child runs before its program: tie its life to ours, so that nothing survives a killed launcher."""
+    """A preexec function that makes the kernel kill the child when the launcher dies."""
     if sys.platform != "linux":
         return None
-    # Loaded here, because between fork and exec there should be as little Python as possible.
+    # Loaded here: between fork and exec as little Python as possible should run.
     prctl = ctypes.CDLL(None).prctl
 
     def before_exec() -> None:

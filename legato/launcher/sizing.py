@@ -1,4 +1,4 @@
-"""From options to numbers: how many shards, on which addresses, and whether the limits fit together."""
+"""Number of shards, listen address, and consistency of the limits."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from legato.common.options import LauncherOptions
 
 logger = logging.getLogger(__name__)
 
-# Which devices a process may see, in the order of precedence.
+# Variables that list the visible devices, in order of precedence.
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 ANY_ADDRESS = "0.0.0.0"
 
 
 def num_devices(environ: Mapping[str, str], installed: Callable[[], int]) -> int | None:
-    """Devices that the environment grants us, or None if it says nothing. `installed` counts those of the machine."""
+    """Number of visible devices by the environment, or None if it does not say. `installed` counts all devices."""
     granted = next((environ[name] for name in DEVICE_VARIABLES if name in environ), None)
     if granted is None:
         return None
     if granted.strip().lower() in ("all", "void"):
         return installed()
     ids = [part.strip() for part in granted.split(",")]
-    # CUDA stops reading at the first id that is none: "-1" and "" hide everything.
+    # CUDA stops at the first invalid id: "-1" and "" hide all devices.
     return next((i for i, name in enumerate(ids) if name in ("", "-1", "none", "NoDevFiles")), len(ids))
 
 
 def installed_gpus() -> int:
-    """GPUs that nvidia-smi lists; none without nvidia-smi."""
+    """Number of GPUs listed by nvidia-smi; 0 without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return 0
     try:
@@ -42,13 +42,13 @@ def installed_gpus() -> int:
 
 
 def num_shards(sharded: bool | None, num_shard: int | None, devices: int | None) -> int:
-    """Shards to start.
+    """Number of shards.
 
     sharded   num_shard   result
     true      -           all devices, at least two
     true      n           n, at least two
     false     any         1
-    -         -           all devices, or 1 if nothing says how many there are
+    -         -           all devices, or 1 if their number is unknown
     -         n           n
     """
     if sharded is False:
@@ -56,14 +56,14 @@ def num_shards(sharded: bool | None, num_shard: int | None, devices: int | None)
     count = num_shard if num_shard is not None else devices or 1
     if sharded and count <= 1:
         found = f"--num-shard is {num_shard}" if num_shard is not None else f"{devices or 0} devices are visible"
-        raise OptionError(f"--sharded true needs at least two devices, but {found} (CUDA_VISIBLE_DEVICES says which)")
+        raise OptionError(f"--sharded true needs at least two devices, but {found} (see CUDA_VISIBLE_DEVICES)")
     if count < 1:
         raise OptionError(f"--num-shard must be at least 1, not {count}")
     return count
 
 
 def listen_address(hostname: str) -> str:
-    """The address behind --hostname. Containers set HOSTNAME to their own name, which must not stop us."""
+    """The address for --hostname. Containers set HOSTNAME to the container's name, which must not be an error."""
     if hostname == "localhost":
         return "127.0.0.1"
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -72,12 +72,12 @@ def listen_address(hostname: str) -> str:
         except OSError:
             continue
         return hostname
-    logger.warning("--hostname (HOSTNAME): %r is not an address; listening on %s", hostname, ANY_ADDRESS)
+    logger.warning("--hostname (HOSTNAME): %r is not an IP address; listening on %s", hostname, ANY_ADDRESS)
     return ANY_ADDRESS
 
 
 def check_limits(options: LauncherOptions) -> None:
-    """Refuse limits that contradict each other. What depends on the model and the memory, the router checks."""
+    """Refuse contradictory limits. The router checks those that depend on the model and on memory."""
     if options.validation_workers < 1:
         raise OptionError("--validation-workers must be at least 1")
     _check_order(options, "max_input_tokens", "max_total_tokens", strict=True)

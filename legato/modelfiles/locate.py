@@ -1,4 +1,4 @@
-"""From a program's options to the model's files on this machine."""
+"""From a program's options to the local files of the model."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from legato.common.errors import ModelNotFound
-from legato.common.options import Model
+from legato.common.options import ModelOptions
 from legato.common.progress import progress
 from legato.modelfiles import hub
 
 
-def locate(options: Model) -> Path:
-    """Downloads what is missing, and shows how far it is."""
+def locate(options: ModelOptions) -> Path:
+    """Downloads missing files and shows the progress."""
     if options.weights_cache_override is not None:
         if not Path(options.weights_cache_override).is_dir():
             raise ModelNotFound(f"--weights-cache-override: {options.weights_cache_override} is not a folder")
         return Path(options.weights_cache_override)
     cache = Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
-    with Downloads() as shown:
+    with DownloadProgress() as shown:
         if options.model_id is None:
             return hub.resolve_default(cache_dir=cache, progress=shown)
         return hub.resolve(
@@ -27,8 +27,8 @@ def locate(options: Model) -> Path:
         )
 
 
-class Downloads(ExitStack):
-    """Progress of one file after the other, each from 0 to its size."""
+class DownloadProgress(ExitStack):
+    """Shows the progress of one download after the other."""
 
     def __init__(self) -> None:
         super().__init__()

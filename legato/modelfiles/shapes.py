@@ -1,4 +1,4 @@
-"""Models that exist in outline only: their speed can be measured without their weights (`--load-format dummy`)."""
+"""Model configurations without weights, for benchmarks with `--load-format dummy`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-# How a space is written in the vocabulary of a tokenizer of bytes.
+# A space in a byte-level vocabulary.
 SPACE = "\u0120"
 
 _LLAMA: dict[str, Any] = {
@@ -104,8 +104,8 @@ _MIXTRAL_8X7B: dict[str, Any] = _LLAMA | {
     "eos_token_id": 2,
 }
 
-# Name -> config.json. The first two have the dimensions of Llama 3.1 8B and Llama 3.2 1B, `tiny` those of nothing;
-# the others are as published.
+# Name -> config.json. The first two have the dimensions of Llama 3.1 8B and Llama 3.2 1B; `tiny` is made up; the others
+# are as published.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": _LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "head_dim": 128},
     "llama-1b": _LLAMA_3
@@ -123,7 +123,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """A model's folder without weights. Its tokenizer has a made-up word for every number, so that answers are text."""
+    """Write a model folder without weights. Its tokenizer has a made-up word for every token id."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -137,7 +137,7 @@ def write_shape(name: str, folder: Path) -> Path:
 
 
 def _word(number: int) -> str:
-    """The number in letters."""
+    """The number in base 26, in letters."""
     letters = ""
     while number:
         number, digit = divmod(number, 26)

@@ -1,21 +1,30 @@
-"""One way to a tokenizer, whatever the model's format."""
+"""Loading of tokenizers, independent of the model's format."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from legato.common.errors import ModelFileError
-from legato.modelfiles.gguf.file import GgufFile
-from legato.modelfiles.gguf.tokenizer import tokenizer_from_gguf
 
 
-def load_tokenizer(source: Path | GgufFile) -> Tokenizer:
-    """From a `tokenizer.json`, or from the vocabulary that a GGUF file carries."""
-    if isinstance(source, GgufFile):
-        return tokenizer_from_gguf(source)
+def load_tokenizer(file: Path) -> Tokenizer:
+    """From a `tokenizer.json`."""
     try:
-        return Tokenizer.from_file(str(source))
-    except Exception as error:  # the library raises bare exceptions for everything from bad JSON to unknown parts
-        raise ModelFileError(f"{source} is not a tokenizer that can be read: {error}; download it again") from None
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare exceptions
+        raise ModelFileError(f"{file} cannot be read: {error}; download it again") from None
+
+
+def set_special_tokens(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Add `bos` before and `eos` after each encoded text. Replaces the tokenizer's post-processor."""
+    before, after = ([token] if token else [] for token in (bos, eos))
+    first = [*before, "$A", *after]
+    second = [*(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
+    tokenizer.post_processor = TemplateProcessing(
+        single=first,
+        pair=first + second,
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*before, *after}],
+    )

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from legato.common.errors import ModelNotFound, OptionError
 from legato.common.option import option
-from legato.common.options import Model
+from legato.common.options import ModelOptions
 from legato.common.program import command
 from legato.modelfiles import hub
 from legato.modelfiles.cache import cache_folder
@@ -34,7 +34,7 @@ UNITS = {"": GIB, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Model):
+class PlanOptions(ModelOptions):
     """What to plan for"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}

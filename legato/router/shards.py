@@ -16,12 +16,12 @@ from typing import TypeVar
 import grpc
 
 from legato.common.errors import LegatoError
-from legato.common.token_ids import pack
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
+from legato.pb import pack_token_ids
 from legato.scheduling.state import Admission, StepPlan, StepResult
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ def _admission(admission: Admission) -> pb.Admission:
     message = pb.Admission.FromString(request.payload)
     message.row = admission.row
     message.request_id = request.id
-    message.input_ids = pack(input_ids)
+    message.input_ids = pack_token_ids(input_ids)
     message.num_generated = admission.num_generated
     message.num_cached = admission.num_cached
     message.blocks.extend(admission.blocks)

@@ -11,7 +11,7 @@ import click
 from legato.common.errors import ModelNotFound, OptionError
 from legato.common.logging import setup
 from legato.common.options import DownloadOptions, ServerOptions
-from legato.common.program import command, run_program
+from legato.common.program import command, run_program, with_version
 from legato.common.sockets import claim_socket
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.locate import locate
@@ -73,7 +73,7 @@ def _located(options: DownloadOptions) -> Path:
 
 
 def main() -> None:
-    group = click.Group("text-generation-server", help="The model server: one shard of one model.")
+    group = with_version(click.Group("text-generation-server", help="The model server: one shard of one model."))
     group.add_command(command(ServerOptions, serve, "serve", "Serve a model on a unix socket."))
     group.add_command(
         command(DownloadOptions, download_weights, "download-weights", "Fetch a model's files and check them.")

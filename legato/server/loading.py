@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from legato.common.errors import ModelError, ModelFileError, OptionError
-from legato.common.milestones import LOADING
 from legato.common.options import ServerOptions
+from legato.common.progress import LOADING_WEIGHTS
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
@@ -113,4 +113,4 @@ class LoadProgress:
         percent = min(100, done * 100 // total) if total else 0
         if percent >= self._next:
             self._next = (percent // self._step + 1) * self._step
-            logger.info(LOADING, extra={"fields": {"percent": percent}})
+            logger.info(LOADING_WEIGHTS, extra={"fields": {"percent": percent}})

@@ -9,9 +9,9 @@ from dataclasses import replace
 import grpc
 import torch
 
-from legato.common.garbage import unsettle
-from legato.common.milestones import WARM, WARMING
+from legato.common.gc import unfreeze_gc
 from legato.common.options import ServerOptions
+from legato.common.progress import WARMED_UP, WARMING_UP
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
@@ -107,9 +107,9 @@ class Model:
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
         """Size the cache by the memory that is left, allocate it, and run first steps so that no request has to."""
         started = time.perf_counter()
-        logger.info(WARMING)
+        logger.info(WARMING_UP)
         if self._engine is not None:  # a second warm-up replaces the first cache instead of standing beside it
-            unsettle()
+            unfreeze_gc()
         self._engine = self._capacity = None
         max_positions = self.loaded.model.config.max_positions
         wishes = Wishes(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
@@ -131,7 +131,7 @@ class Model:
             "room": gib(budget),
             "max_total_tokens": capacity.max_total_tokens,
         }
-        logger.info(WARM, extra={"fields": fields})
+        logger.info(WARMED_UP, extra={"fields": fields})
         return capacity
 
     def _budget(self, wishes: Wishes) -> int:

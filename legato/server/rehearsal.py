@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
+from legato.pb import pack_token_ids
 from legato.server.capacity import RESERVED_BLOCKS, Capacity, Wishes
 from legato.server.memory import largest_step
 
@@ -25,7 +25,11 @@ def full_step(wishes: Wishes) -> pb.StepRequest:
     num_blocks = [wishes.num_blocks(count) for count in counts]
     admissions = [
         pb.Admission(
-            row=row, input_ids=pack([0] * count), parameters=COSTLY, top_n_tokens=TOP_TOKENS, prompt_logprobs=row == 0
+            row=row,
+            input_ids=pack_token_ids([0] * count),
+            parameters=COSTLY,
+            top_n_tokens=TOP_TOKENS,
+            prompt_logprobs=row == 0,
         )
         for row, count in enumerate(counts)
     ]
@@ -69,7 +73,7 @@ def _step(wishes: Wishes, prompts: range = range(0), length: int = 0, decodes: r
     """Prompts of that length, each with room for an answer, and the next token of rows that have had theirs."""
     num_blocks = wishes.num_blocks(length + PROMPT)
     return pb.StepRequest(
-        admitted=[pb.Admission(row=row, input_ids=pack([0] * length)) for row in prompts],
+        admitted=[pb.Admission(row=row, input_ids=pack_token_ids([0] * length)) for row in prompts],
         rows=[*decodes, *prompts],
         num_tokens=[*(1 for _ in decodes), *(length for _ in prompts)],
         num_new_blocks=[*(0 for _ in decodes), *(num_blocks for _ in prompts)],
@@ -82,7 +86,7 @@ def first_step(capacity: Capacity, block_size: int) -> pb.StepRequest:
     length = min(8, capacity.max_total_tokens - 1)
     blocks = list(range(RESERVED_BLOCKS, RESERVED_BLOCKS - (-(length + 1) // block_size)))
     return pb.StepRequest(
-        admitted=[pb.Admission(row=0, input_ids=pack([0] * length))],
+        admitted=[pb.Admission(row=0, input_ids=pack_token_ids([0] * length))],
         rows=[0],
         num_tokens=[length],
         num_new_blocks=[len(blocks)],

@@ -1,1 +1,1 @@
-"""Token ids to text: incremental detokenizing and stop strings."""
+"""Incremental detokenization and stop strings."""

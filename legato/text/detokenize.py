@@ -1,15 +1,15 @@
-"""Token ids to text, one token at a time.
+"""Incremental detokenization.
 
-A token is not a piece of text: it may hold half a character, or a space that exists only after another token. What a
-detokenizer hands out is final, so it waits for the rest of a character and never shows U+FFFD in its place. The pieces
-and the flush, joined, are what the tokenizer decodes from the whole sequence. (But for one case: where a run of byte
-tokens is broken, SentencePiece's fallback gives up the whole characters of that run too. They were shown by then.)
+A token may contain part of a character, or a space that exists only after another token. Returned text is final, so an
+incomplete character is held back and never returned as U+FFFD. All pieces and the flush, concatenated, equal the
+decoded sequence. (One exception: for an invalid run of byte tokens, SentencePiece's byte fallback replaces the valid
+characters of that run too, which were already returned.)
 
-Two ways to get there. Byte-level vocabularies (Llama 3, Qwen, SmolLM, GPT-2 ...) give every token fixed bytes, so a
-table and the state of a UTF-8 decoder are enough. For all others (SentencePiece and its byte tokens) the tokenizer
-decodes a short window of tokens again and the difference is the piece.
+In byte-level vocabularies (Llama 3, Qwen, SmolLM, GPT-2 ...) every token has fixed bytes, so a table and an incremental
+UTF-8 decoder are enough. For all others (SentencePiece and its byte tokens) a short window of tokens is decoded again,
+and the difference is the piece.
 
-Special tokens say nothing: they have a name to show (`Vocabulary.special`), and leave the text around them alone.
+Special tokens have no text, only a name (`Vocabulary.special`).
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
 REPLACEMENT = "\ufffd"
-# A character has at most four bytes: four byte tokens in a row that are still not one never will be.
-_MAX_BROKEN = 4
-# Prompt tokens to decode along with the first generated ones. As many as TGI takes.
+# A character has at most four bytes: four invalid byte tokens in a row never become one.
+_MAX_INVALID = 4
+# Prompt tokens decoded along with the first generated ones, as in TGI.
 _CONTEXT = 5
 
 
-class Decoder(Protocol):
-    """What a window needs of a tokenizer."""
+class TokenDecoder(Protocol):
+    """The part of a tokenizer that is used here."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class Detokenizer(Protocol):
-    """The text of one sequence, as it grows."""
+    """The text of one growing sequence."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token."""
+        """The text that this token completes."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end: nothing, or U+FFFD for a character that never became whole."""
+        """The rest at the end: nothing, or U+FFFD for an incomplete character."""
         ...
 
 
 class Vocabulary:
-    """What the tokens of one tokenizer say. Built once per program, in a quarter of a second for 128,000 tokens."""
+    """The texts of a tokenizer's tokens. Built once per process, in 0.25 s for 128,000 tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer: Decoder = tokenizer
-        # Names of the tokens that are no text, by id.
+        self._tokenizer: TokenDecoder = tokenizer
+        # Names of special tokens by id.
         self.special: dict[int, str] = {
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
         self._bytes = _ByteTable(tokenizer, self.special) if isinstance(tokenizer.decoder, ByteLevel) else None
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
-        """For the tokens that follow `context`. Byte-level text does not depend on it."""
+        """For the tokens after `context`, which does not matter for byte-level vocabularies."""
         if self._bytes is not None:
             return _ByteDetokenizer(self._bytes)
         return _WindowDetokenizer(self._tokenizer, self.special, context)
 
     def text(self, token_id: int) -> str:
-        """One token on its own: its name if it is special, U+FFFD where it holds part of a character."""
+        """A single token: its name if it is special, with U+FFFD for an incomplete character."""
         name = self.special.get(token_id)
         if name is not None:
             return name
@@ -74,11 +74,11 @@ class Vocabulary:
 
 
 class _ByteTable:
-    """The bytes of every token: as text where they are whole characters, which is nearly always."""
+    """The bytes of every token, as text if they are complete characters, which is nearly always."""
 
     def __init__(self, tokenizer: Tokenizer, special: Mapping[int, str]) -> None:
         size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        # None: look in `fragments`. Ids that no token has, and special ones, are empty.
+        # None: see `fragments`. Empty for unused ids and special tokens.
         self.texts: list[str | None] = [""] * size
         self.fragments: dict[int, bytes] = {}
         for token_id in range(size):
@@ -108,7 +108,7 @@ class _ByteDetokenizer:
         if not self._pending:
             try:
                 text = self._texts[token_id]
-            except IndexError:  # models may have more rows than their tokenizer has tokens
+            except IndexError:  # the embedding may have more rows than the tokenizer has tokens
                 return ""
             if text is not None:
                 return text
@@ -122,21 +122,21 @@ class _ByteDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Decodes the tokens since the last piece, with those of the last piece before them:
+    """Decodes the tokens of the last piece and those after it:
 
         ids    ├─── shown ───┼── waiting ──┤
         text   ├── _shown ───┼─── piece ───┤
 
-    The shown tokens give the first waiting one its surroundings (a leading space is a space only after something).
+    The shown tokens are the context of the first waiting one: a leading space is dropped at the start of a text.
     """
 
-    def __init__(self, tokenizer: Decoder, special: Mapping[int, str], context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: TokenDecoder, special: Mapping[int, str], context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._special = special
         self._ids = [token_id for token_id in context[-_CONTEXT:] if token_id not in special]
         self._num_shown = len(self._ids)
         self._shown = self._decode(self._ids)
-        self._num_broken = 0
+        self._num_invalid = 0
 
     def push(self, token_id: int) -> str:
         if token_id in self._special:
@@ -144,14 +144,14 @@ class _WindowDetokenizer:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if not text.endswith(REPLACEMENT):
-            self._num_broken = 0
+            self._num_invalid = 0
             return self._show(text[len(self._shown) :])
-        self._num_broken += 1
-        return self.flush() if self._num_broken == _MAX_BROKEN else ""
+        self._num_invalid += 1
+        return self.flush() if self._num_invalid == _MAX_INVALID else ""
 
     def flush(self) -> str:
-        self._num_broken = 0
-        # On their own: byte fallback would otherwise take back the whole characters that were shown before them.
+        self._num_invalid = 0
+        # Without context: byte fallback would otherwise replace valid characters that were already returned.
         return self._show(self._decode(self._ids[self._num_shown :]))
 
     def _show(self, piece: str) -> str:
@@ -166,8 +166,8 @@ class _WindowDetokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level vocabularies write bytes as visible characters: printable Latin-1 stands for itself, every other
-    byte for a character from U+0100 on."""
+    """Character -> byte in byte-level vocabularies: printable Latin-1 characters stand for themselves, all other bytes
+    are mapped to characters from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(visible))
     return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -177,7 +177,7 @@ _BYTES = _byte_alphabet()
 
 
 def _token_bytes(token: str) -> bytes:
-    """A token with any character outside the alphabet was added by hand and stands for its own text."""
+    """An added token may have characters outside the byte alphabet; it is plain text."""
     try:
         return bytes([_BYTES[character] for character in token])
     except KeyError:

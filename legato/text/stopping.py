@@ -1,7 +1,7 @@
-"""Stop strings, wherever they begin and end: inside a token, across several, or several in one.
+"""Stop strings, which may begin and end inside tokens.
 
-Text is read as if it came character by character, so the answer does not depend on how tokens cut it: the stop string
-that ends first wins, the longest if two end together.
+The result does not depend on token boundaries: the stop string that ends first counts, the longest if two end at the
+same character.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Lets text through until a stop string is complete.
+    """Passes text through up to a stop string.
 
-    With `include` the stop string is the last thing that comes through (TGI's way), so nothing needs to wait. Without
-    it (OpenAI's way) text that may turn out to be the beginning of a stop string is held back until that is decided.
+    With `include` the text ends with the stop string (as in TGI), so nothing is held back. Without it (as in OpenAI's
+    API) text that may be the beginning of a stop string is held back until that is decided.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = True) -> None:
@@ -21,11 +21,11 @@ class StopMatcher:
         self._include = include
         self._first_characters = {stop[0] for stop in self._stops}
         self.stopped = False
-        # The longest end of the text so far that begins a stop string.
+        # The longest suffix of the text that is a prefix of a stop string.
         self._partial = ""
 
     def feed(self, text: str) -> str:
-        """The text that may be shown now: the oldest that was held back first. Empty once stopped."""
+        """The text that can be returned now, including text held back before. Empty once stopped."""
         if self.stopped:
             return ""
         if not self._partial and self._first_characters.isdisjoint(text):
@@ -41,12 +41,12 @@ class StopMatcher:
         return text if self._include else buffer[: len(buffer) - len(self._partial)]
 
     def flush(self) -> str:
-        """The text ended: what was held back is just text."""
+        """End of text: return what was held back."""
         text, self._partial = self._partial, ""
         return "" if self._include else text
 
     def _match(self, buffer: str) -> tuple[int, int] | None:
-        """Start and end of the stop string that is complete first."""
+        """Start and end of the stop string that ends first."""
         best: tuple[int, int] | None = None
         for stop in self._stops:
             start = buffer.find(stop)
@@ -58,7 +58,7 @@ class StopMatcher:
         return best
 
     def _partial_start(self, buffer: str) -> int:
-        """Where the longest end of `buffer` that begins a stop string starts; its length if there is none."""
+        """Start of the longest suffix of `buffer` that is a prefix of a stop string; its length if there is none."""
         earliest = len(buffer)
         for stop in self._stops:
             start = buffer.find(stop[0], max(0, len(buffer) - len(stop) + 1))

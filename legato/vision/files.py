@@ -1,7 +1,7 @@
-"""From the bytes of an image file to its pixels, within limits that are checked before anything is unpacked.
+"""Decodes image files, within limits that are checked before anything is decompressed.
 
-A file of a few bytes may claim any size, so width and height are read from its header first. Whatever a decoder says of
-a bad file stays inside: the words that people read are ours.
+A file of a few bytes may declare any size, so width and height are read from its header first. Errors of the decoder
+are replaced by our own messages.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MIMES = {"PNG": "image/png", "JPEG": "image/jpeg", "GIF": "image/gif", "WEBP": "image/webp"}
-# JPEG: markers that carry the size. The four left out of C0 to CF are tables.
-_JPEG_SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-# ... and those that stand alone, without a length behind them.
-_JPEG_ALONE = frozenset({0x01, *range(0xD0, 0xD8)})
+# JPEG: start-of-frame markers, which contain the size. C4, C8 and CC are something else.
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# ... and those without a length.
+_JPEG_STANDALONE = frozenset({0x01, *range(0xD0, 0xD8)})
 
 
-class BadPicture(LegatoError):
-    """Says what is wrong with an image file, as the end of a sentence about it."""
+class InvalidImage(LegatoError):
+    """What is wrong with an image file, as a predicate whose subject is the image."""
 
 
 def has_decoder() -> bool:
@@ -37,7 +37,7 @@ def has_decoder() -> bool:
 
 
 def format_of(data: bytes) -> str:
-    """By its first bytes, whatever its name or its sender say."""
+    """By its magic number, not by its name or declared type."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return "PNG"
     if data.startswith(b"\xff\xd8\xff"):
@@ -46,43 +46,43 @@ def format_of(data: bytes) -> str:
         return "GIF"
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
-    raise BadPicture("is no PNG, JPEG, GIF or WebP file")
+    raise InvalidImage("is not a PNG, JPEG, GIF or WebP file")
 
 
-def claimed_size(data: bytes) -> Size:
-    """What the header says, without unpacking anything."""
+def declared_size(data: bytes) -> Size:
+    """The size in the header, without decompressing anything."""
     readers = {"PNG": _png_size, "JPEG": _jpeg_size, "GIF": _gif_size, "WEBP": _webp_size}
     try:
         size = readers[format_of(data)](data)
     except (struct.error, IndexError):
-        raise BadPicture("ends within its header") from None
+        raise InvalidImage("is truncated in its header") from None
     if not (size.height and size.width):
-        raise BadPicture("has no pixels")
+        raise InvalidImage("has no pixels")
     return size
 
 
 def decode(data: bytes, max_pixels: int | None = None) -> Image.Image:
-    """The picture as people see it, in RGB. `max_pixels` bounds the memory that this takes."""
+    """The image in RGB, with its EXIF orientation applied. `max_pixels` limits memory."""
     from PIL import Image, ImageOps
 
-    size = claimed_size(data)
+    size = declared_size(data)
     if max_pixels is not None and size.height * size.width > max_pixels:
-        raise BadPicture(f"has {size.width} x {size.height} pixels, more than the limit of {max_pixels}")
+        raise InvalidImage(f"has {size.width} x {size.height} pixels, more than the limit of {max_pixels}")
     kind = format_of(data)
     try:
         with Image.open(io.BytesIO(data), formats=[kind]) as image:
-            is_film = kind != "JPEG" and getattr(image, "is_animated", False)
-            is_as_claimed = (image.height, image.width) == (size.height, size.width)
-            if not is_film and is_as_claimed:
+            is_animated = kind != "JPEG" and getattr(image, "is_animated", False)
+            is_as_declared = (image.height, image.width) == (size.height, size.width)
+            if not is_animated and is_as_declared:
                 return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception:  # decoders raise whatever comes to their mind
-        raise BadPicture("is damaged or cut off") from None
-    raise BadPicture("is animated; send one frame of it" if is_film else "is damaged: it has two sizes")
+    except Exception:  # decoders raise all kinds of exceptions
+        raise InvalidImage("is damaged or truncated") from None
+    raise InvalidImage("is animated; send a single frame" if is_animated else "is damaged: it declares two sizes")
 
 
 def _png_size(data: bytes) -> Size:
     if data[12:16] != b"IHDR":
-        raise BadPicture("is no PNG file: it has no header")
+        raise InvalidImage("is not a valid PNG file: it has no IHDR chunk")
     width, height = struct.unpack_from(">II", data, 16)
     return Size(height, width)
 
@@ -102,23 +102,23 @@ def _webp_size(data: bytes) -> Size:
     elif chunk == b"VP8 ":
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
     else:
-        raise BadPicture("is no WebP file: it has no picture")
+        raise InvalidImage("is not a valid WebP file: it has no image chunk")
     return Size(height, width)
 
 
 def _jpeg_size(data: bytes) -> Size:
-    """Segment by segment up to the one that begins a frame."""
+    """Reads segments up to the first start-of-frame marker."""
     at = 2
     while True:
         if data[at] != 0xFF:
-            raise BadPicture("is damaged: its segments do not follow each other")
+            raise InvalidImage("is damaged: a segment marker is missing")
         marker = data[at + 1]
-        if marker == 0xFF:  # filling
+        if marker == 0xFF:  # fill byte
             at += 1
-        elif marker in _JPEG_SIZES:
+        elif marker in _JPEG_FRAMES:
             height, width = struct.unpack_from(">HH", data, at + 5)
             return Size(height, width)
-        elif marker in _JPEG_ALONE:
+        elif marker in _JPEG_STANDALONE:
             at += 2
         else:
             (length,) = struct.unpack_from(">H", data, at + 2)

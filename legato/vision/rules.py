@@ -1,7 +1,6 @@
-"""How large a picture becomes for a model, and how many tokens that makes: arithmetic from width and height.
+"""Resized dimensions and token counts of images, computed from width and height.
 
-The router counts with it, because a prompt's length must be known before anybody looks at a picture; the server cuts
-pictures by it. `image_rules` says which rules a model has, if it sees at all.
+The router needs the counts to know the length of a prompt; the server resizes and tiles images by the same rules.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from typing import Any, ClassVar
 from legato.common.errors import LegatoError, ModelFileError
 from legato.modelfiles.files import ModelFiles, read_json
 
-# What CLIP was trained with: the mean and the spread of each colour.
+# CLIP's mean and standard deviation of each channel.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-# Height and width of LLaVA-NeXT's formats, where config.json does not say.
-LLAVA_FORMATS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+# LLaVA-NeXT's default grid resolutions (height, width), used if config.json has none.
+LLAVA_RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 
 
-class UnfitImage(LegatoError):
-    """No model of this family takes pictures of this shape."""
+class UnsupportedImageShape(LegatoError):
+    """The model family does not accept images of this shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +31,15 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Colours:
-    """A colour from 0 to 255 becomes (colour * scale - mean) / std."""
+class PixelNormalization:
+    """A channel value from 0 to 255 becomes (value * scale - mean) / std."""
 
     scale: float = 1 / 255
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
 
     @classmethod
-    def of(cls, processor: dict[str, Any]) -> Colours:
+    def of(cls, processor: dict[str, Any]) -> PixelNormalization:
         return cls(
             float(processor.get("rescale_factor") or 1 / 255),
             tuple(map(float, processor.get("image_mean") or CLIP_MEAN)),
@@ -50,39 +49,39 @@ class Colours:
 
 @dataclass(frozen=True, slots=True)
 class QwenRules:
-    """Qwen2-VL: a picture keeps its shape. Its sides become multiples of a cell, and each cell is one token."""
+    """Qwen2-VL: the aspect ratio is kept. Sides become multiples of a cell, and each cell is one token."""
 
     token_id: int
-    colours: Colours
+    normalization: PixelNormalization
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
     patch: int = 14
     merge: int = 2  # patches along each side of a cell
-    frames: int = 2  # a picture is a film of so many equal frames
-    # What stands for a picture in a prompt that has no chat template around it.
+    frames: int = 2  # an image is a video of this many identical frames
+    # Placeholder of an image in a prompt without a chat template.
     marker: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
-    # Thinner ones would become a line of cells longer than any other picture.
-    most_elongated: ClassVar[int] = 200
+    # As in Qwen's own preprocessing.
+    max_aspect_ratio: ClassVar[int] = 200
 
     @classmethod
     def of(cls, config: dict[str, Any], processor: dict[str, Any]) -> QwenRules:
         size = processor.get("size") or {}
         vision = config.get("vision_config") or {}
-        said = {
+        configured = {
             "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
             "max_pixels": processor.get("max_pixels") or size.get("longest_edge"),
             "patch": vision.get("patch_size"),
             "merge": vision.get("spatial_merge_size"),
             "frames": vision.get("temporal_patch_size"),
         }
-        given = {name: int(value) for name, value in said.items() if value}
-        return cls(int(config.get("image_token_id", 151655)), Colours.of(processor), **given)
+        given = {name: int(value) for name, value in configured.items() if value}
+        return cls(int(config.get("image_token_id", 151655)), PixelNormalization.of(processor), **given)
 
     def resized(self, size: Size) -> Size:
-        """The nearest size in whole cells whose area is between the smallest and the largest."""
+        """The nearest size in whole cells with an area between `min_pixels` and `max_pixels`."""
         height, width, cell = size.height, size.width, self.patch * self.merge
-        if max(height, width) > self.most_elongated * min(height, width):
-            raise UnfitImage(f"one side is more than {self.most_elongated} times as long as the other")
+        if max(height, width) > self.max_aspect_ratio * min(height, width):
+            raise UnsupportedImageShape(f"the aspect ratio is greater than {self.max_aspect_ratio}")
         tall, wide = round(height / cell) * cell, round(width / cell) * cell
         if tall * wide > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
@@ -93,7 +92,7 @@ class QwenRules:
         return Size(tall, wide)
 
     def shape(self, size: Size) -> Size:
-        """Of the picture in the language model: its cells."""
+        """Rows and columns of cells."""
         resized, cell = self.resized(size), self.patch * self.merge
         return Size(resized.height // cell, resized.width // cell)
 
@@ -102,18 +101,18 @@ class QwenRules:
         return shape.height * shape.width
 
     def largest(self, max_tokens: int) -> Size:
-        """Shape of the largest picture that fits into so many tokens, more or less."""
+        """Shape of about the largest image with at most `max_tokens` tokens."""
         side = math.isqrt(min(max_tokens, self.max_pixels // (self.patch * self.merge) ** 2))
         return Size(side, side)
 
 
 @dataclass(frozen=True, slots=True)
 class LlavaNextRules:
-    """LLaVA-NeXT: a picture is fitted into the best of a few formats, which are made of square tiles."""
+    """LLaVA-NeXT: an image is fitted into the best of a few resolutions, which consist of square tiles."""
 
     token_id: int
-    colours: Colours
-    formats: tuple[Size, ...]
+    normalization: PixelNormalization
+    resolutions: tuple[Size, ...]
     tile: int = 336
     patch: int = 14
     marker: ClassVar[str] = "<image>"
@@ -121,37 +120,37 @@ class LlavaNextRules:
     @classmethod
     def of(cls, config: dict[str, Any], processor: dict[str, Any]) -> LlavaNextRules:
         vision = config.get("vision_config") or {}
-        formats = config.get("image_grid_pinpoints") or LLAVA_FORMATS
-        said = {"tile": vision.get("image_size"), "patch": vision.get("patch_size")}
+        resolutions = config.get("image_grid_pinpoints") or LLAVA_RESOLUTIONS
+        configured = {"tile": vision.get("image_size"), "patch": vision.get("patch_size")}
         return cls(
             int(config.get("image_token_index", config.get("image_token_id", 32000))),
-            Colours.of(processor),
-            tuple(Size(int(height), int(width)) for height, width in formats),
-            **{name: int(value) for name, value in said.items() if value},
+            PixelNormalization.of(processor),
+            tuple(Size(int(height), int(width)) for height, width in resolutions),
+            **{name: int(value) for name, value in configured.items() if value},
         )
 
     def best(self, size: Size) -> Size:
-        """The format that shows most of a picture's pixels, and of equals the one with the least waste."""
+        """The resolution that keeps most of the image's pixels, and of equals the one with the least padding."""
 
-        def worth(form: Size) -> tuple[int, int]:
-            scale = min(form.width / size.width, form.height / size.height)
-            shown = min(int(size.width * scale) * int(size.height * scale), size.width * size.height)
-            return shown, shown - form.width * form.height
+        def score(resolution: Size) -> tuple[int, int]:
+            scale = min(resolution.width / size.width, resolution.height / size.height)
+            kept = min(int(size.width * scale) * int(size.height * scale), size.width * size.height)
+            return kept, kept - resolution.width * resolution.height
 
-        return max(self.formats, key=worth)
+        return max(self.resolutions, key=score)
 
     def resized(self, size: Size) -> Size:
-        """What a picture becomes inside its format; the rest is padding."""
-        form = self.best(size)
-        across, down = form.width / size.width, form.height / size.height
+        """Size of the image within its resolution; the rest is padding."""
+        resolution = self.best(size)
+        across, down = resolution.width / size.width, resolution.height / size.height
         if across < down:
-            return Size(min(math.ceil(size.height * across), form.height), form.width)
-        return Size(form.height, min(math.ceil(size.width * down), form.width))
+            return Size(min(math.ceil(size.height * across), resolution.height), resolution.width)
+        return Size(resolution.height, min(math.ceil(size.width * down), resolution.width))
 
     def padding(self, size: Size) -> tuple[int, int]:
-        """Rows and columns of patches, on either side, that are left out because they show nothing."""
-        form = self.best(size)
-        rows, columns = form.height // self.patch, form.width // self.patch
+        """Rows and columns of padding patches on either side, which are dropped."""
+        resolution = self.best(size)
+        rows, columns = resolution.height // self.patch, resolution.width // self.patch
         if size.width / size.height > columns / rows:
             return (rows - int(round(size.height * (columns / size.width), 7))) // 2, 0
         return 0, (columns - int(round(size.width * (rows / size.height), 7))) // 2
@@ -160,35 +159,35 @@ class LlavaNextRules:
         return size
 
     def num_tokens(self, size: Size) -> int:
-        form, (top, left) = self.best(size), self.padding(size)
-        rows, columns = form.height // self.patch - 2 * top, form.width // self.patch - 2 * left
+        resolution, (top, left) = self.best(size), self.padding(size)
+        rows, columns = resolution.height // self.patch - 2 * top, resolution.width // self.patch - 2 * left
         return (self.tile // self.patch) ** 2 + rows * (columns + 1)
 
     def largest(self, max_tokens: int) -> Size:
-        """One that fills the largest format; there is none much smaller."""
-        return max(self.formats, key=lambda form: form.height * form.width)
+        """An image that fills the largest resolution."""
+        return max(self.resolutions, key=lambda resolution: resolution.height * resolution.width)
 
 
 ImageRules = QwenRules | LlavaNextRules
 
 
-def spread_marks(ids: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """A prompt in which each mark `token_id` has become as many as its picture has tokens, and where each begins."""
-    spread: list[int] = []
+def expand_placeholders(ids: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """A prompt with each placeholder `token_id` repeated once per token of its image, and their start positions."""
+    expanded: list[int] = []
     starts: list[int] = []
     for number in ids:
         if number != token_id:
-            spread.append(number)
+            expanded.append(number)
             continue
-        starts.append(len(spread))
-        spread += [token_id] * counts[len(starts) - 1]
-    return spread, starts
+        starts.append(len(expanded))
+        expanded += [token_id] * counts[len(starts) - 1]
+    return expanded, starts
 
 
 def image_rules(files: ModelFiles) -> ImageRules | None:
-    """Those of the model, or None if it does not see."""
+    """The rules of a vision model, or None for a text model."""
     if files.weight_format != "safetensors":
-        return None  # GGUF files have no eyes: theirs are in a second file
+        return None  # the vision encoder of a GGUF model is in a second file
     config = files.config()
     families: dict[str, type[QwenRules] | type[LlavaNextRules]] = {"qwen2_vl": QwenRules, "llava_next": LlavaNextRules}
     family = families.get(str(config.get("model_type")))
@@ -200,4 +199,4 @@ def image_rules(files: ModelFiles) -> ImageRules | None:
     try:
         return family.of(config, processor)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ModelFileError(f"{files.path}: the description of the image processor makes no sense: {error}") from None
+        raise ModelFileError(f"{files.path}: invalid image processor configuration: {error}") from None

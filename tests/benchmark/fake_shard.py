@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from legato.common.token_ids import unpack
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
+from legato.pb import unpack_token_ids
 from legato.scheduling.state import Admission, GenerationRequest, StepPlan
 from tests.fakes import FakeShard
 
@@ -108,7 +108,7 @@ def _plan(request: pb.StepRequest) -> StepPlan:
         request.id,
         [
             Admission(
-                each.row, GenerationRequest(each.request_id, [], 1), unpack(each.input_ids).tolist(),
+                each.row, GenerationRequest(each.request_id, [], 1), unpack_token_ids(each.input_ids).tolist(),
                 each.num_generated, each.num_cached, list(each.blocks),
             )
             for each in request.admitted

@@ -60,6 +60,14 @@ def test_json_is_one_object_per_line() -> None:
 
 
 @pytest.mark.parametrize("json_output", [False, True])
+def test_floats_are_rounded_to_six_decimals(json_output: bool) -> None:
+    out = logged(json_output=json_output)
+    logging.getLogger("legato").info("Success", extra={"fields": {"total_time": 0.1234567891234567, "tokens": 3}})
+    expected = '"fields": {"total_time": 0.123457, "tokens": 3}' if json_output else "total_time=0.123457 tokens=3"
+    assert expected in out.getvalue()
+
+
+@pytest.mark.parametrize("json_output", [False, True])
 def test_a_traceback_is_kept(json_output: bool) -> None:
     out = logged(json_output=json_output)
     try:
@@ -90,14 +98,14 @@ def test_colours_appear_only_on_a_terminal() -> None:
         ("off", []),
     ],
 )
-def test_a_level_lets_itself_and_worse_through(level: str, expected: list[str]) -> None:
+def test_a_level_includes_more_severe_ones(level: str, expected: list[str]) -> None:
     out = logged(level)
     for number in (logging.ERROR, logging.WARNING, logging.INFO, logging.DEBUG, TRACE):
         logging.getLogger("legato.x").log(number, "x")
     assert [line.split()[1] for line in out.getvalue().splitlines()] == expected
 
 
-def test_other_libraries_speak_one_level_less() -> None:
+def test_other_libraries_log_one_level_less() -> None:
     out = logged("info")
     logging.getLogger("some.library").info("chatter")
     logging.getLogger("some.library").warning("trouble")
@@ -105,7 +113,7 @@ def test_other_libraries_speak_one_level_less() -> None:
     assert "trouble" in out.getvalue()
 
 
-def test_single_modules_may_have_a_level_of_their_own() -> None:
+def test_modules_can_have_their_own_level() -> None:
     out = logged("warn,legato.router=debug,text_generation_router::infer=trace")
     logging.getLogger("legato.router").debug("shown")
     logging.getLogger("legato.server").info("hidden")
@@ -133,11 +141,11 @@ def test_a_json_line_reads_back_as_the_same_record() -> None:
 
 
 @pytest.mark.parametrize("line", ["", "plain", "{", "{}", '{"message": 1}', "[1]", '{"timestamp": 1, "level": 2}'])
-def test_other_lines_are_not_taken_for_records(line: str) -> None:
+def test_other_lines_are_not_parsed_as_records(line: str) -> None:
     assert parse(line) is None
 
 
-def test_a_reader_that_leaves_causes_no_noise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_stream_is_ignored(capsys: pytest.CaptureFixture[str]) -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

@@ -132,7 +132,7 @@ def test_flags_and_variables_are_unique(program: type[Options]) -> None:
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS.values(), DownloadOptions])
-def test_every_option_is_helped_by_a_sentence(program: type[Options]) -> None:
+def test_every_option_has_a_help_sentence(program: type[Options]) -> None:
     for option in table(program):
         assert option.long_help.endswith(".")
 
@@ -141,7 +141,7 @@ def test_groups_end_with_the_programs_own_options() -> None:
     assert list(groups(RouterOptions)) == [
         "Model",
         "Memory and batching",
-        "What a request may ask for",
+        "Request limits and features",
         "HTTP",
         "Logs",
         "Shards",
@@ -153,7 +153,7 @@ def test_options_cannot_be_changed() -> None:
         LauncherOptions().port = 80  # type: ignore[misc]
 
 
-def test_a_flag_beats_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_takes_precedence_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORT", "80")
     assert parse(LauncherOptions).port == 80
     assert parse(LauncherOptions, "--port", "8080").port == 8080
@@ -170,7 +170,7 @@ def test_prefix_caching_reads_tgis_values(monkeypatch: pytest.MonkeyPatch, value
     assert parse(LauncherOptions).prefix_caching is expected
 
 
-def test_a_switch_that_is_on_has_a_flag_to_turn_it_off() -> None:
+def test_a_flag_that_defaults_to_true_can_be_negated() -> None:
     assert parse(LauncherOptions, "--no-prefix-caching").prefix_caching is False
 
 
@@ -199,7 +199,7 @@ def test_given_options_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse(LauncherOptions, "-p", "3000").given == {"max_best_of", "port"}
 
 
-def test_the_older_name_of_max_input_tokens_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deprecated_alias_of_max_input_tokens_works(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse(LauncherOptions, "--max-input-length", "7").max_input_tokens == 7
     monkeypatch.setenv("MAX_INPUT_LENGTH", "8")
     assert parse(LauncherOptions).max_input_tokens == 8
@@ -208,7 +208,7 @@ def test_the_older_name_of_max_input_tokens_works(monkeypatch: pytest.MonkeyPatc
 def test_both_names_of_max_input_tokens_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = run(LauncherOptions, "--max-input-length=7", "--max-input-tokens=7")
     assert code == 1
-    assert "--max-input-length is an older name of --max-input-tokens" in capsys.readouterr().err
+    assert "--max-input-length is a deprecated alias of --max-input-tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_both_names_of_max_input_tokens_are_refused(capsys: pytest.CaptureFixtur
         ["--no-such-flag"],
     ],
 )
-def test_a_command_line_without_sense_exits_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_command_line_exits_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = run(LauncherOptions, *args)
     assert code == 2
     assert "Traceback" not in capsys.readouterr().err
@@ -239,9 +239,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("words", [*([flag, LATER[flag]] for flag in LATER), ["--ngrok"]])
-def test_a_feature_that_is_not_there_yet_is_refused_in_one_line(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unavailable_feature_is_refused_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = run(LauncherOptions, *words)
     error = capsys.readouterr().err
     assert code == 1
@@ -257,7 +255,7 @@ def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.parametrize("words", ["--num-shard=1", "--sharded=false", "--cuda-graphs=1,2", "--usage-stats=no-stack"])
-def test_values_that_ask_for_nothing_new_are_accepted(words: str) -> None:
+def test_default_values_of_unavailable_features_are_accepted(words: str) -> None:
     assert parse(LauncherOptions, words).warnings == []
 
 

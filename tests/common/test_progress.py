@@ -27,7 +27,7 @@ def test_quick_work_is_one_line(clock: list[float], caplog: pytest.LogCaptureFix
     assert caplog.messages == ["Loading: done, 1 kB in 1.0 s"]
 
 
-def test_slow_work_says_something_every_tenth(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_work_logs_every_tenth(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     with progress("Downloading", 10_000_000) as advance:
         for _ in range(1000):
             clock[0] += 0.1
@@ -36,7 +36,7 @@ def test_slow_work_says_something_every_tenth(clock: list[float], caplog: pytest
     assert len(caplog.messages) == 11
 
 
-def test_silence_never_lasts_long(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_is_logged_at_least_every_max_seconds(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     with progress("Downloading", 10_000_000_000) as advance:
         for _ in range(100):
             clock[0] += 1
@@ -44,7 +44,7 @@ def test_silence_never_lasts_long(clock: list[float], caplog: pytest.LogCaptureF
     assert len(caplog.messages) == 4
 
 
-def test_work_that_fails_is_not_called_done(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_work_is_not_logged_as_done(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(OSError), progress("Downloading", 10):
         raise OSError
     assert caplog.messages == []
@@ -56,7 +56,7 @@ def test_other_units_are_counted(clock: list[float], caplog: pytest.LogCaptureFi
     assert caplog.messages == ["Loading: done, 2,000 tensors in 0.0 s"]
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_gets_a_progress_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True)
     with progress("Downloading", 10) as advance:
         advance(10)

@@ -70,3 +70,20 @@ def test_the_document_and_the_page_are_served() -> None:
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
     assert not re.search(r"https?://|//[a-z]+\.|<link|src=|@import", PAGE)
+
+
+def test_backticks_of_descriptions_become_code_on_the_page() -> None:
+    """Every text of the document passes through `prose`, which splits it at its backticks: they must be pairs."""
+    shown = re.findall(r"(\w+)\([^()]*\b(?:info|operation|response|field|schema)\.(?:summary|description)\b", PAGE)
+    assert shown == ["prose"] * 6
+    texts: list[str] = []
+
+    def collect(node: Any) -> None:
+        if isinstance(node, dict):
+            texts.extend(node[key] for key in ("summary", "description") if isinstance(node.get(key), str))
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            collect(child)
+
+    collect(DOCUMENT)
+    assert any("`" in text for text in texts)
+    assert not [text for text in texts if text.count("`") % 2]

@@ -100,8 +100,8 @@ def change_weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.T
         (write("config.json", '{"model_type":'), ("config.json", "not valid JSON")),
         (configure(model_type="mamba"), ("mamba", "not supported", "llama")),
         (configure(num_attention_heads=None), ("config.json", "num_attention_heads")),
-        (cut("model.safetensors", 500_000), ("model.safetensors", "cut off")),
-        (cut("model.safetensors", 100), ("model.safetensors", "cut off")),
+        (cut("model.safetensors", 500_000), ("model.safetensors", "truncated")),
+        (cut("model.safetensors", 100), ("model.safetensors", "truncated")),
         (remove("model.safetensors"), ("no weights",)),
         (change_weights(lambda w: {name: t.to(torch.int8) for name, t in w.items()}), ("torch.int8",)),
         (change_weights(lambda w: {**w, "model.norm.weight": torch.ones(7)}), ("model.norm.weight", "(7,)", "(96,)")),
@@ -161,7 +161,7 @@ def test_a_truncated_gguf_file_is_named(tmp_path: Path, size: int) -> None:
     writer.write_tensors_to_file()
     writer.close()
     os.truncate(file, size)
-    check_both(tmp_path, str(file), str(file), "cut off")
+    check_both(tmp_path, str(file), str(file), "truncated")
 
 
 @pytest.mark.parametrize("damage", [remove("tokenizer.json"), write("tokenizer.json", "{}")])

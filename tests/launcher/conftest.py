@@ -36,6 +36,8 @@ def on_stop(name, behaviour):
             return
         if behaviour == "slow":
             time.sleep(0.2)
+        if behaviour == "finishes after 1.5 s":
+            time.sleep(1.5)
         journal.write(name + " stopped\\n")
         os._exit(0)
     signal.signal(signal.SIGTERM, stop)
@@ -90,6 +92,7 @@ listener = socket.socket()
 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 listener.bind(("127.0.0.1", int(flag("--port"))))
 listener.listen()
+say("INFO", "Listening", address="http://0.0.0.0:" + flag("--port"))
 while True:
     connection, _ = listener.accept()
     connection.recv(4096)
@@ -146,7 +149,7 @@ class Launched:
 
 
 @pytest.fixture(autouse=True)
-def hanging_up_is_not_ignored() -> Iterator[None]:
+def sighup_is_not_ignored() -> Iterator[None]:
     """As it is for tests that somebody starts with nohup; the launcher would inherit that, and heed it."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield

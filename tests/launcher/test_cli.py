@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,13 @@ HEAVY = {"torch", "grpc", "huggingface_hub", "numpy", "transformers", "rich", "s
 
 
 @pytest.mark.parametrize("module", ["legato.launcher.cli", "legato.cli", "legato.common.program"])
-def test_importing_brings_in_nothing_heavy(module: str) -> None:
+def test_importing_does_not_import_heavy_modules(module: str) -> None:
     code = f"import {module}, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not HEAVY & set(loaded)
 
 
-def test_the_reference_page_is_fresh() -> None:
+def test_the_reference_page_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "launcher.md"
     assert page.read_text() == reference_page(), "run: legato options > docs/launcher.md"
 
@@ -47,9 +48,25 @@ def test_legato_env_names_versions_without_importing_them(capsys: pytest.Capture
     assert int(lines["cpus"]) >= 1
 
 
-def test_legato_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_program(legato, ["--version"]) == 0
-    assert capsys.readouterr().out == f"legato {__version__}\n"
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        ("legato", "legato.cli"),
+        ("text-generation-launcher", "legato.launcher.cli"),
+        ("text-generation-router", "legato.router.cli"),
+        ("text-generation-server", "legato.server.cli"),
+        ("text-generation-benchmark", "legato.benchmark.tgi.cli"),
+    ],
+)
+def test_every_program_prints_its_version(
+    program: str, module: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [program, flag])
+    with pytest.raises(SystemExit) as exit_info:
+        import_module(module).main()
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"{program} {__version__}\n"
 
 
 def test_an_unknown_subcommand_exits_2(capsys: pytest.CaptureFixture[str]) -> None:

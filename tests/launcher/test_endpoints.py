@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from legato.common.errors import EndpointInUse, OptionError
-from legato.launcher.endpoints import check_port, claim_sockets, is_healthy, url
+from legato.common.sockets import browser_url
+from legato.launcher.endpoints import check_port, claim_sockets, is_healthy
 
 
 def test_a_free_port_is_free(free_port: int) -> None:
@@ -71,7 +72,7 @@ def test_two_claims_exclude_each_other_before_there_is_a_socket(tmp_path: Path) 
         pass
 
 
-def test_a_file_that_is_no_socket_is_not_touched(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_kept(tmp_path: Path) -> None:
     (tmp_path / "shard-0").write_text("precious")
     with pytest.raises(OptionError, match="is not a socket"), claim_sockets(f"{tmp_path}/shard", 1):
         pass
@@ -84,7 +85,7 @@ def test_an_impossible_path_is_refused(tmp_path: Path, path: str) -> None:
         pass
 
 
-def test_health_is_an_answer_of_200(free_port: int) -> None:
+def test_healthy_means_status_200(free_port: int) -> None:
     statuses = [b"503 Service Unavailable", b"200 OK"]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -100,6 +101,7 @@ def test_health_is_an_answer_of_200(free_port: int) -> None:
     assert asyncio.run(ask()) == [False, False, True]
 
 
-def test_urls_put_ipv6_in_brackets() -> None:
-    assert url("0.0.0.0", 80) == "http://0.0.0.0:80"
-    assert url("::1", 80) == "http://[::1]:80"
+def test_urls_are_reachable_and_put_ipv6_in_brackets() -> None:
+    assert browser_url("10.0.0.1", 80) == "http://10.0.0.1:80"
+    assert browser_url("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert browser_url("::", 80) == "http://[::1]:80"

@@ -34,12 +34,21 @@ def test_a_signal_stops_the_router_before_the_shard_and_exits_0(launch: Launch, 
     assert stops == ["router asked to stop", "router stopped", "shard-0 asked to stop", "shard-0 stopped"]
 
 
-def test_start_up_is_announced_step_by_step(launch: Launch) -> None:
+def test_start_up_is_logged_step_by_step(launch: Launch) -> None:
     launched = launch()
     launched.until_logged("Listening on")
     messages = ["Starting shards and router", "Shard ready in", "Connected", f"http://127.0.0.1:{launched.port}"]
     positions = [launched.log.index(message) for message in messages]
     assert positions == sorted(positions)
+
+
+def test_one_line_names_the_model_and_the_addresses_that_a_browser_can_open(launch: Launch) -> None:
+    launched = launch("--hostname=0.0.0.0", model=".")
+    launched.until_logged("Listening on")
+    url = f"http://127.0.0.1:{launched.port}"
+    (line,) = [line for line in launched.log.splitlines() if "http://" in line]
+    assert f"INFO launcher: Listening on {url}, ready in " in line
+    assert line.endswith(f"model=. docs={url}/docs")
 
 
 def test_lines_of_children_keep_their_level_and_fields(launch: Launch) -> None:
@@ -86,7 +95,7 @@ def test_a_signal_during_the_download_ends_it(launch: Launch) -> None:
     assert launched.wait() == (0, "")
 
 
-def test_a_shard_that_crashes_is_named_with_its_last_words(launch: Launch) -> None:
+def test_a_crashed_shard_is_reported_with_its_stderr(launch: Launch) -> None:
     code, stderr = launch(FAKE_SHARD="crash").wait()
     assert code == 1
     assert stderr.splitlines() == [
@@ -97,7 +106,7 @@ def test_a_shard_that_crashes_is_named_with_its_last_words(launch: Launch) -> No
     ]
 
 
-def test_a_killed_shard_ends_everything_and_the_signal_is_named(launch: Launch) -> None:
+def test_a_killed_shard_stops_everything_and_the_signal_is_reported(launch: Launch) -> None:
     launched = launch(FAKE_SHARD="die")
     code, stderr = launched.wait()
     assert code == 1
@@ -105,7 +114,7 @@ def test_a_killed_shard_ends_everything_and_the_signal_is_named(launch: Launch) 
     assert "router stopped" in launched.journal
 
 
-def test_a_router_that_leaves_unasked_is_an_error(launch: Launch) -> None:
+def test_a_router_that_exits_unexpectedly_is_an_error(launch: Launch) -> None:
     launched = launch(FAKE_ROUTER="exit")
     assert launched.wait() == (1, "error: router exited with code 0\n")
     assert "shard-0 stopped" in launched.journal
@@ -116,8 +125,17 @@ def test_a_stubborn_router_is_killed_after_the_grace(launch: Launch) -> None:
     launched.until_logged("Listening on")
     launched.send(signal.SIGTERM)
     assert launched.wait() == (0, "")
-    assert "WARN launcher: router has not stopped within 1 s: killing it" in launched.log
+    assert "WARN launcher: router did not stop within 4 s: killing it" in launched.log
     assert launched.journal[-1] == "shard-0 stopped"
+
+
+def test_requests_get_the_whole_grace_before_the_router_must_exit(launch: Launch) -> None:
+    launched = launch("-g1", FAKE_ROUTER="finishes after 1.5 s")
+    launched.until_logged("Listening on")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == (0, "")
+    assert "router stopped" in launched.journal
+    assert "killing it" not in launched.log
 
 
 def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
@@ -184,11 +202,13 @@ def test_a_port_in_use_is_refused_before_anything_starts(launch: Launch, free_po
         launched = launch()
         code, stderr = launched.wait()
     assert code == 1
-    assert stderr == f"error: port {free_port} belongs to another process: stop it or choose another with --port\n"
+    assert (
+        stderr == f"error: port {free_port} is in use by another process: stop it or choose another port with --port\n"
+    )
     assert launched.journal == []
 
 
-def test_options_without_effect_are_mentioned(launch: Launch) -> None:
+def test_options_without_effect_are_logged(launch: Launch) -> None:
     launched = launch("--prometheus-port=9100", MAX_WAITING_TOKENS="7")
     launched.until_logged("Starting")
     assert "WARN launcher: --prometheus-port has no effect: " in launched.log

@@ -31,7 +31,7 @@ def test_every_shard_gets_its_rank_and_the_common_socket_path() -> None:
         assert shard.environ["MASTER_PORT"] == "1234"
 
 
-def test_the_router_meets_the_first_shard() -> None:
+def test_the_router_connects_to_the_first_shard() -> None:
     plan = make_plan(LauncherOptions(model_id="some/model", port=80), SOCKETS, {})
     assert list(plan.router.words[-4:]) == [
         "--tokenizer-name=some/model",
@@ -72,7 +72,7 @@ def test_children_do_not_see_variables_that_became_arguments() -> None:
         ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc.malloc.hugetlb=0"),
     ],
 )
-def test_shards_ask_for_huge_pages_unless_told_otherwise(given: dict[str, str], expected: str) -> None:
+def test_shards_use_huge_pages_unless_overridden(given: dict[str, str], expected: str) -> None:
     plan = make_plan(LauncherOptions(), SOCKETS, given)
     assert plan.shards[0].environ["GLIBC_TUNABLES"] == expected
     assert plan.router.environ.get("GLIBC_TUNABLES") == given.get("GLIBC_TUNABLES")
@@ -82,7 +82,7 @@ def test_a_model_on_disk_needs_no_download(tmp_path: Path) -> None:
     assert make_plan(LauncherOptions(model_id=str(tmp_path)), SOCKETS, {}).download is None
 
 
-def test_programs_are_those_beside_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_programs_are_found_next_to_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "text-generation-router").touch()
     plan = make_plan(LauncherOptions(), SOCKETS, {})
@@ -90,7 +90,7 @@ def test_programs_are_those_beside_the_interpreter(monkeypatch: pytest.MonkeyPat
     assert list(plan.shards[0].words[:3]) == [str(tmp_path / "python"), "-m", "legato.server.cli"]
 
 
-def test_api_keys_travel_as_a_variable_because_command_lines_are_public() -> None:
+def test_api_keys_are_passed_as_a_variable_because_command_lines_are_public() -> None:
     plan = make_plan(LauncherOptions(api_key=("first-secret", "second-secret")), ["/tmp/s-0"], {})
     assert plan.router.environ["API_KEY"] == "first-secret,second-secret"
     assert not any("secret" in word for word in plan.router.words)

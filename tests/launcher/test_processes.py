@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import pytest
 
-from legato.launcher.processes import KEPT_LINES, Child, ChildFailed, Command, Supervisor
+from legato.launcher.processes import KEPT_LINES, Child, ChildFailed, ProcessCommand, Supervisor
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ def ended(code: str) -> Child:
     return supervised(body)
 
 
-def python(code: str, name: str = "child") -> Command:
-    return Command(name, [sys.executable, "-c", code], dict(os.environ))
+def python(code: str, name: str = "child") -> ProcessCommand:
+    return ProcessCommand(name, [sys.executable, "-c", code], dict(os.environ))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_an_exit_is_described(code: str, expected: str) -> None:
     assert ended(code).describe_exit() == expected
 
 
-def test_of_several_that_have_ended_the_killed_one_is_named() -> None:
+def test_the_killed_one_of_several_exited_children_is_reported() -> None:
     """Shards that lose another end as well, perhaps before we look."""
 
     async def body(supervisor: Supervisor) -> tuple[Child | None, Child]:
@@ -73,20 +73,20 @@ def test_only_the_end_of_stderr_is_kept() -> None:
     assert list(child.stderr) == [str(i) for i in range(100, KEPT_LINES + 100)]
 
 
-def test_everything_said_before_the_end_is_relayed(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_output_before_the_exit_is_relayed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     ended("import sys; sys.stdout.write(''.join(f'line {i}\\n' for i in range(20000)) + 'no newline')")
     assert caplog.messages == [*(f"line {i}" for i in range(20000)), "no newline"]
 
 
-def test_a_very_long_line_and_broken_text_are_survived(caplog: pytest.LogCaptureFixture) -> None:
+def test_very_long_lines_and_invalid_utf8_are_relayed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     ended("import sys; sys.stdout.buffer.write(b'x' * 3_000_000 + b'\\xff\\nlast\\n')")
     assert "".join(caplog.messages[:-1]) == "x" * 3_000_000 + "\ufffd"
     assert caplog.messages[-1] == "last"
 
 
-def test_a_grandchild_that_holds_the_pipe_delays_nothing_and_dies() -> None:
+def test_a_grandchild_with_an_open_pipe_is_killed_without_delay() -> None:
     start = time.monotonic()
     child = ended(
         "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
@@ -132,7 +132,7 @@ time.sleep(60)
     assert supervised(body) == -9
 
 
-def test_children_of_one_stop_are_asked_together(tmp_path: Path) -> None:
+def test_children_are_stopped_in_parallel(tmp_path: Path) -> None:
     ready, asked = tmp_path / "ready", tmp_path / "asked"
     # Each leaves only when it sees that the others have been asked as well.
     code = f"""
@@ -169,9 +169,9 @@ def test_children_do_not_outlive_an_error() -> None:
     os.waitpid(seen[0], 0)
 
 
-def test_a_program_that_is_not_there_is_named() -> None:
+def test_a_missing_program_is_reported() -> None:
     async def body(supervisor: Supervisor) -> None:
-        supervisor.start(Command("router", ["/no/such/program"], {}))
+        supervisor.start(ProcessCommand("router", ["/no/such/program"], {}))
 
     with pytest.raises(ChildFailed, match="/no/such/program"):
         supervised(body)

@@ -60,7 +60,7 @@ def test_num_devices(environ: dict[str, str], expected: int | None) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "::", "::1"])
-def test_an_address_is_listened_on(address: str) -> None:
+def test_an_ip_address_is_kept(address: str) -> None:
     assert listen_address(address) == address
 
 
@@ -68,9 +68,9 @@ def test_localhost_stays_local() -> None:
     assert listen_address("localhost") == "127.0.0.1"
 
 
-def test_a_containers_name_is_no_address(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_container_name_is_not_an_address(caplog: pytest.LogCaptureFixture) -> None:
     assert listen_address("3f2a9c1d0b7e") == "0.0.0.0"
-    assert "'3f2a9c1d0b7e' is not an address" in caplog.text
+    assert "'3f2a9c1d0b7e' is not an IP address" in caplog.text
 
 
 @pytest.mark.parametrize(

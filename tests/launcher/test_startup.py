@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from legato.common.milestones import LOADING, WARM, WARMING
-from legato.launcher.startup import Bars, Lines
+from legato.common.progress import LOADING_WEIGHTS, WARMED_UP, WARMING_UP
+from legato.launcher.startup import ProgressBars, ProgressLines
 from tests.launcher.conftest import Launched
 
 Launch = Callable[..., Launched]
@@ -24,18 +24,18 @@ def record(message: str, program: str = "shard-0", **fields: Any) -> logging.Log
 
 
 def loading(percent: int, program: str = "shard-0") -> logging.LogRecord:
-    return record(LOADING, program, percent=percent)
+    return record(LOADING_WEIGHTS, program, percent=percent)
 
 
-def bars() -> tuple[Bars, Progress]:
+def bars() -> tuple[ProgressBars, Progress]:
     progress = Progress(console=Console(file=io.StringIO()))
-    return Bars(progress), progress
+    return ProgressBars(progress), progress
 
 
 # ---- on a terminal -------------------------------------------------------------------------------------------------
 
 
-def test_a_terminal_sees_bars_and_no_percent_lines(launch: Launch) -> None:
+def test_a_terminal_shows_progress_bars_instead_of_lines(launch: Launch) -> None:
     launched = launch(terminal=True, FAKE_SHARD="progress", TERM="xterm")
     launched.until_logged("Listening on")
     assert "shard-0 loading weights" in launched.log
@@ -45,7 +45,7 @@ def test_a_terminal_sees_bars_and_no_percent_lines(launch: Launch) -> None:
     assert "Warming up" not in launched.log
 
 
-def test_log_lines_stay_whole_above_the_bars(launch: Launch) -> None:
+def test_log_lines_are_not_wrapped_above_the_progress_bars(launch: Launch) -> None:
     launched = launch(terminal=True, FAKE_SHARD="progress", TERM="xterm")
     launched.until_logged("Listening on")
     assert "shard-0: Weights loaded, " + 30 * "and then some " in launched.log
@@ -72,7 +72,7 @@ def test_json_output_has_no_bars_even_on_a_terminal(launch: Launch) -> None:
     launched.until_logged("Listening on")
     assert "━" not in launched.log
     messages = [json.loads(line)["message"] for line in launched.log.splitlines()]
-    assert messages.count(LOADING) == 5
+    assert messages.count(LOADING_WEIGHTS) == 5
 
 
 # ---- anywhere else -------------------------------------------------------------------------------------------------
@@ -85,13 +85,13 @@ def test_a_file_gets_a_line_for_every_fifth_of_the_weights(launch: Launch) -> No
     assert "INFO shard-0: Warming up" in launched.log
 
 
-def test_lines_about_large_tensors_are_not_lost_between_the_steps() -> None:
-    lines = Lines()
+def test_a_jump_over_several_steps_is_shown() -> None:
+    lines = ProgressLines()
     assert [percent for percent in (3, 37, 39, 61, 99, 100) if lines.filter(loading(percent))] == [37, 61, 99, 100]
 
 
 def test_shards_have_lines_of_their_own() -> None:
-    lines = Lines()
+    lines = ProgressLines()
     assert lines.filter(loading(20, "shard-0"))
     assert lines.filter(loading(20, "shard-1"))
     assert not lines.filter(loading(22, "shard-1"))
@@ -99,8 +99,13 @@ def test_shards_have_lines_of_their_own() -> None:
 
 def test_other_records_pass() -> None:
     view, _ = bars()
-    for other in (record("Success", percent=3), record(LOADING), record(LOADING, percent="x"), record("Stopped")):
-        assert Lines().filter(other)
+    for other in (
+        record("Success", percent=3),
+        record(LOADING_WEIGHTS),
+        record(LOADING_WEIGHTS, percent="x"),
+        record("Stopped"),
+    ):
+        assert ProgressLines().filter(other)
         assert view.filter(other)
 
 
@@ -116,17 +121,17 @@ def test_every_shard_has_one_bar_that_follows_its_weights() -> None:
     assert shown == [("shard-0 loading weights", 55), ("shard-1 loading weights", 30)]
 
 
-def test_warm_up_takes_the_place_of_loading_and_ends_with_a_line() -> None:
+def test_warm_up_replaces_loading_and_ends_with_a_line() -> None:
     view, progress = bars()
     view.filter(loading(100))
-    assert not view.filter(record(WARMING))
+    assert not view.filter(record(WARMING_UP))
     assert [(task.description, task.total) for task in progress.tasks] == [("shard-0 warming up", None)]
-    assert view.filter(record(WARM))
+    assert view.filter(record(WARMED_UP))
     assert progress.tasks == []
 
 
 def test_a_second_warm_up_replaces_the_first() -> None:
     view, progress = bars()
-    view.filter(record(WARMING))
-    view.filter(record(WARMING))
+    view.filter(record(WARMING_UP))
+    view.filter(record(WARMING_UP))
     assert len(progress.tasks) == 1

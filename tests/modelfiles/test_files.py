@@ -1,4 +1,4 @@
-"""What a model brings along: folders in Hugging Face's layout and GGUF files, whole and broken."""
+"""Model files: folders in Hugging Face's layout and GGUF files, complete and damaged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -19,6 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from legato.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from legato.modelfiles import hub
 from legato.modelfiles.files import INDEX, ModelFiles
+from tests.modelfiles.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def shard(folder: Path, **files: str) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def write_gguf(path: Path, architecture: str = "llama", *, change: dict[str, Any] | None = None) -> Path:
+def write_model(path: Path, architecture: str = "llama", *, change: dict[str, Any] | None = None) -> Path:
     """A tiny GGUF model. `change` sets metadata, removes it (None), or adds tensors (arrays)."""
     entries: dict[str, Any] = {
         f"{architecture}.block_count": 2,
@@ -63,32 +63,13 @@ def write_gguf(path: Path, architecture: str = "llama", *, change: dict[str, Any
         "token_embd.weight": np.ones((4, 32), dtype=np.float16),
         **(change or {}),
     }
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in entries.items():
-        match value:
-            case np.ndarray():
-                writer.add_tensor(key, value)
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case float():
-                writer.add_float32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case list():
-                writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_gguf(path, entries, architecture)
 
 
 def gguf_config(tmp_path: Path, architecture: str = "llama", **change: Any) -> dict[str, Any]:
     """`change` with __ for a dot, below the architecture's prefix."""
     renamed = {f"{architecture}.{key.replace('__', '.')}": value for key, value in change.items()}
-    return ModelFiles.open(write_gguf(tmp_path / "m.gguf", architecture, change=renamed)).config()
+    return ModelFiles.open(write_model(tmp_path / "m.gguf", architecture, change=renamed)).config()
 
 
 class TestOpening:
@@ -99,24 +80,24 @@ class TestOpening:
         assert files.weight_files() == [folder / "model.safetensors"]
 
     def test_a_gguf_file_and_a_folder_with_just_that_file_are_the_same_model(self, tmp_path: Path) -> None:
-        file = write_gguf(tmp_path / "m.gguf")
+        file = write_model(tmp_path / "m.gguf")
         for path in (file, tmp_path):
             files = ModelFiles.open(path)
             assert (files.weight_format, files.weight_files()) == ("gguf", [file])
 
     def test_a_config_beside_a_gguf_file_does_not_hide_it(self, folder: Path) -> None:
-        write_gguf(folder / "m.gguf")
+        write_model(folder / "m.gguf")
         assert ModelFiles.open(folder).weight_format == "safetensors"
         (folder / "model.safetensors").unlink()
         assert ModelFiles.open(folder).weight_format == "gguf"
 
     def test_a_folder_with_several_gguf_files_asks_for_one(self, tmp_path: Path) -> None:
-        write_gguf(tmp_path / "q4.gguf")
-        write_gguf(tmp_path / "q8.gguf")
-        with pytest.raises(ModelNotFound, match=r"name one of q4\.gguf, q8\.gguf"):
+        write_model(tmp_path / "q4.gguf")
+        write_model(tmp_path / "q8.gguf")
+        with pytest.raises(ModelNotFound, match=r"choose one of q4\.gguf, q8\.gguf"):
             ModelFiles.open(tmp_path)
 
-    def test_nothing_there_is_not_found(self, tmp_path: Path) -> None:
+    def test_a_missing_path_is_not_found(self, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFound, match="nowhere"):
             ModelFiles.open(tmp_path / "nowhere")
 
@@ -132,13 +113,13 @@ class TestConfigs:
         (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
         assert ModelFiles.open(folder).eos_token_ids() == [2, 7]
 
-    def test_an_eos_that_is_no_token_id_is_refused(self, folder: Path) -> None:
+    def test_an_invalid_eos_token_id_is_refused(self, folder: Path) -> None:
         (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
         with pytest.raises(ModelFileError, match="eos_token_id"):
             ModelFiles.open(folder).eos_token_ids()
 
     @pytest.mark.parametrize("content", ["{", "[1]", "\xff\xfe", "[" * 100_000])
-    def test_a_config_that_is_no_json_object_is_named(self, content: str, folder: Path) -> None:
+    def test_an_invalid_config_is_reported_by_name(self, content: str, folder: Path) -> None:
         (folder / "config.json").write_bytes(content.encode("latin-1"))
         with pytest.raises(ModelFileError, match=r"config\.json"):
             ModelFiles.open(folder).config()
@@ -152,7 +133,7 @@ class TestConfigs:
             "model_max_length": 99,
         }
 
-    def test_a_chat_template_file_wins_over_the_entry(self, folder: Path) -> None:
+    def test_a_chat_template_file_takes_precedence(self, folder: Path) -> None:
         (folder / "tokenizer_config.json").write_text('{"chat_template": "entry"}')
         assert ModelFiles.open(folder).tokenizer_config()["chat_template"] == "entry"
         (folder / "chat_template.json").write_text('{"chat_template": "older file"}')
@@ -169,7 +150,7 @@ class TestTokenizer:
         ("flags", "ids"),
         [({}, [1, 3]), ({"add_bos_token": False}, [3]), ({"add_bos_token": True, "add_eos_token": True}, [1, 3, 2])],
     )
-    def test_llama_tokenizers_go_by_their_config(self, flags: dict[str, bool], ids: list[int], folder: Path) -> None:
+    def test_llama_tokenizers_follow_their_config(self, flags: dict[str, bool], ids: list[int], folder: Path) -> None:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.post_processor = TemplateProcessing("</s> $A", None, [("</s>", 2)])
         tokenizer.save(str(folder / "tokenizer.json"))
@@ -177,7 +158,7 @@ class TestTokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         assert ModelFiles.open(folder).tokenizer().encode("hello").ids == ids
 
-    def test_a_missing_tokenizer_names_the_file_and_the_cure(self, folder: Path) -> None:
+    def test_a_missing_tokenizer_is_reported_with_the_remedy(self, folder: Path) -> None:
         (folder / "tokenizer.json").unlink()
         with pytest.raises(ModelFileError, match=r"tokenizer\.json is missing; download"):
             ModelFiles.open(folder).tokenizer()
@@ -187,10 +168,10 @@ class TestTokenizer:
 
 
 class TestWeights:
-    def test_whole_files_pass(self, folder: Path) -> None:
+    def test_complete_files_pass(self, folder: Path) -> None:
         ModelFiles.open(folder).check_weights()
 
-    def test_an_index_names_its_shards(self, folder: Path) -> None:
+    def test_weight_files_come_from_the_index(self, folder: Path) -> None:
         shard(folder, a="model-1.safetensors", b="model-2.safetensors", c="model-1.safetensors")
         files = ModelFiles.open(folder)
         assert [file.name for file in files.weight_files()] == ["model-1.safetensors", "model-2.safetensors"]
@@ -203,7 +184,7 @@ class TestWeights:
             ModelFiles.open(folder).weight_files()
 
     @pytest.mark.parametrize("name", ["../w.safetensors", "/etc/passwd", "..", ""])
-    def test_an_index_never_leads_out_of_the_folder(self, name: str, folder: Path) -> None:
+    def test_an_index_cannot_refer_outside_the_folder(self, name: str, folder: Path) -> None:
         (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(ModelFileError, match="outside the folder"):
             ModelFiles.open(folder).weight_files()
@@ -219,10 +200,10 @@ class TestWeights:
             ModelFiles.open(folder).weight_files()
 
     @pytest.mark.parametrize("kept", [0, 5, 8, 40, -1])
-    def test_a_file_that_breaks_off_is_named(self, kept: int, folder: Path) -> None:
+    def test_a_truncated_file_is_reported_by_name(self, kept: int, folder: Path) -> None:
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:kept])
-        with pytest.raises(ModelFileError, match=r"model\.safetensors is cut off"):
+        with pytest.raises(ModelFileError, match=r"model\.safetensors is truncated"):
             ModelFiles.open(folder).check_weights()
 
     @pytest.mark.parametrize(
@@ -241,7 +222,7 @@ class TestWeights:
         with pytest.raises(ModelFileError, match=rf"model\.safetensors.*{message}"):
             ModelFiles.open(folder).check_weights()
 
-    def test_a_link_to_nowhere_is_named(self, folder: Path) -> None:
+    def test_a_dangling_link_is_reported_by_name(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()
         (folder / "part.safetensors").symlink_to(folder / "gone")
         with pytest.raises(ModelFileError, match=r"part\.safetensors cannot be read"):
@@ -249,7 +230,7 @@ class TestWeights:
 
 
 class TestGguf:
-    def test_the_config_speaks_the_words_of_hugging_face(self, tmp_path: Path) -> None:
+    def test_the_config_has_hugging_face_keys(self, tmp_path: Path) -> None:
         config = gguf_config(tmp_path)
         assert config.pop("rms_norm_eps") == pytest.approx(1e-5)
         assert config == {
@@ -275,25 +256,25 @@ class TestGguf:
             "pad_token_id": None,
         }
 
-    def test_tensors_tell_what_the_keys_do_not(self, tmp_path: Path) -> None:
+    def test_tensors_determine_what_the_metadata_lacks(self, tmp_path: Path) -> None:
         ones = np.ones(32, dtype=np.float32)
         change = {"output.weight": ones, "blk.0.attn_q.bias": ones, "token_embd.weight": ones.reshape(1, 32)}
-        config = ModelFiles.open(write_gguf(tmp_path / "m.gguf", "qwen2", change=change)).config()
+        config = ModelFiles.open(write_model(tmp_path / "m.gguf", "qwen2", change=change)).config()
         assert not config["tie_word_embeddings"]
         assert config["attention_bias"]
         assert config["torch_dtype"] == "float32"
 
-    def test_gemma_3_alternates_windows_and_has_heads_of_their_own_size(self, tmp_path: Path) -> None:
+    def test_gemma_3_has_interleaved_windows_and_its_own_head_size(self, tmp_path: Path) -> None:
         config = gguf_config(tmp_path, "gemma3", attention__key_length=16, attention__sliding_window=512, block_count=7)
         assert config["model_type"] == "gemma3_text"
         assert (config["head_dim"], config["query_pre_attn_scalar"], config["sliding_window"]) == (16, 16.0, 512)
         assert config["layer_types"] == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
 
-    def test_a_llama_with_experts_is_a_mixtral(self, tmp_path: Path) -> None:
+    def test_a_llama_with_experts_is_mixtral(self, tmp_path: Path) -> None:
         config = gguf_config(tmp_path, expert_count=8, expert_used_count=2)
         assert (config["model_type"], config["num_local_experts"], config["num_experts_per_tok"]) == ("mixtral", 8, 2)
 
-    def test_scaled_frequencies_are_taken_over(self, tmp_path: Path) -> None:
+    def test_rope_scaling_is_converted(self, tmp_path: Path) -> None:
         config = gguf_config(
             tmp_path, rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=64
         )
@@ -308,7 +289,7 @@ class TestGguf:
             blend = (8192 / wavelength - 1) / 3
             divisors.append(1.0 if blend > 1 else 32.0 if blend < 0 else 1 / ((1 - blend) / 32 + blend))
         change = {"rope_freqs.weight": np.array(divisors, dtype=np.float32)}
-        config = ModelFiles.open(write_gguf(tmp_path / "m.gguf", change=change)).config()
+        config = ModelFiles.open(write_model(tmp_path / "m.gguf", change=change)).config()
         assert config["rope_scaling"] == {
             "rope_type": "llama3",
             "factor": 32.0,
@@ -320,32 +301,32 @@ class TestGguf:
     def test_other_frequencies_are_refused(self, tmp_path: Path) -> None:
         change = {"rope_freqs.weight": np.array([1, 2, 3, 4], dtype=np.float32)}
         with pytest.raises(UnsupportedModel, match="rope_freqs"):
-            ModelFiles.open(write_gguf(tmp_path / "m.gguf", change=change)).config()
+            ModelFiles.open(write_model(tmp_path / "m.gguf", change=change)).config()
 
-    def test_phi_3_brings_its_factors_as_tensors(self, tmp_path: Path) -> None:
+    def test_phi_3_has_its_rope_factors_as_tensors(self, tmp_path: Path) -> None:
         ones = np.ones(4, dtype=np.float32)
         change = {
             "rope_factors_short.weight": ones,
             "rope_factors_long.weight": 2 * ones,
             "phi3.rope.scaling.original_context_length": 64,
         }
-        scaling = ModelFiles.open(write_gguf(tmp_path / "m.gguf", "phi3", change=change)).config()["rope_scaling"]
+        scaling = ModelFiles.open(write_model(tmp_path / "m.gguf", "phi3", change=change)).config()["rope_scaling"]
         assert scaling["rope_type"] == "longrope"
         assert (scaling["short_factor"], scaling["long_factor"]) == ([1.0] * 4, [2.0] * 4)
 
     @pytest.mark.parametrize(
         ("change", "error", "message"),
         [
-            ({"block_count": None}, ModelFileError, r"llama\.block_count is None"),
-            ({"attention__head_count": 0}, ModelFileError, r"head_count is 0 and must be 1 to"),
-            ({"block_count": 1 << 31}, ModelFileError, r"block_count is 2147483648 and must be 1 to 4096"),
-            ({"embedding_length": "wide"}, ModelFileError, r"embedding_length is 'wide'"),
-            ({"rope__freq_base": math.nan}, ModelFileError, r"freq_base is nan"),
+            ({"block_count": None}, ModelFileError, r"llama\.block_count must be .*, not None"),
+            ({"attention__head_count": 0}, ModelFileError, r"head_count must be between 1 and .*, not 0"),
+            ({"block_count": 1 << 31}, ModelFileError, r"block_count must be between 1 and 4096, not 2147483648"),
+            ({"embedding_length": "wide"}, ModelFileError, r"embedding_length must be .*, not 'wide'"),
+            ({"rope__freq_base": math.nan}, ModelFileError, r"freq_base must be a number, not nan"),
             ({"feed_forward_length": [64, 32]}, UnsupportedModel, "differs from layer to layer"),
             ({"rope__scaling__type": "spiral"}, UnsupportedModel, "rope scaling 'spiral'"),
         ],
     )
-    def test_metadata_that_makes_no_model_is_named(
+    def test_invalid_metadata_is_reported_by_name(
         self, change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
     ) -> None:
         with pytest.raises(error, match=rf"m\.gguf.*{message}"):
@@ -355,19 +336,19 @@ class TestGguf:
         with pytest.raises(UnsupportedModel, match=r"'rwkv7'.*llama, qwen2"):
             gguf_config(tmp_path, "rwkv7")
 
-    def test_a_chat_model_ends_with_the_end_of_a_turn_too(self, tmp_path: Path) -> None:
-        base = write_gguf(tmp_path / "base.gguf")
-        chat = write_gguf(tmp_path / "chat.gguf", change={"tokenizer.chat_template": "{{ messages }}"})
+    def test_the_end_of_turn_token_ends_a_generation(self, tmp_path: Path) -> None:
+        base = write_model(tmp_path / "base.gguf")
+        chat = write_model(tmp_path / "chat.gguf", change={"tokenizer.chat_template": "{{ messages }}"})
         assert ModelFiles.open(base).eos_token_ids() == [2]
         assert ModelFiles.open(chat).eos_token_ids() == [2, 3]
 
-    def test_the_token_that_the_file_calls_end_of_turn_ends(self, tmp_path: Path) -> None:
-        file = write_gguf(tmp_path / "m.gguf", change={"tokenizer.ggml.eot_token_id": 1})
+    def test_the_eot_token_of_the_file_ends_a_generation(self, tmp_path: Path) -> None:
+        file = write_model(tmp_path / "m.gguf", change={"tokenizer.ggml.eot_token_id": 1})
         assert ModelFiles.open(file).eos_token_ids() == [2, 1]
 
     def test_the_tokenizer_config_names_tokens_and_template(self, tmp_path: Path) -> None:
         change = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.ggml.add_bos_token": True}
-        assert ModelFiles.open(write_gguf(tmp_path / "m.gguf", change=change)).tokenizer_config() == {
+        assert ModelFiles.open(write_model(tmp_path / "m.gguf", change=change)).tokenizer_config() == {
             "bos_token": "<s>",
             "eos_token": "<s>",
             "unk_token": None,
@@ -384,22 +365,22 @@ class TestGguf:
             "tokenizer.chat_templates": ["tool_use"],
             "tokenizer.chat_template.tool_use": "tools",
         }
-        config = ModelFiles.open(write_gguf(tmp_path / "m.gguf", change=change)).tokenizer_config()
+        config = ModelFiles.open(write_model(tmp_path / "m.gguf", change=change)).tokenizer_config()
         assert config["chat_template"] == [
             {"name": "default", "template": "plain"},
             {"name": "tool_use", "template": "tools"},
         ]
 
     def test_the_tokenizer_is_built_from_the_file(self, tmp_path: Path) -> None:
-        assert ModelFiles.open(write_gguf(tmp_path / "m.gguf")).tokenizer().encode("ab<s>").ids == [0, 1, 2]
+        assert ModelFiles.open(write_model(tmp_path / "m.gguf")).tokenizer().encode("ab<s>").ids == [0, 1, 2]
 
-    def test_a_part_of_a_split_model_asks_to_be_joined(self, tmp_path: Path) -> None:
-        file = write_gguf(tmp_path / "m-00001-of-00003.gguf", change={"split.count": 3})
-        with pytest.raises(UnsupportedModel, match="one of 3 parts; join them"):
+    def test_a_part_of_a_split_model_is_refused(self, tmp_path: Path) -> None:
+        file = write_model(tmp_path / "m-00001-of-00003.gguf", change={"split.count": 3})
+        with pytest.raises(UnsupportedModel, match="one of 3 parts; merge them"):
             ModelFiles.open(file).check_weights()
 
-    def test_a_vocabulary_alone_is_no_model(self, tmp_path: Path) -> None:
-        file = write_gguf(tmp_path / "m.gguf", change={"token_embd.weight": None})
+    def test_a_file_without_weights_is_refused(self, tmp_path: Path) -> None:
+        file = write_model(tmp_path / "m.gguf", change={"token_embd.weight": None})
         with pytest.raises(ModelFileError, match="no weights"):
             ModelFiles.open(file).check_weights()
 

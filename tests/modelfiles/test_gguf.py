@@ -101,7 +101,7 @@ def test_block_sizes_are_those_of_the_format() -> None:
     assert {int(kind): (kind.block_size, kind.block_bytes) for kind in GgmlType}.items() <= reference.items()
 
 
-def test_a_vocabulary_of_50_000_tokens_is_read_in_a_blink(tmp_path: Path) -> None:
+def test_a_vocabulary_of_50_000_tokens_is_read_quickly(tmp_path: Path) -> None:
     tokens = [text(f"token {number}".encode()) for number in range(50_000)]
     array = struct.pack("<IIQ", 9, 8, len(tokens)) + b"".join(tokens)
     path = write(tmp_path, header(entries=2) + text(b"tokens") + array + text(b"merges") + array)
@@ -112,19 +112,19 @@ def test_a_vocabulary_of_50_000_tokens_is_read_in_a_blink(tmp_path: Path) -> Non
 
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_file_that_breaks_off_anywhere_is_named(model: Path, data: st.DataObject) -> None:
+def test_a_file_truncated_anywhere_is_reported_by_name(model: Path, data: st.DataObject) -> None:
     whole = model.read_bytes()
     last = max(stored.offset + stored.nbytes for stored in GgufFile.open(model).tensors.values())
     cut = data.draw(st.integers(4, last - 1))
     broken = model.with_name("broken.gguf")
     broken.write_bytes(whole[:cut])
-    with pytest.raises(ModelFileError, match=r"broken\.gguf is cut off"):
+    with pytest.raises(ModelFileError, match=r"broken\.gguf is truncated"):
         GgufFile.open(broken)
 
 
 @given(position=st.integers(4, 700), value=st.integers(0, 255))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_no_flipped_byte_ends_in_anything_but_a_model_or_a_model_error(model: Path, position: int, value: int) -> None:
+def test_a_changed_byte_gives_a_model_or_a_model_error(model: Path, position: int, value: int) -> None:
     content = bytearray(model.read_bytes())
     content[position % len(content)] = value
     broken = model.with_name("flipped.gguf")
@@ -140,31 +140,31 @@ def test_no_flipped_byte_ends_in_anything_but_a_model_or_a_model_error(model: Pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (header(tensors=1 << 60), "cut off.*tensor count"),
-        (header(entries=1 << 60), "cut off.*metadata count"),
-        (header(entries=1) + text(b"k") + struct.pack("<IIQ", 9, 4, 1 << 61), "cut off.*array 'k'"),
-        (header(entries=1) + text(b"k") + struct.pack("<IIQ", 9, 8, 1 << 61), "cut off.*array 'k'"),
-        (header(entries=1) + text(b"k") + struct.pack("<IQ", 8, 1 << 62), "cut off.*value of 'k'"),
+        (header(tensors=1 << 60), "truncated.*tensor count"),
+        (header(entries=1 << 60), "truncated.*metadata count"),
+        (header(entries=1) + text(b"k") + struct.pack("<IIQ", 9, 4, 1 << 61), "truncated.*array 'k'"),
+        (header(entries=1) + text(b"k") + struct.pack("<IIQ", 9, 8, 1 << 61), "truncated.*array 'k'"),
+        (header(entries=1) + text(b"k") + struct.pack("<IQ", 8, 1 << 62), "truncated.*value of 'k'"),
         (header(entries=1) + struct.pack("<Q", 1 << 40) + bytes(8), "metadata key of 1099511627776 bytes"),
         (header(entries=1) + text(b"k\xff") + struct.pack("<IB", 0, 1), "metadata key is not UTF-8"),
         (header(entries=1) + text(b"k") + struct.pack("<IQ", 99, 0), "unknown type 99"),
-        (header(entries=1) + text(b"k") + struct.pack("<IIQ", 9, 9, 1) + bytes(16), "array of the unknown type 9"),
-        (header(entries=2) + 2 * (text(b"k") + struct.pack("<IB", 0, 1)) + bytes(9), "'k' comes twice"),
-        (header(tensors=2) + tensor() + tensor() + bytes(64), "'t' comes twice"),
+        (header(entries=1) + text(b"k") + struct.pack("<IIQ", 9, 9, 1) + bytes(16), "array of unknown type 9"),
+        (header(entries=2) + 2 * (text(b"k") + struct.pack("<IB", 0, 1)) + bytes(9), "'k' occurs twice"),
+        (header(tensors=2) + tensor() + tensor() + bytes(64), "'t' occurs twice"),
         (header(tensors=1) + tensor(shape=()) + bytes(64), "0 dimensions"),
         (header(tensors=1) + tensor(shape=(1, 1, 1, 1, 1)) + bytes(64), "5 dimensions"),
         (header(tensors=1) + tensor(shape=(4, 0)) + bytes(64), r"cannot have the shape \[0, 4\]"),
         (header(tensors=1) + tensor(shape=(33,), ggml_type=2) + bytes(64), "type Q4_0 cannot have the shape"),
-        (header(tensors=1) + tensor(shape=(1 << 62, 1 << 62)) + bytes(64), "cut off.*tensor 't'"),
-        (header(tensors=1) + tensor(offset=1 << 60) + bytes(64), "cut off.*tensor 't'"),
+        (header(tensors=1) + tensor(shape=(1 << 62, 1 << 62)) + bytes(64), "truncated.*tensor 't'"),
+        (header(tensors=1) + tensor(offset=1 << 60) + bytes(64), "truncated.*tensor 't'"),
         (header(tensors=1) + tensor(offset=8) + bytes(64), "misaligned: offset 8"),
         (
             header(entries=1) + text(b"general.alignment") + struct.pack("<II", 4, 24) + bytes(32),
-            "alignment is 24 and must be a power of two",
+            "alignment must be a power of two, not 24",
         ),
     ],
 )
-def test_a_hostile_header_is_refused_with_its_reason(content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_malicious_header_is_refused_with_the_reason(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=rf"hostile\.gguf.*{message}"):
         GgufFile.open(write(tmp_path, content))
 
@@ -177,7 +177,7 @@ def test_a_hostile_header_is_refused_with_its_reason(content: bytes, message: st
         (header(tensors=1) + tensor(ggml_type=4) + bytes(64), "ggml type 4"),
     ],
 )
-def test_what_legato_does_not_read_is_called_unsupported(content: bytes, message: str, tmp_path: Path) -> None:
+def test_unsupported_files_are_reported_as_unsupported(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         GgufFile.open(write(tmp_path, content))
 

@@ -20,7 +20,9 @@ from legato.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from legato.modelfiles import hub
 from legato.modelfiles.gguf.file import GgufFile
 from legato.modelfiles.gguf.splitting import splitting_of
+from legato.modelfiles.gguf.tokenizer import tokenizer_from_gguf
 from legato.modelfiles.tokenizers import load_tokenizer
+from tests.modelfiles.gguf_files import write_gguf
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, doesn't it? They're here; WE'LL see. I'd say 12345 times.",
@@ -105,22 +107,7 @@ def merges_of(tokenizer: Tokenizer) -> list[str]:
 
 def write_vocabulary(path: Path, **entries: Any) -> GgufFile:
     """A GGUF file with a vocabulary and nothing else."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, value in entries.items():
-        key = f"tokenizer.ggml.{name}"
-        match value:
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case list():
-                writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(path, {f"tokenizer.ggml.{name}": value for name, value in entries.items()})
     return GgufFile.open(path)
 
 
@@ -143,30 +130,30 @@ def write_byte_level(path: Path, tokenizer: Tokenizer, pre: str, **more: Any) ->
 @pytest.mark.parametrize("pre", PUBLISHED)
 def test_byte_level_tokens_are_those_of_the_original(pre: str, tmp_path: Path) -> None:
     original = byte_level_tokenizer(pre)
-    rebuilt = load_tokenizer(write_byte_level(tmp_path / "v.gguf", original, pre))
+    rebuilt = tokenizer_from_gguf(write_byte_level(tmp_path / "v.gguf", original, pre))
     for text in CORPUS + NASTY:
         assert rebuilt.encode(text, add_special_tokens=False).ids == original.encode(text).ids, text
 
 
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "deepseek-coder"])
 def test_byte_level_text_survives_the_round_trip(pre: str, tmp_path: Path) -> None:
-    rebuilt = load_tokenizer(write_byte_level(tmp_path / "v.gguf", byte_level_tokenizer(pre), pre))
+    rebuilt = tokenizer_from_gguf(write_byte_level(tmp_path / "v.gguf", byte_level_tokenizer(pre), pre))
     for text in CORPUS + NASTY:
         ids = rebuilt.encode(text, add_special_tokens=False).ids
         assert rebuilt.decode(ids, skip_special_tokens=False) == text
 
 
-def test_control_tokens_are_whole_and_skipped_in_output_while_user_defined_ones_are_shown(tmp_path: Path) -> None:
-    rebuilt = load_tokenizer(write_byte_level(tmp_path / "v.gguf", byte_level_tokenizer("smollm"), "smollm"))
+def test_control_tokens_are_skipped_in_output_and_user_defined_ones_shown(tmp_path: Path) -> None:
+    rebuilt = tokenizer_from_gguf(write_byte_level(tmp_path / "v.gguf", byte_level_tokenizer("smollm"), "smollm"))
     encoded = rebuilt.encode("<|end|><|tool|>", add_special_tokens=False)
     assert encoded.tokens == ["<|end|>", "<|tool|>"]
     assert rebuilt.decode(encoded.ids) == "<|tool|>"
 
 
-def test_an_end_token_that_the_converter_left_unmarked_is_special_all_the_same(tmp_path: Path) -> None:
+def test_an_unmarked_end_token_is_special(tmp_path: Path) -> None:
     tokens = [*"ab", "<eos>"]
     gguf_file = write_vocabulary(tmp_path / "v.gguf", model="gpt2", tokens=tokens, merges=[], eos_token_id=2)
-    assert load_tokenizer(gguf_file).encode("a<eos>b").ids == [0, 2, 1]
+    assert tokenizer_from_gguf(gguf_file).encode("a<eos>b").ids == [0, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -179,26 +166,26 @@ def test_an_end_token_that_the_converter_left_unmarked_is_special_all_the_same(t
 )
 def test_bos_and_eos_are_added_as_the_file_says(flags: dict[str, bool], expected: str, tmp_path: Path) -> None:
     original = byte_level_tokenizer("gpt-2")
-    rebuilt = load_tokenizer(write_byte_level(tmp_path / "v.gguf", original, "gpt-2", **flags))
+    rebuilt = tokenizer_from_gguf(write_byte_level(tmp_path / "v.gguf", original, "gpt-2", **flags))
     assert rebuilt.decode(rebuilt.encode("ab").ids, skip_special_tokens=False) == expected
 
 
-def test_llama_3_begins_with_bos_even_where_the_file_is_silent(tmp_path: Path) -> None:
+def test_llama_3_adds_bos_by_default(tmp_path: Path) -> None:
     original = byte_level_tokenizer("llama-bpe")
-    rebuilt = load_tokenizer(write_byte_level(tmp_path / "v.gguf", original, "llama-bpe"))
+    rebuilt = tokenizer_from_gguf(write_byte_level(tmp_path / "v.gguf", original, "llama-bpe"))
     assert rebuilt.encode("ab").ids[0] == 0
 
 
-def test_llama_3_keeps_a_word_whole_that_no_merges_lead_to(tmp_path: Path) -> None:
+def test_llama_3_keeps_words_that_no_merges_produce(tmp_path: Path) -> None:
     entries = {"model": "gpt2", "tokens": [*"abc", "abc"], "merges": []}
     ids = {
-        pre: load_tokenizer(write_vocabulary(tmp_path / f"{pre}.gguf", pre=pre, **entries)).encode("abc").ids
+        pre: tokenizer_from_gguf(write_vocabulary(tmp_path / f"{pre}.gguf", pre=pre, **entries)).encode("abc").ids
         for pre in ("llama-bpe", "gpt-2")
     }
     assert ids == {"llama-bpe": [3], "gpt-2": [0, 1, 2]}
 
 
-def test_the_letters_of_deepseek_llm_are_those_that_its_tokenizer_spells_out() -> None:
+def test_the_letters_of_deepseek_llm_match_its_tokenizer() -> None:
     cut = splitting_of("deepseek-llm").pre_tokenizer
     # A word may hold é, Ω and Ж; not ՠ, which is in Unicode since version 11, and not the mathematical 𝔘.
     words = {text: len(cut.pre_tokenize_str(text)) for text in ("éΩЖ", "éՠ", "é𝔘", "é𝔘Ж")}
@@ -208,12 +195,12 @@ def test_the_letters_of_deepseek_llm_are_those_that_its_tokenizer_spells_out() -
 def test_an_unknown_pre_tokenizer_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     gguf_file = write_vocabulary(tmp_path / "v.gguf", model="gpt2", pre="martian", tokens=["a"], merges=[])
     with pytest.raises(UnsupportedModel, match=r"martian.*gpt-2.*smollm"):
-        load_tokenizer(gguf_file)
+        tokenizer_from_gguf(gguf_file)
 
 
-def test_an_unknown_kind_of_tokenizer_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_tokenizer_type_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"'bert'.*gpt2, llama"):
-        load_tokenizer(write_vocabulary(tmp_path / "v.gguf", model="bert", tokens=["a"]))
+        tokenizer_from_gguf(write_vocabulary(tmp_path / "v.gguf", model="bert", tokens=["a"]))
 
 
 @pytest.mark.parametrize(
@@ -223,12 +210,12 @@ def test_an_unknown_kind_of_tokenizer_is_refused_with_the_known_ones(tmp_path: P
         ({"model": "gpt2", "tokens": ["a", "b"], "token_type": [1]}, "one entry per token"),
         ({"model": "gpt2", "tokens": ["a", "b"], "merges": ["a b"]}, "the merge 'a b'"),
         ({"model": "gpt2", "tokens": ["a"], "merges": [], "eos_token_id": 7}, "eos_token_id is 7"),
-        ({"model": "llama", "tokens": ["a"], "scores": ["x"]}, "malformed"),
+        ({"model": "llama", "tokens": ["a"], "scores": ["x"]}, "invalid tokenizer metadata"),
     ],
 )
 def test_a_malformed_vocabulary_names_the_file(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=rf"v\.gguf.*{message}"):
-        load_tokenizer(write_vocabulary(tmp_path / "v.gguf", **entries))
+        tokenizer_from_gguf(write_vocabulary(tmp_path / "v.gguf", **entries))
 
 
 def test_a_broken_tokenizer_json_is_reported_by_name(tmp_path: Path) -> None:
@@ -291,7 +278,7 @@ def sentence_piece(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[SentencePieceVocabulary, Tokenizer]]:
     vocabulary = SentencePieceVocabulary(add_space_prefix=request.param)
-    yield vocabulary, load_tokenizer(vocabulary.write(tmp_path_factory.mktemp("spm") / "v.gguf"))
+    yield vocabulary, tokenizer_from_gguf(vocabulary.write(tmp_path_factory.mktemp("spm") / "v.gguf"))
 
 
 def without_whole_tokens(text: str) -> bool:
@@ -340,7 +327,7 @@ def test_phi_3_drops_the_line_feed_behind_its_control_tokens(tmp_path: Path) -> 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert load_tokenizer(GgufFile.open(tmp_path / "v.gguf")).encode("<|user|>\na\na").ids == [1, 2, 3, 2]
+    assert tokenizer_from_gguf(GgufFile.open(tmp_path / "v.gguf")).encode("<|user|>\na\na").ids == [1, 2, 3, 2]
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +348,6 @@ def test_the_real_smollm2_vocabulary_gives_the_tokens_that_transformers_gives(
     reference = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name).backend_tokenizer
     # It takes vocabulary, merges and special tokens from the file but cuts as GPT-2 does, whatever the file says.
     reference.pre_tokenizer = pre_tokenizers.Sequence(PUBLISHED["smollm"])
-    rebuilt = load_tokenizer(GgufFile.open(smollm2))
+    rebuilt = tokenizer_from_gguf(GgufFile.open(smollm2))
     for text in [*CORPUS, *NASTY, "<|im_start|>user\nHi, 42!<|im_end|>\n"]:
         assert rebuilt.encode(text).ids == reference.encode(text).ids, text

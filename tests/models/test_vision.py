@@ -214,13 +214,13 @@ def test_pixels_are_those_of_the_processor(qwen: Seeing) -> None:
 def test_tokens_are_counted_as_the_processor_counts(width: int, height: int) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    from legato.vision.rules import Colours, QwenRules, UnfitImage
+    from legato.vision.rules import PixelNormalization, QwenRules, UnsupportedImageShape
 
-    rules = QwenRules(tiny.IMAGE, Colours())
+    rules = QwenRules(tiny.IMAGE, PixelNormalization())
     try:
         tall, wide = smart_resize(height, width, 28, rules.min_pixels, rules.max_pixels)
     except ValueError:
-        with pytest.raises(UnfitImage):
+        with pytest.raises(UnsupportedImageShape):
             rules.num_tokens(Size(height, width))
     else:
         assert rules.num_tokens(Size(height, width)) == tall * wide // 28 // 28

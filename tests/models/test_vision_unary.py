@@ -72,9 +72,9 @@ def test_a_batch_with_pictures_has_the_tokens_of_transformers(name: str, tmp_pat
 
 
 REFUSALS = {
-    "cut off": (request(7, "a", WIDE[:200]), "image 0 of `input_chunks` is damaged or cut off"),
-    "no picture": (request(7, WIDE, b"GIF"), "image 1 of `input_chunks` is no PNG, JPEG, GIF or WebP file"),
-    "too thin": (request(7, tiny.picture(500, 2)), "image 0 of `input_chunks` cannot be shown: one side"),
+    "cut off": (request(7, "a", WIDE[:200]), "image 0 of `input_chunks` is damaged or truncated"),
+    "no picture": (request(7, WIDE, b"GIF"), "image 1 of `input_chunks` is not a PNG, JPEG, GIF or WebP file"),
+    "too thin": (request(7, tiny.picture(500, 2)), "image 0 of `input_chunks` is not supported: the aspect ratio"),
     "too long": (request(7, "a", WIDE, truncate=10), "`truncate` cannot cut 18 tokens to 10"),
     "mark as text": (request(7, "<|image_pad|>", WIDE), "1 images and 2 places"),
     "mark and no picture": (request(7, "<|image_pad|>"), "0 images and 1 places"),

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
-from legato.common.token_ids import unpack
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
+from legato.pb import unpack_token_ids
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.scheduling.state import Admission, StepPlan, StepResult
 from tests.generation import generation, sampling
@@ -243,9 +243,8 @@ def test_an_admission_says_everything_about_its_request(tmp_path: Path) -> None:
     request = generation(77, [5, 6, 7], 10, parameters, top_n_tokens=2, prompt_logprobs=True)
     admission = Admission(3, request, [5, 6, 7], num_generated=0, num_cached=2, blocks=[11])
     (told,) = sent(tmp_path, plan(1, admitted=[admission])).admitted
-    assert (told.row, told.request_id, unpack(told.input_ids).tolist(), told.num_cached, list(told.blocks)) == (
-        3, 77, [5, 6, 7], 2, [11],
-    )  # fmt: skip
+    assert unpack_token_ids(told.input_ids).tolist() == [5, 6, 7]
+    assert (told.row, told.request_id, told.num_cached, list(told.blocks)) == (3, 77, 2, [11])
     assert (told.top_n_tokens, told.prompt_logprobs) == (2, True)
     chosen = told.parameters
     assert (chosen.do_sample, chosen.temperature, chosen.top_k, chosen.top_p) == (True, 0.5, 9, 0.75)

@@ -245,7 +245,7 @@ class TestHub:
     ) -> None:
         self.snapshot(tmp_path)
         assert download("org/old", "--huggingface-hub-cache", str(tmp_path), "--revision", "v3") == 1
-        assert "HF_HUB_OFFLINE is set, and there is no copy in the cache" in capsys.readouterr().err
+        assert "HF_HUB_OFFLINE is set, and the cache has no copy" in capsys.readouterr().err
 
     def test_pickles_of_the_same_revision_are_fetched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         snapshot = self.snapshot(tmp_path)

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from legato.common.errors import ModelFileError, UnsupportedModel
-from legato.common.token_ids import pack
 from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
+from legato.pb import pack_token_ids
 from legato.scheduling.state import GenerationRequest
 from legato.server.capacity import Wishes
 from legato.server.model import Model
@@ -109,8 +109,8 @@ def test_penalties_are_for_what_the_decoder_has_before_it(model) -> None:
         lambda row, params, prompt, answer: said.append((prompt.tolist(), answer.tolist()))
     )
     admissions = [
-        pb.Admission(row=0, input_ids=pack([9, 8, START])),
-        pb.Admission(row=1, input_ids=pack([9, 8, START, 5, 6]), num_generated=2),
+        pb.Admission(row=0, input_ids=pack_token_ids([9, 8, START])),
+        pb.Admission(row=1, input_ids=pack_token_ids([9, 8, START, 5, 6]), num_generated=2),
     ]
     server.engine.launch(
         pb.StepRequest(admitted=admissions, rows=[0, 1], num_tokens=[3, 5], num_new_blocks=[1, 1], new_blocks=[1, 2])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from legato.common.milestones import LOADING
+from legato.common.progress import LOADING_WEIGHTS
 from legato.server.loading import FINE_STEP, STEP, LoadProgress
 
 
 def percents(caplog: pytest.LogCaptureFixture) -> list[int]:
-    return [vars(record)["fields"]["percent"] for record in caplog.records if record.msg == LOADING]
+    return [vars(record)["fields"]["percent"] for record in caplog.records if record.msg == LOADING_WEIGHTS]
 
 
 def test_people_get_five_lines(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
+from legato.pb import pack_token_ids
 from legato.server import service as service_module
 from legato.server.loading import LoadedModel
 from legato.server.model import Model
@@ -33,7 +33,7 @@ def failing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, times: int) ->
 
 
 def step(step_id: int, row: int, block: int) -> pb.StepRequest:
-    admission = pb.Admission(row=row, request_id=step_id, input_ids=pack([5, 6, 7]))
+    admission = pb.Admission(row=row, request_id=step_id, input_ids=pack_token_ids([5, 6, 7]))
     return pb.StepRequest(
         id=step_id, admitted=[admission], rows=[row], num_tokens=[3], num_new_blocks=[1], new_blocks=[block]
     )

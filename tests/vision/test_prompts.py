@@ -1,4 +1,4 @@
-"""Pictures in requests: which are read, what becomes of them in a prompt, and how bad ones are refused."""
+"""Images in requests: placeholders in the prompt, limits, and errors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from legato.common.token_ids import unpack
 from legato.http.app import create_app
 from legato.ipc.messages import Submit
 from legato.pb import generate_pb2 as pb
+from legato.pb import unpack_token_ids
 from legato.router.shards import _admission
 from legato.scheduling.prefix_tree import PrefixTree
 from legato.scheduling.state import Admission, GenerationRequest
-from legato.vision.rules import Colours, QwenRules
+from legato.vision.rules import PixelNormalization, QwenRules
 from tests.chat.cases import make
 from tests.http.asgi import LIMITS, SETTINGS, Answer, FakeBackend, post
 from tests.http.asgi import tokenizer as plain_tokenizer
@@ -38,7 +38,7 @@ def tokenizer() -> Tokenizer:
 
 TOKENIZER = tokenizer()
 IMAGE, BEGIN, END = (TOKENIZER.token_to_id(f"<|{name}|>") for name in ("image_pad", "vision_start", "vision_end"))
-RULES = QwenRules(IMAGE, Colours(), max_pixels=28 * 28 * 16)
+RULES = QwenRules(IMAGE, PixelNormalization(), max_pixels=28 * 28 * 16)
 WIDE, TALL = picture(112, 56, 1), picture(56, 84, 2)  # 8 tokens and 6
 
 
@@ -62,7 +62,7 @@ class Server:
         return self.backend.requests[-1]
 
     def sent(self) -> pb.Admission:
-        """What a shard would get."""
+        """What a shard would receive."""
         return _admission(Admission(0, self.request, list(self.request.input_ids), 0, 0, []))
 
 
@@ -84,11 +84,11 @@ def problem(answer: Answer) -> str:
     return str(error["message"] if isinstance(error, dict) else error)
 
 
-def test_a_chat_with_two_pictures_has_their_tokens_where_they_were_sent() -> None:
+def test_image_tokens_replace_the_images_of_a_chat() -> None:
     server = Server()
     assert server.chat(text("see"), image(uri(WIDE)), text("and"), image(uri(TALL))).status == 200
     sent = server.sent()
-    ids = unpack(sent.input_ids).tolist()
+    ids = unpack_token_ids(sent.input_ids).tolist()
     assert [ids.count(token_id) for token_id in (IMAGE, BEGIN, END)] == [14, 2, 2]
     assert [(span.start, span.num_tokens) for span in sent.images] == [
         (ids.index(IMAGE), 8),
@@ -98,11 +98,11 @@ def test_a_chat_with_two_pictures_has_their_tokens_where_they_were_sent() -> Non
     assert sent.images[0].image.mimetype == "image/png"
 
 
-def test_markdown_in_a_native_prompt_is_a_picture() -> None:
+def test_markdown_in_a_native_prompt_is_an_image() -> None:
     server = Server()
     answer = server.ask("/generate", {"inputs": f"a ![]({uri(WIDE)}) b", "parameters": {"max_new_tokens": 2}})
     assert answer.status == 200
-    ids = unpack(server.sent().input_ids).tolist()
+    ids = unpack_token_ids(server.sent().input_ids).tolist()
     first = ids.index(IMAGE)
     assert ids[first - 1 : first + 9] == [BEGIN, *[IMAGE] * 8, END]
 
@@ -129,7 +129,7 @@ def test_cache_keys_of_images_tell_them_apart() -> None:
     assert all(0 <= token_id < 1 << 63 for token_id in other)
 
 
-def test_a_request_with_pictures_survives_the_link_between_processes() -> None:
+def test_a_request_with_images_survives_the_link_between_processes() -> None:
     import msgspec
 
     server = Server()
@@ -147,14 +147,14 @@ def test_a_request_with_pictures_survives_the_link_between_processes() -> None:
         ("ftp://a/b", "neither a data: URI"),
         ("", "neither a data: URI"),
         ("data:image/png,abc", "must be a data: URI of the form"),
-        ("data:image/png;base64,####", "base64 encoding that is invalid"),
-        ("data:image/png;base64,", "is no PNG"),
-        (uri(WIDE, "image/jpeg"), "is said to be something else"),
-        (uri(WIDE[: len(WIDE) // 2]), "is damaged or cut off"),
-        (uri(picture(500, 2, 1)), "cannot be shown: one side is more than 200 times"),
+        ("data:image/png;base64,####", "invalid base64 data"),
+        ("data:image/png;base64,", "is not a PNG"),
+        (uri(WIDE, "image/jpeg"), "its data: URI declares another type"),
+        (uri(WIDE[: len(WIDE) // 2]), "is damaged or truncated"),
+        (uri(picture(500, 2, 1)), "is not supported: the aspect ratio is greater than 200"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_the_name_of_its_field(url: str, said: str) -> None:
+def test_an_invalid_image_is_refused_and_its_field_named(url: str, said: str) -> None:
     server = Server()
     answer = problem(server.chat(text("x"), image(url)))
     assert "`messages[0].content[1].image_url.url`" in answer and said in answer
@@ -162,27 +162,27 @@ def test_what_cannot_be_read_is_refused_by_the_name_of_its_field(url: str, said:
     assert not server.backend.requests
 
 
-def test_limits_of_bytes_and_pixels_are_those_of_the_flags() -> None:
+def test_limits_on_bytes_and_pixels_follow_the_flags() -> None:
     assert "bytes, more than the limit of 100" in problem(Server(max_image_bytes=100).chat(image(uri(WIDE))))
     assert "112 x 56 pixels, more than the limit of 1000" in problem(
         Server(max_image_pixels=1000).chat(image(uri(WIDE)))
     )
 
 
-def test_pictures_that_come_to_more_tokens_than_fit_are_too_long() -> None:
+def test_images_with_too_many_tokens_are_refused() -> None:
     server = Server()
     answer = server.chat(*[image(uri(WIDE))] * 30)
     assert answer.status == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("inputs", ["a <|image_pad|> b", f"<|image_pad|> ![]({uri(WIDE)})"])
-def test_the_token_of_pictures_cannot_be_written_as_text(inputs: str) -> None:
-    assert "places for them" in problem(Server().ask("/generate", {"inputs": inputs}))
-    assert "places for them" in problem(Server().chat(text("<|image_pad|>"), image(uri(WIDE))))
+def test_the_placeholder_token_cannot_be_written_as_text(inputs: str) -> None:
+    assert "image placeholders" in problem(Server().ask("/generate", {"inputs": inputs}))
+    assert "image placeholders" in problem(Server().chat(text("<|image_pad|>"), image(uri(WIDE))))
 
 
 @pytest.mark.parametrize("parameters", [{"truncate": 5}, {"decoder_input_details": True}])
-def test_what_would_cut_or_list_a_prompt_with_pictures_is_refused(parameters: dict[str, Any]) -> None:
+def test_truncate_and_prompt_details_are_refused_with_images(parameters: dict[str, Any]) -> None:
     server = Server()
     body = {"inputs": f"![]({uri(WIDE)})", "parameters": parameters}
     assert next(iter(parameters)) in problem(server.ask("/generate", body))
@@ -190,16 +190,16 @@ def test_what_would_cut_or_list_a_prompt_with_pictures_is_refused(parameters: di
 
 
 @pytest.mark.parametrize("part", [{"type": "image", "image": "x"}, {"type": "input_image"}, {"type": "image_url"}])
-def test_parts_of_other_kinds_are_refused(part: dict[str, Any]) -> None:
+def test_other_part_types_are_refused(part: dict[str, Any]) -> None:
     assert "image_url" in problem(Server().chat(part))
 
 
-def test_without_pillow_the_answer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("legato.vision.prompts.has_decoder", lambda: False)
     assert "legato[vision]" in problem(Server().chat(image(uri(WIDE))))
 
 
-def test_a_chat_without_pictures_is_as_ever() -> None:
+def test_a_chat_without_images_is_unchanged() -> None:
     server = Server()
     assert json.loads(server.chat(text("hi")).body)["choices"]
     assert not server.request.images and IMAGE not in server.request.input_ids

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file in the words of Hugging Face's config.json and its two companions."""
+"""GGUF metadata as config.json, generation_config.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import numpy as np
 
 from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.modelfiles.gguf.file import GgmlType, GgufFile
-from legato.modelfiles.gguf.tokenizer import TokenType, Vocabulary
+from legato.modelfiles.gguf.tokenizer import GgufVocabulary, TokenType
 
-# Far beyond any model; what is built from these numbers stays of bearable size even when a file lies.
+# Larger than any model; limits what a malformed file can allocate.
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 31
 
-# Where Llama 3.1 and later bend their frequencies; only the factor differs between them.
+# RoPE scaling of Llama 3.1 and later; only the factor differs between models.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-# Tokens that end the assistant's turn in the chat formats in use. Files that name just one end-of-sequence token tend
-# to name the one that ends a document, which a chat model never says.
+# Tokens that end the assistant's turn in common chat formats. Files with a single end-of-sequence token often name the
+# one that ends a document, which a chat model never generates.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture's name implies, and the keys of its own that it may have: GGUF's name to config.json's."""
+    """The Hugging Face equivalent of a GGUF architecture. `optional` maps GGUF keys to config.json keys."""
 
     model_type: str
     architecture: str
     fixed: dict[str, Any] = field(default_factory=dict)
     optional: dict[str, str] = field(default_factory=dict)
-    # With a sliding window: each such layer sees everything, those between the window only. 0: all layers are alike.
+    # Interleaved sliding window: every n-th layer has full attention. 0: all layers are alike.
     full_attention_every: int = 0
 
 
@@ -69,7 +69,7 @@ _FAMILIES: dict[str, Family] = {
     "phi3": Family("phi3", "Phi3ForCausalLM", {"hidden_act": "silu"}),
     "olmo2": Family("olmo2", "Olmo2ForCausalLM", {"hidden_act": "silu"}),
     "granite": Family("granite", "GraniteForCausalLM", {"hidden_act": "silu"}, _FACTORS),
-    # All that were published have this window, and their files do not say so.
+    # All published models have this window, but their files do not contain it.
     "starcoder2": Family(
         "starcoder2",
         "Starcoder2ForCausalLM",
@@ -85,7 +85,7 @@ _MIXTRAL = Family(
 
 
 class _Keys:
-    """The metadata below `<architecture>.`, with errors that name the file and the key."""
+    """Access to the keys `<architecture>.*`, with errors that name the file and the key."""
 
     def __init__(self, gguf: GgufFile) -> None:
         self.gguf = gguf
@@ -98,10 +98,10 @@ class _Keys:
         value = self.get(key, default)
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
-        raise ModelFileError(f"{self.gguf.path}: {self.architecture}.{key} is {value!r} and must be a number")
+        raise ModelFileError(f"{self.gguf.path}: {self.architecture}.{key} must be a number, not {value!r}")
 
     def count(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """A size. Some are given per layer; Legato's layers are all alike."""
+        """A size. Values per layer must be equal for all layers."""
         value = self.get(key, default)
         if isinstance(value, list) and value:
             if len(set(value)) > 1:
@@ -109,7 +109,7 @@ class _Keys:
             value = value[0]
         if isinstance(value, int) and 0 < value <= most:
             return value
-        raise ModelFileError(f"{self.gguf.path}: {self.architecture}.{key} is {value!r} and must be 1 to {most}")
+        raise ModelFileError(f"{self.gguf.path}: {self.architecture}.{key} must be between 1 and {most}, not {value!r}")
 
 
 def config_of(gguf: GgufFile) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def generation_config_of(gguf: GgufFile) -> dict[str, Any]:
 
 
 def tokenizer_config_of(gguf: GgufFile) -> dict[str, Any]:
-    vocabulary = Vocabulary.of(gguf)
+    vocabulary = GgufVocabulary.of(gguf)
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     config: dict[str, Any] = {f"{name}_token": vocabulary.special(role) for name, role in roles.items()}
     config["add_bos_token"] = vocabulary.add_bos
@@ -176,24 +176,24 @@ def _family_of(keys: _Keys) -> Family:
     if keys.architecture == "llama" and keys.get("expert_count"):
         return _MIXTRAL
     if keys.architecture == "olmo2" and keys.get("attention.sliding_window") is not None:
-        raise UnsupportedModel(f"{keys.gguf.path}: this is OLMo 3, which calls itself olmo2 here and is not supported")
+        raise UnsupportedModel(f"{keys.gguf.path}: OLMo 3, which uses the architecture name olmo2, is not supported")
     family = _FAMILIES.get(keys.architecture)
     if family is None:
         raise UnsupportedModel(
             f"{keys.gguf.path}: the GGUF architecture '{keys.architecture}' is not supported; "
-            f"Legato knows {', '.join(_FAMILIES)}"
+            f"supported: {', '.join(_FAMILIES)}"
         )
     return family
 
 
 def _vocab_size(gguf: GgufFile) -> int:
-    """The rows of the embedding, where there is one: what the weights have is what the model must be built with."""
+    """The number of rows of the embedding, which may exceed the number of tokens."""
     embedding = gguf.tensors.get("token_embd.weight")
-    return embedding.shape[0] if embedding is not None else len(Vocabulary.of(gguf).tokens)
+    return embedding.shape[0] if embedding is not None else len(GgufVocabulary.of(gguf).tokens)
 
 
 def _dtype_of(gguf: GgufFile) -> str:
-    """The type to compute in. Quantised models were nearly all trained in bfloat16, and Gemma overflows in float16."""
+    """The dtype to compute in. Most quantized models were trained in bfloat16, and Gemma overflows in float16."""
     types = {tensor.type for tensor in gguf.tensors.values()}
     if types == {GgmlType.F32}:
         return "float32"
@@ -217,7 +217,7 @@ def _attention_window(keys: _Keys, family: Family, num_layers: int) -> dict[str,
 
 
 def _query_scale(config: dict[str, Any]) -> float:
-    """Gemma divides by the root of the head's size, but its 27B models (known by their depth) by another one's."""
+    """Gemma scales by the head dimension, but its 27B models (recognized by their depth) by another one."""
     largest = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
     if config["num_hidden_layers"] == largest:
         return float(config["hidden_size"] // config["num_attention_heads"])
@@ -238,7 +238,7 @@ def _scaling_by_key(keys: _Keys) -> dict[str, Any] | None:
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise UnsupportedModel(f"{keys.gguf.path}: the rope scaling '{kind}' is not supported; known: linear, yarn")
+        raise UnsupportedModel(f"{keys.gguf.path}: the rope scaling '{kind}' is not supported; supported: linear, yarn")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
     if keys.get("rope.scaling.original_context_length") is not None:
         scaling["original_max_position_embeddings"] = keys.count("rope.scaling.original_context_length")
@@ -246,7 +246,7 @@ def _scaling_by_key(keys: _Keys) -> dict[str, Any] | None:
 
 
 def _scaling_by_tensor(keys: _Keys, head_dim: int, theta: float) -> dict[str, Any] | None:
-    """Some models bring the divisor of every frequency as a tensor, and do not say how it was made."""
+    """Some files have the divisor of every frequency as a tensor, but not the scaling parameters."""
     short, long = (_small_tensor(keys.gguf, f"rope_factors_{length}.weight") for length in ("short", "long"))
     if short is not None and long is not None:
         return {
@@ -272,23 +272,23 @@ def _small_tensor(gguf: GgufFile, name: str) -> np.ndarray[Any, np.dtype[np.floa
     if tensor is None:
         return None
     if tensor.type is not GgmlType.F32:
-        raise UnsupportedModel(f"{gguf.path}: tensor '{name}' has type {tensor.type.name} instead of F32")
+        raise UnsupportedModel(f"{gguf.path}: tensor '{name}' must have type F32, not {tensor.type.name}")
     return gguf.raw(name).view("<f4")
 
 
 def _llama3_divisors(factor: float, head_dim: int, theta: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Short waves are left alone, long ones slowed by `factor`, those between are blended."""
+    """Llama 3 scaling: high frequencies are kept, low ones divided by `factor`, those between interpolated."""
     context, low, high = (
         LLAMA3_ROPE[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
-    with np.errstate(all="ignore"):  # a nonsensical theta or factor gives no finite divisors, which match nothing
+    with np.errstate(all="ignore"):  # an invalid theta or factor gives divisors that match nothing
         wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
         blend = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
         return np.asarray(1 / ((1 - blend) / factor + blend))
 
 
 def _eos_token_ids(gguf: GgufFile) -> list[int]:
-    vocabulary = Vocabulary.of(gguf)
+    vocabulary = GgufVocabulary.of(gguf)
     ids = [vocabulary.special_id(role) for role in ("eos", "eot", "eom")]
     if "tokenizer.chat_template" in gguf.metadata:
         by_token = vocabulary.ids()

@@ -1,4 +1,4 @@
-"""Reading GGUF: the one-file model format of the ggml world.
+"""Reader of GGUF, the single-file model format of ggml.
 
     "GGUF" version  tensor count  metadata count
     metadata        (key, type, value) ...
@@ -6,9 +6,8 @@
     padding         to `general.alignment`
     data            every tensor at its offset
 
-`GgufFile.open` parses everything up to the padding and maps the rest. Nothing in the file is trusted: every count and
-offset is compared with the bytes that are really there before it is used, so a cut-off or hostile file costs
-milliseconds and ends in a `ModelFileError` that says what is wrong.
+`GgufFile.open` parses everything up to the padding and maps the rest. Every count and offset is checked against the
+size of the file before it is used, so a truncated or malicious file ends in a `ModelFileError` within milliseconds.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 65535
-# The least a metadata entry can take (length, one letter, type, one byte) and a tensor's (length, rank, type, offset):
-# a count that cannot fit into the file is refused before anything is allocated for it.
+# Minimum size of a metadata entry (length, one letter, type, one byte) and of a tensor entry (length, rank, type,
+# offset). A count that cannot fit into the file is refused before anything is allocated.
 MIN_ENTRY_BYTES = 8 + 1 + 4 + 1
 MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 
 class GgmlType(IntEnum):
-    """How the numbers of a tensor are stored."""
+    """Storage format of a tensor."""
 
     F32 = 0
     F16 = 1
@@ -124,7 +123,7 @@ _BLOCKS: dict[GgmlType, tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor is: `shape` in row-major order (the file has it the other way round), `offset` from the start."""
+    """Location of a tensor: `shape` in row-major order (reversed in the file), `offset` from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -134,7 +133,7 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A parsed header and the mapped data behind it."""
+    """A parsed header and the memory-mapped data."""
 
     def __init__(
         self, path: Path, version: int, metadata: dict[str, Any], tensors: dict[str, GgufTensor], data: mmap.mmap
@@ -157,12 +156,12 @@ class GgufFile:
         return cls(path, version, metadata, tensors, data)
 
     def raw(self, name: str) -> Bytes:
-        """The bytes of a tensor as they are in the file: a read-only view that keeps the mapping alive."""
+        """The bytes of a tensor in the file: a read-only view that keeps the mapping alive."""
         tensor = self.tensors[name]
         return np.frombuffer(self._data, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
 
     def forget(self, name: str) -> None:
-        """Take the pages that the tensor alone lies in out of this process. Reading it again brings them back."""
+        """Release the pages that contain only this tensor. They are read again on access."""
         tensor = self.tensors[name]
         first = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (tensor.offset + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -171,7 +170,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """A position in the file that never passes its end."""
+    """A position in the file that never exceeds its end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -182,14 +181,16 @@ class _Cursor:
     def malformed(self, what: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: {what}; the file is damaged, download it again")
 
-    def cut_off(self, what: str) -> ModelFileError:
-        return ModelFileError(f"{self.path} is cut off: it ends after {self.size} bytes, in {what}; download it again")
+    def truncated(self, what: str) -> ModelFileError:
+        return ModelFileError(
+            f"{self.path} is truncated: it ends after {self.size} bytes, in {what}; download it again"
+        )
 
     def skip(self, num_bytes: int, what: str) -> int:
-        """Steps over `num_bytes` and returns where they began."""
+        """Skip `num_bytes` and return the position before them."""
         begin = self.position
         if num_bytes > self.size - begin:
-            raise self.cut_off(what)
+            raise self.truncated(what)
         self.position = begin + num_bytes
         return begin
 
@@ -197,14 +198,14 @@ class _Cursor:
         return fmt.unpack_from(self.data, self.skip(fmt.size, what))[0]
 
     def count(self, what: str, min_item_bytes: int) -> int:
-        """A number of items that must fit into what is left of the file."""
+        """A number of items, which must fit into the rest of the file."""
         count: int = self.number(_U64, what)
         if count * min_item_bytes > self.size - self.position:
-            raise self.cut_off(f"a {what} of {count}")
+            raise self.truncated(f"a {what} of {count}")
         return count
 
     def name(self, what: str) -> str:
-        """A key or tensor name. These are looked up, so unlike texts they must be valid and of sane length."""
+        """A key or tensor name: unlike other strings it must be valid UTF-8 and of limited length."""
         length: int = self.number(_U64, what)
         if length > MAX_NAME_BYTES:
             raise self.malformed(f"a {what} of {length} bytes")
@@ -215,17 +216,17 @@ class _Cursor:
             raise self.malformed(f"a {what} is not UTF-8") from None
 
     def texts(self, count: int, what: str) -> list[str]:
-        """`count` strings in a row: the vocabulary. This loop is the cost of opening a file, hence the local names."""
+        """`count` consecutive strings. This loop dominates the time to open a file, hence the local names."""
         data, size, unpack = self.data, self.size, _U64.unpack_from
         position = self.position
         texts = []
         for _ in range(count):
             begin = position + 8
             if begin > size:
-                raise self.cut_off(what)
+                raise self.truncated(what)
             position = begin + unpack(data, position)[0]
             if position > size:
-                raise self.cut_off(what)
+                raise self.truncated(what)
             texts.append(str(data[begin:position], "utf-8", "replace"))
         self.position = position
         return texts
@@ -277,7 +278,7 @@ def _read_metadata(cursor: _Cursor, num_entries: int) -> dict[str, Any]:
     for _ in range(num_entries):
         key = cursor.name("metadata key")
         if key in metadata:
-            raise cursor.malformed(f"the metadata key '{key}' comes twice")
+            raise cursor.malformed(f"the metadata key '{key}' occurs twice")
         metadata[key] = _read_value(cursor, key)
     return metadata
 
@@ -300,7 +301,7 @@ def _read_array(cursor: _Cursor, key: str) -> list[Any]:
     if item_type == _STRING:
         return cursor.texts(cursor.count(what, _U64.size), what)
     if item_type not in _SCALARS:
-        raise cursor.malformed(f"'{key}' is an array of the unknown type {item_type}")
+        raise cursor.malformed(f"'{key}' is an array of unknown type {item_type}")
     fmt = _SCALARS[item_type]
     count = cursor.count(what, fmt.size)
     begin = cursor.skip(count * fmt.size, what)
@@ -312,7 +313,7 @@ def _read_array(cursor: _Cursor, key: str) -> list[Any]:
 def _alignment(path: Path, metadata: dict[str, Any]) -> int:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ModelFileError(f"{path}: general.alignment is {alignment!r} and must be a power of two")
+        raise ModelFileError(f"{path}: general.alignment must be a power of two, not {alignment!r}")
     return alignment
 
 
@@ -321,14 +322,14 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
     for _ in range(num_tensors):
         tensor = _read_tensor(cursor, alignment)
         if tensor.name in tensors:
-            raise cursor.malformed(f"the tensor '{tensor.name}' comes twice")
+            raise cursor.malformed(f"the tensor '{tensor.name}' occurs twice")
         tensors[tensor.name] = tensor
     data_begin = -(-cursor.position // alignment) * alignment
-    return {name: _placed(cursor, tensor, data_begin) for name, tensor in tensors.items()}
+    return {name: _with_file_offset(cursor, tensor, data_begin) for name, tensor in tensors.items()}
 
 
 def _read_tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
-    """One entry of the list. Its offset still counts from the start of the data, which the list's end will tell."""
+    """One tensor entry. Its offset is relative to the data section, which begins after the last entry."""
     name = cursor.name("tensor name")
     what = f"the description of tensor '{name}'"
     rank: int = cursor.number(_U32, what)
@@ -340,7 +341,7 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     try:
         ggml_type = GgmlType(number)
     except ValueError:
-        raise UnsupportedModel(f"{cursor.path}: tensor '{name}' has ggml type {number}, unknown to Legato") from None
+        raise UnsupportedModel(f"{cursor.path}: tensor '{name}' has the unknown ggml type {number}") from None
     if min(shape) < 1 or shape[-1] % ggml_type.block_size:
         raise cursor.malformed(f"tensor '{name}' of type {ggml_type.name} cannot have the shape {list(shape)}")
     if offset % alignment:
@@ -349,8 +350,8 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     return GgufTensor(name, shape, ggml_type, offset, nbytes)
 
 
-def _placed(cursor: _Cursor, tensor: GgufTensor, data_begin: int) -> GgufTensor:
+def _with_file_offset(cursor: _Cursor, tensor: GgufTensor, data_begin: int) -> GgufTensor:
     offset = data_begin + tensor.offset
     if offset + tensor.nbytes > cursor.size:
-        raise cursor.cut_off(f"tensor '{tensor.name}', which needs {offset + tensor.nbytes} bytes")
+        raise cursor.truncated(f"tensor '{tensor.name}', which needs {offset + tensor.nbytes} bytes")
     return GgufTensor(tensor.name, tensor.shape, tensor.type, offset, tensor.nbytes)

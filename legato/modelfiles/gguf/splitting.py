@@ -1,8 +1,8 @@
-"""How byte-level BPE models cut text into words before merging.
+"""Pre-tokenizers of byte-level BPE models.
 
-A GGUF file names its cutting in `tokenizer.ggml.pre` and leaves the meaning to the reader. The table at the end is that
-meaning, taken from the published tokenizers of the models. Merges never cross a cut, so a wrong row here would give
-other tokens, worse answers and no error: an unknown name is refused.
+A GGUF file contains only the name of its pre-tokenizer (`tokenizer.ggml.pre`). The table at the end has the
+definitions, taken from the published tokenizers of the models. Merges never cross a boundary, so a wrong definition
+would give other tokens without an error: an unknown name is refused.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from legato.common.errors import UnsupportedModel
 @dataclass(frozen=True, slots=True)
 class Splitting:
     pre_tokenizer: PreTokenizer
-    # The model saw composed characters only: é, never e and an accent.
+    # Normalize to NFC.
     compose: bool = False
-    # A word that is a token as a whole stays whole, even where no merges lead to it.
+    # A word that is in the vocabulary is not split, even if no merges produce it.
     ignore_merges: bool = False
-    # What a file that does not mention `add_bos_token` means.
+    # Default of `add_bos_token`.
     add_bos: bool = False
 
 
@@ -30,19 +30,19 @@ def splitting_of(name: str) -> Splitting:
     splitting = _SPLITTINGS.get(name)
     if splitting is None:
         raise UnsupportedModel(
-            f"the GGUF pre-tokenizer '{name}' is unknown to Legato, which knows {', '.join(sorted(_SPLITTINGS))}"
+            f"the GGUF pre-tokenizer '{name}' is not supported; supported: {', '.join(sorted(_SPLITTINGS))}"
         )
     return splitting
 
 
 def _cut(*steps: str | PreTokenizer) -> PreTokenizer:
-    """Each step cuts the pieces of the one before; a regular expression isolates its matches."""
+    """Each step splits the pieces of the previous one; a regular expression isolates its matches."""
     cuts = [Split(Regex(step), "isolated") if isinstance(step, str) else step for step in steps]
     return Sequence([*cuts, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _capitalised(suffix: str = "") -> str:
-    """Words with their capitals in front: Word, WORD, but wordOrder as two."""
+    """Words split at case changes: Word, WORD, but word|Order."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     mark = r"[^\r\n\p{L}\p{N}]?"
     return f"{mark}{upper}*{lower}+{suffix}|{mark}{upper}+{lower}*{suffix}"
@@ -52,8 +52,8 @@ _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-# Letters that have case, less those that Unicode got lately and those of mathematical alphabets: the set that
-# deepseek-llm's tokenizer spells out letter by letter.
+# Letters with case, except those recently added to Unicode and mathematical alphabets: the set that deepseek-llm's
+# tokenizer lists letter by letter.
 _DEEPSEEK_LETTER = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^"
     "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"

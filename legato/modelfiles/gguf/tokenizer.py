@@ -1,8 +1,8 @@
 """A tokenizer from the metadata of a GGUF file.
 
-Two kinds cover the decoder models. "gpt2" is byte-level BPE: the file has the merges, and a name for how text is cut
-(`tokenizer_split.py`). "llama" is SentencePiece BPE: the file has a score for every token instead, and the next pair to
-merge is the one whose result scores best; `_merges_from_scores` turns that into a list of merges with the same effect.
+Two types cover the decoder models. "gpt2" is byte-level BPE: the file has the merges and the name of a pre-tokenizer
+(`splitting.py`). "llama" is SentencePiece BPE: the file has a score for every token, and the pair with the best-scoring
+result is merged first; `_merges_from_scores` turns the scores into an equivalent list of merges.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tokenizers.models import BPE
 from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.modelfiles.gguf.file import GgufFile
 from legato.modelfiles.gguf.splitting import splitting_of
-from legato.modelfiles.tokenizer_template import set_template
+from legato.modelfiles.tokenizers import set_special_tokens
 
 SPACE = "\u2581"
-# No trainer makes longer ones. Every way to cut a token in two is tried, which for a hostile one would take forever.
+# Longer than any trained token. Limits the time for hostile files, since every split of a token is tried.
 MAX_MERGED_CHARACTERS = 256
 
 
@@ -34,8 +34,8 @@ class TokenType(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What the file says about its tokenizer; lists run in parallel, one entry per token id."""
+class GgufVocabulary:
+    """The tokenizer metadata of a file. Lists have one entry per token id."""
 
     source: str
     kind: str
@@ -47,7 +47,7 @@ class Vocabulary:
     metadata: dict[str, Any]
 
     @classmethod
-    def of(cls, gguf: GgufFile) -> Vocabulary:
+    def of(cls, gguf: GgufFile) -> GgufVocabulary:
         metadata = gguf.metadata
         tokens = metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
@@ -82,7 +82,7 @@ class Vocabulary:
 
     @property
     def add_bos(self) -> bool:
-        """Whether texts begin with bos; the family decides where the file is silent."""
+        """Whether texts begin with bos; by default as usual for the family."""
         family = self.kind == "llama" or (self.kind == "gpt2" and splitting_of(self.splitting).add_bos)
         return self.flag("add_bos_token", family) and self.special("bos") is not None
 
@@ -94,7 +94,7 @@ class Vocabulary:
         return bool(self.metadata.get(f"tokenizer.ggml.{name}", default))
 
     def ids(self) -> dict[str, int]:
-        """Token to id. Of tokens that are spelled alike the first is meant."""
+        """Token -> id; the first one if a token occurs twice."""
         ids: dict[str, int] = {}
         for token_id, token in enumerate(self.tokens):
             ids.setdefault(token, token_id)
@@ -102,7 +102,7 @@ class Vocabulary:
 
 
 def tokenizer_from_gguf(gguf: GgufFile) -> Tokenizer:
-    vocabulary = Vocabulary.of(gguf)
+    vocabulary = GgufVocabulary.of(gguf)
     build = _BUILDERS.get(vocabulary.kind)
     if build is None:
         raise UnsupportedModel(
@@ -112,16 +112,16 @@ def tokenizer_from_gguf(gguf: GgufFile) -> Tokenizer:
         tokenizer = build(vocabulary)
         _add_whole_tokens(tokenizer, vocabulary)
         bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
-        set_template(tokenizer, bos if vocabulary.add_bos else None, eos if vocabulary.add_eos else None)
+        set_special_tokens(tokenizer, bos if vocabulary.add_bos else None, eos if vocabulary.add_eos else None)
     except (ModelFileError, UnsupportedModel):
         raise
     except Exception as error:
-        # The library raises bare exceptions for merges and templates that do not fit the vocabulary.
-        raise ModelFileError(f"{gguf.path}: the tokenizer in it is malformed: {error}") from None
+        # The library raises bare exceptions.
+        raise ModelFileError(f"{gguf.path}: invalid tokenizer metadata: {error}") from None
     return tokenizer
 
 
-def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+def _byte_level(vocabulary: GgufVocabulary) -> Tokenizer:
     splitting = splitting_of(vocabulary.splitting)
     ids = vocabulary.ids()
     merges = [_halves(merge, ids) for merge in vocabulary.merges]
@@ -134,14 +134,14 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _halves(merge: str, ids: dict[str, int]) -> tuple[str, str]:
-    """A merge is written as its two halves and a space between them."""
+    """A merge is two tokens separated by a space."""
     left, _, right = merge.partition(" ")
     if left in ids and right in ids and left + right in ids:
         return left, right
-    raise ValueError(f"the merge '{merge}' speaks of tokens that are not in the vocabulary")
+    raise ValueError(f"the merge '{merge}' contains tokens that are not in the vocabulary")
 
 
-def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
+def _sentence_piece(vocabulary: GgufVocabulary) -> Tokenizer:
     ids = vocabulary.ids()
     unknown = vocabulary.special("unknown") or next(
         (token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == TokenType.UNKNOWN),
@@ -159,12 +159,12 @@ def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _merges_from_scores(vocabulary: Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, the best-scoring third first.
+def _merges_from_scores(vocabulary: GgufVocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """All pairs of tokens that merge into a third, by descending score of the third.
 
-    Only normal tokens come from merging: control tokens are never made of text, and user-defined ones are cut out of
-    the text before. SentencePiece takes the leftmost of equal pairs; among pairs that make the same token that only
-    matters in runs of one letter, where the longer left half is the one grown from the left. Hence it comes first.
+    Only normal tokens result from merges: control tokens never match text, and user-defined ones are matched before.
+    SentencePiece takes the leftmost of equal pairs; among pairs with the same result that matters only in runs of one
+    letter, where the pair with the longer left half is leftmost. Hence it comes first.
     """
     scores = {
         token: vocabulary.scores[token_id]
@@ -179,11 +179,11 @@ def _merges_from_scores(vocabulary: Vocabulary, ids: dict[str, int]) -> list[tup
     ]
 
 
-def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    """Tokens found in the text as they stand, before any cutting: control (skipped in output), user-defined (shown)."""
+def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
+    """Tokens that are matched before pre-tokenization: control (skipped in output) and user-defined (shown)."""
     special, plain = [], []
-    strips = _tokens_that_swallow_space(vocabulary)
-    # Some converters forget to mark these.
+    strips = _tokens_that_strip_whitespace(vocabulary)
+    # Some converters do not mark these as control tokens.
     ends = {vocabulary.special_id(role) for role in ("eos", "eot", "eom")}
     for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
         if kind in (TokenType.CONTROL, TokenType.UNKNOWN) or token_id in ends:
@@ -194,8 +194,8 @@ def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     tokenizer.add_tokens(plain)
 
 
-def _tokens_that_swallow_space(vocabulary: Vocabulary) -> set[str]:
-    """Phi-3's control tokens take the spaces and line feeds behind them along. GGUF has no place to say so."""
+def _tokens_that_strip_whitespace(vocabulary: GgufVocabulary) -> set[str]:
+    """Phi-3's control tokens strip the whitespace after them, which GGUF cannot express."""
     name = str(vocabulary.metadata.get("general.name", "")).lower()
     if "phi-3" not in name and "phi3" not in name:
         return set()

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import grpc
 
 from legato.common.errors import ModelFileError
-from legato.common.milestones import WARM
 from legato.common.options import ServerOptions
+from legato.common.progress import WARMED_UP
 from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
@@ -171,7 +171,7 @@ class FakeService(pb_grpc.TextGenerationServiceServicer):
             usable + RESERVED_BLOCKS, self._block_size, max_rows, total, most, self._model.vocab_size
         )  # fmt: skip
         self._engine = FakeEngine(limits, self._model.token_ids)
-        logger.info(WARM, extra={"fields": {"kv_blocks": limits.num_blocks, "max_total_tokens": total}})
+        logger.info(WARMED_UP, extra={"fields": {"kv_blocks": limits.num_blocks, "max_total_tokens": total}})
         return pb.WarmupResponse(
             max_supported_total_tokens=usable * self._block_size,
             max_input_tokens=min(request.max_input_tokens or total - 1, total - 1),

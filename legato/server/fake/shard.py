@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from legato.common.errors import LegatoError
-from legato.common.token_ids import unpack
 from legato.pb import generate_pb2 as pb
+from legato.pb import unpack_token_ids
 
 # How far apart in the vocabulary two tokens lie that follow each other. A prime, so that rows do not soon repeat.
 STRIDE = 7919
@@ -115,7 +115,7 @@ class FakeEngine:
             raise BrokenContract(f"a step of {sum(counts)} tokens: warm-up was told of {most}")
 
     def _admit(self, admission: pb.Admission) -> _Row:
-        number, tokens, blocks = admission.row, unpack(admission.input_ids).tolist(), list(admission.blocks)
+        number, tokens, blocks = admission.row, unpack_token_ids(admission.input_ids).tolist(), list(admission.blocks)
         if number >= self.limits.max_rows:
             raise BrokenContract(f"row {number} of {self.limits.max_rows}")
         if not 0 <= admission.num_generated < len(tokens):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import grpc
 from tokenizers import Tokenizer
 
-from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
+from legato.pb import pack_token_ids
 from legato.server.interceptor import RequestRefused
 from legato.server.legacy.batch import Batch, Cache, Generation, Member, Places
 from legato.server.model import Model
@@ -125,7 +125,7 @@ class UnaryBatches:
                 pb.Admission(
                     row=member.row,
                     request_id=member.request.id,
-                    input_ids=pack(member.input_ids),
+                    input_ids=pack_token_ids(member.input_ids),
                     num_cached=member.num_computed,
                     blocks=member.blocks,
                     parameters=member.request.parameters,

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from legato.common.token_ids import unpack
 from legato.layers.step import Seen, Step
 from legato.models.vision import ImageSpan, SeeingModel
 from legato.pb import generate_pb2 as pb
+from legato.pb import unpack_token_ids
 from legato.server.rows import RowStep, to_device
 from legato.server.vision.pixels import num_pixels, pixels_of
 from legato.vision.files import decode
@@ -105,7 +105,7 @@ class Eyes:
         self._model.see(torch.zeros(num_pixels(shape, self._rules), device=self._device), shape)
 
     def admit(self, admission: pb.Admission) -> None:
-        row, num_tokens = admission.row, len(unpack(admission.input_ids))
+        row, num_tokens = admission.row, len(unpack_token_ids(admission.input_ids))
         pictures = [self._picture(image, admission.num_cached) for image in admission.images]
         # One token more than there are: text, which shows how far those behind the pictures have moved.
         positions = self._model.lay_out(num_tokens + 1, [picture.span for picture in pictures]) if pictures else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from legato.vision.rules import Colours, ImageRules, LlavaNextRules, QwenRules, Size
+from legato.vision.rules import ImageRules, LlavaNextRules, PixelNormalization, QwenRules, Size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,7 +31,7 @@ def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
 def qwen_patches(picture: Image, rules: QwenRules) -> np.ndarray:
     """[N, channels frames patch patch] float32: patches cell by cell, in a cell row by row, every frame the same."""
     size = rules.resized(Size(picture.height, picture.width))
-    pixels = _numbers(_resized(picture, size), rules.colours)  # [height, width, 3]
+    pixels = _numbers(_resized(picture, size), rules.normalization)  # [height, width, 3]
     patch, merge = rules.patch, rules.merge
     cells = pixels.reshape(size.height // patch // merge, merge, patch, size.width // patch // merge, merge, patch, 3)
     patches = cells.transpose(0, 3, 1, 4, 6, 2, 5)  # rows and columns of cells, of patches in them, colours, pixels
@@ -48,7 +48,7 @@ def llava_tiles(picture: Image, rules: LlavaNextRules) -> np.ndarray:
     page[top : top + fitted.height, left : left + fitted.width] = _resized(picture, fitted)
     cut = page.reshape(form.height // tile, tile, form.width // tile, tile, 3)
     tiles = np.concatenate((_resized(picture, Size(tile, tile))[None], cut.swapaxes(1, 2).reshape(-1, tile, tile, 3)))
-    return np.ascontiguousarray(_numbers(tiles, rules.colours).transpose(0, 3, 1, 2))
+    return np.ascontiguousarray(_numbers(tiles, rules.normalization).transpose(0, 3, 1, 2))
 
 
 def _resized(picture: Image, size: Size) -> np.ndarray:
@@ -57,7 +57,7 @@ def _resized(picture: Image, size: Size) -> np.ndarray:
     return np.asarray(picture.resize((size.width, size.height), Resampling.BICUBIC))
 
 
-def _numbers(colours: np.ndarray, how: Colours) -> np.ndarray:
+def _numbers(colours: np.ndarray, how: PixelNormalization) -> np.ndarray:
     """[..., 3] of bytes -> float32, normalised."""
     scaled = (colours * how.scale).astype(np.float32)
     mean, std = (np.array(numbers, dtype=np.float32) for numbers in (how.mean, how.std))

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from legato.pb import generate_pb2 as pb
 from legato.server.interceptor import RequestRefused
-from legato.vision.files import BadPicture, decode, has_decoder
-from legato.vision.rules import ImageRules, Size, UnfitImage, spread_marks
+from legato.vision.files import InvalidImage, decode, has_decoder
+from legato.vision.rules import ImageRules, Size, UnsupportedImageShape, expand_placeholders
 
 # Of one picture, as a router allows that was not told otherwise (--max-image-pixels).
 MAX_PIXELS = 1 << 24
@@ -62,7 +62,7 @@ def _placed(request: pb.Request, ids: list[int], pictures: list[pb.Image], rules
             " has the token that stands for an image, or `input_ids` has not one for each"
         )
     counts = [_num_tokens(request, number, picture, rules) for number, picture in enumerate(pictures)]
-    placed, starts = spread_marks(ids, rules.token_id, counts)
+    placed, starts = expand_placeholders(ids, rules.token_id, counts)
     images = [
         pb.AdmittedImage(image=picture, start=start, num_tokens=count)
         for picture, start, count in zip(pictures, starts, counts, strict=True)
@@ -77,8 +77,8 @@ def _num_tokens(request: pb.Request, number: int, picture: pb.Image, rules: Imag
     try:
         seen = decode(picture.data, MAX_PIXELS)
         return rules.num_tokens(Size(seen.height, seen.width))
-    except BadPicture as error:
+    except InvalidImage as error:
         problem = str(error)
-    except UnfitImage as error:
-        problem = f"cannot be shown: {error}"
+    except UnsupportedImageShape as error:
+        problem = f"is not supported: {error}"
     raise RequestRefused(f"request {request.id}: image {number} of `input_chunks` {problem}")

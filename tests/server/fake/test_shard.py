@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from legato.common.token_ids import pack
 from legato.pb import generate_pb2 as pb
+from legato.pb import pack_token_ids
 from legato.router.shards import _from_pb, _to_pb
 from legato.scheduling.scheduler import Scheduler, SchedulerLimits
 from legato.scheduling.state import GenerationRequest, Output
@@ -112,7 +112,7 @@ def test_prompts_and_tokens_have_the_figures_that_were_asked_for() -> None:
 
 
 def admission(row: int = 0, num_tokens: int = 6, **changes: object) -> pb.Admission:
-    return pb.Admission(**{"row": row, "input_ids": pack(range(1, num_tokens + 1)), **changes})
+    return pb.Admission(**{"row": row, "input_ids": pack_token_ids(range(1, num_tokens + 1)), **changes})
 
 
 def first_step(**changes: object) -> pb.StepRequest:
@@ -132,7 +132,7 @@ def beside(block: int) -> pb.StepRequest:
 
 
 def cached(input_ids: list[int]) -> pb.StepRequest:
-    newcomer = pb.Admission(row=1, input_ids=pack(input_ids), num_cached=4, blocks=[1])
+    newcomer = pb.Admission(row=1, input_ids=pack_token_ids(input_ids), num_cached=4, blocks=[1])
     return decode(admitted=[newcomer], rows=[1], num_tokens=[1], num_new_blocks=[1], new_blocks=[3])
 
 
@@ -147,7 +147,7 @@ def cached(input_ids: list[int]) -> pb.StepRequest:
         (lambda: first_step(admitted=[admission(4)], rows=[4]), "row 4 of 4"),
         (lambda: first_step(admitted=[admission(input_ids=b"")]), "0 of 0 tokens"),
         (lambda: first_step(admitted=[admission(num_generated=6)]), "6 of 6 tokens were generated"),
-        (lambda: first_step(admitted=[admission(input_ids=pack([1, VOCAB]))]), "outside the vocabulary"),
+        (lambda: first_step(admitted=[admission(input_ids=pack_token_ids([1, VOCAB]))]), "outside the vocabulary"),
         (lambda: first_step(admitted=[admission(num_cached=8, blocks=[1, 2])]), "nothing is left"),
         (lambda: first_step(admitted=[admission(num_cached=3, blocks=[1])]), "3 cached tokens in 1 blocks"),
         (lambda: first_step(num_tokens=[7]), "asked to compute 7 tokens, 6 are left"),
@@ -188,7 +188,7 @@ def test_the_same_steps_done_right_are_taken(make: Callable[[], pb.StepRequest])
 def test_a_block_that_was_written_again_is_no_longer_cached() -> None:
     engine = make_engine()
     engine.run(first_step())
-    other = pb.Admission(row=2, input_ids=pack([9] * 2))
+    other = pb.Admission(row=2, input_ids=pack_token_ids([9] * 2))
     engine.run(decode(admitted=[other], rows=[2], num_tokens=[2], num_new_blocks=[1], new_blocks=[1]))
     with pytest.raises(BrokenContract, match="holds other tokens"):
         engine.run(cached([1, 2, 3, 4, 5]))

@@ -86,7 +86,7 @@ async def read_conversation(
     """Templates write the special tokens themselves, one for each image."""
     template = _template(inference)
     validator = inference.validator
-    messages, sources = in_messages(request.messages, sees=validator.images is not None)
+    messages, sources = in_messages(request.messages, has_vision=validator.images is not None)
     request = msgspec.structs.replace(request, messages=messages)
 
     def read() -> tuple[str, list[int]]:
@@ -107,7 +107,7 @@ async def tokenize_conversation(
 ) -> tuple[str, list[SimpleToken]]:
     use = tool_use(request)
     template = _template(inference)
-    _, sources = in_messages(request.messages, sees=inference.validator.images is not None)
+    _, sources = in_messages(request.messages, has_vision=inference.validator.images is not None)
     if sources:
         raise InvalidRequest("`messages` with images cannot be tokenized without an answer", sources[0].field)
 

@@ -1,0 +1,28 @@
+"""Garbage collection in processes that must not pause.
+
+A full collection visits every object: 100 ms with 2,000 streams of about 150 objects each, 50 to 90 ms in a shard,
+where torch alone is 190,000 objects. With Python's default thresholds the tokens of one step for 2,000 streams look
+like growth, so full collections would happen every few steps.
+"""
+
+from __future__ import annotations
+
+import gc
+
+# Allocations before a collection of generation 0, and collections of each generation before the next: 25,000 objects
+# take a few milliseconds. The reference cycles that a connection leaves behind are still found, a little later.
+THRESHOLDS = (5_000, 4, 10)
+DEFAULT_THRESHOLDS = gc.get_threshold()
+
+
+def freeze_gc() -> None:
+    """Exclude all objects that exist now from collections. Call this once everything is loaded."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*THRESHOLDS)
+
+
+def unfreeze_gc() -> None:
+    """Undo `freeze_gc`. Call this before much of what was loaded is dropped, so that its cycles are found."""
+    gc.unfreeze()
+    gc.set_threshold(*DEFAULT_THRESHOLDS)
