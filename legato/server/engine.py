@@ -13,6 +13,7 @@ import torch
 
 from legato.grammar.wire import from_pb
 from legato.layers.kv_cache import KVCache
+from legato.layers.shard import Shard
 from legato.models.registry import CausalModel
 from legato.models.vision import SeeingModel
 from legato.pb import generate_pb2 as pb
@@ -49,7 +50,7 @@ class Engine:
         make_sampler: Callable[[int], Sampler],
         grammars: Grammars,
         graph_sizes: tuple[int, ...] = (),  # of decode batches to capture; (0,) for none, () for whatever comes
-        cuts_steps: bool = True,  # one shard of several must not: the others would go on with the whole step
+        shard: Shard | None = None,
         image_rules: ImageRules | None = None,  # how pictures are cut for the model; None: it gets none
     ) -> None:
         self.model = model
@@ -63,7 +64,9 @@ class Engine:
         self.eyes: Eyes | None = None
         if image_rules is not None and isinstance(model, SeeingModel):
             self.eyes = Eyes(model, image_rules, max_rows, self.device)
-        self._most_cuts = MOST_CUTS if cuts_steps else 0
+        self.shard = shard or Shard()
+        # One shard of several must not cut: the others would go on with the whole step.
+        self._most_cuts = MOST_CUTS if self.shard.world_size == 1 else 0
         # What an encoder or eyes see of a prompt is not of one shape.
         self._mixed_sizes = [] if has_encoder or self.eyes is not None else mixed_sizes(max_rows)
         self.graphs: StepGraphs | None = None
@@ -73,7 +76,7 @@ class Engine:
     def use_graphs(self, sizes: Sequence[int], record: Record, mixed: Sequence[int] | None = None) -> None:
         """From now on. The first ones are yet to be captured. `mixed` are other sizes for steps with prompts."""
         mixed = self._mixed_sizes if mixed is None or not self._mixed_sizes else mixed
-        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record)
+        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard)
 
     def launch(self, request: pb.StepRequest) -> Pending:
         """Counts are booked first, for all rows: a step that fails later leaves no row behind the router's count.

@@ -69,7 +69,7 @@ class Model:
     @property
     def alone(self) -> bool:
         """Whether this shard is the whole model: then it need not do as others do, at the same time."""
-        return self.options.world_size == 1
+        return self.loaded.shard.world_size == 1
 
     def info(self) -> pb.InfoResponse:
         config = self.loaded.model.config
@@ -183,7 +183,7 @@ class Model:
             self._make_sampler,
             self.grammars,
             sizes,
-            self.alone,
+            self.loaded.shard,
             self.image_rules,
         )
 

@@ -21,7 +21,7 @@ from legato.server.interceptor import RequestRefused
 from legato.server.legacy.unary import UnaryBatches
 from legato.server.model import Model
 from legato.server.pending import Pending
-from legato.server.rendezvous import end_if_out_of_step
+from legato.server.rendezvous import end_if_out_of_sync
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         self._refuse_while_streaming("Warmup")
         if self._capturing is not None:
             self._capturing.cancel()
-        capacity = await self._on_engine(lambda: self._model.warmup(request))
+        capacity = await self._on_engine("Warmup", lambda: self._model.warmup(request))
         self._when_warm()
         self._unary = None
         if self._model.alone and self._model.engine.graphs is not None:
@@ -97,17 +97,17 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         )
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
-        return await self._on_engine(lambda: self._batches("Prefill").prefill(request))
+        return await self._on_engine("Prefill", lambda: self._batches("Prefill").prefill(request))
 
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
-        return await self._on_engine(lambda: self._batches("Decode").decode(request))
+        return await self._on_engine("Decode", lambda: self._batches("Decode").decode(request))
 
     async def FilterBatch(self, request: pb.FilterBatchRequest, context: Context) -> pb.FilterBatchResponse:
-        return await self._on_engine(lambda: self._batches("FilterBatch").filter(request))
+        return await self._on_engine("FilterBatch", lambda: self._batches("FilterBatch").filter(request))
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         if self._unary is not None:
-            await self._on_engine(lambda: self._batches("ClearCache").clear(request))
+            await self._on_engine("ClearCache", lambda: self._batches("ClearCache").clear(request))
         return pb.ClearCacheResponse()
 
     async def PrepareGrammar(self, request: pb.PrepareGrammarRequest, context: Context) -> pb.PrepareGrammarResponse:
@@ -148,24 +148,42 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
             async for request in requests:
                 self._in_flight += 1
                 launched = self._launcher.submit(self._launch, request)
-                answers.put_nowait(loop.run_in_executor(self._reader, _read, launched))
+                answers.put_nowait(loop.run_in_executor(self._reader, self._read, launched))
         finally:
             answers.put_nowait(None)
 
     def _launch(self, request: pb.StepRequest) -> Pending | pb.StepResponse:
-        engine = self._model.engine
+        launched: Pending | pb.StepResponse
         try:
-            return engine.launch(request)
+            launched = self._in_sync(f"step {request.id}", lambda: self._model.engine.launch(request))
         except Exception as error:
-            end_if_out_of_step(self._model.loaded.shard, request.id, error)
-            return _failed(request.id, error)
-        finally:
-            if engine.graphs is not None and (capture := engine.graphs.after_step()) is not None:
-                if self._model.alone:
-                    # Behind the steps that are here already, and after this one's answer.
-                    self._launcher.submit(capture)
-                else:
-                    capture()  # at the same step on every shard: a capture has collectives in it
+            launched = _failed(request.id, error)
+        graphs = self._model.engine.graphs
+        if graphs is not None and (capture := graphs.after_step()) is not None:
+            if self._model.alone:
+                # Behind the steps that are here already, and after this one's answer.
+                self._launcher.submit(capture)
+            else:  # at the same step on every shard: a capture has collectives in it
+                self._in_sync("a CUDA graph capture", capture)
+        return launched
+
+    def _read(self, launched: Future[Pending | pb.StepResponse]) -> pb.StepResponse:
+        """Wait for the launch, then for the device. An error that only shows here belongs to the step just the same."""
+        pending = launched.result()
+        if isinstance(pending, pb.StepResponse):
+            return pending
+        try:
+            return self._in_sync(f"step {pending.step_id}", pending.read)
+        except Exception as error:
+            return _failed(pending.step_id, error)
+
+    def _in_sync(self, doing: str, call: Callable[[], T]) -> T:
+        """Run `call`, which has collectives in it. If it fails on this shard alone, the shard ends, and with it all."""
+        try:
+            return call()
+        except Exception as error:
+            end_if_out_of_sync(self._model.loaded.shard, doing, error)
+            raise
 
     async def _capture_while_idle(self, graphs: StepGraphs) -> None:
         """A size at a time, so that whoever comes waits for one at most. Ends with the last size."""
@@ -187,20 +205,9 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
                 f"{method} is not possible while a router drives this shard", grpc.StatusCode.FAILED_PRECONDITION
             )
 
-    async def _on_engine(self, call: Callable[[], T]) -> T:
+    async def _on_engine(self, method: str, call: Callable[[], T]) -> T:
         self._last_call = time.monotonic()
-        return await asyncio.get_running_loop().run_in_executor(self._launcher, call)
-
-
-def _read(launched: Future[Pending | pb.StepResponse]) -> pb.StepResponse:
-    """Wait for the launch, then for the device. An error that only shows here belongs to the step just the same."""
-    pending = launched.result()
-    if isinstance(pending, pb.StepResponse):
-        return pending
-    try:
-        return pending.read()
-    except Exception as error:
-        return _failed(pending.step_id, error)
+        return await asyncio.get_running_loop().run_in_executor(self._launcher, self._in_sync, method, call)
 
 
 def _failed(step_id: int, error: Exception) -> pb.StepResponse:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from legato.layers.kv_cache import KVCache
+from legato.layers.shard import Shard
 from legato.models.registry import CausalModel
 from legato.server.graphs.captures import CapturePolicy, decode_sizes
 from legato.server.graphs.decode import Decoded, DecodeGraphs, Graphs, Record
@@ -22,14 +23,15 @@ class StepGraphs:
         sizes: Sequence[int],  # of decodes, as `decode_sizes` takes them
         mixed: Sequence[int],  # of steps with prompts, in tokens; none: those have no graphs
         record: Record,
+        shard: Shard,
     ) -> None:
         policy = CapturePolicy(decode_sizes(rows.padding, sizes), are_given=bool(sizes))
         self._rows = rows
-        self._decodes = DecodeGraphs(model, cache, rows, policy, record)
+        self._decodes = DecodeGraphs(model, cache, rows, policy, record, shard)
         self._mixed: MixedGraphs | None = None
         if mixed:
             policy = CapturePolicy(mixed, small=mixed[0])
-            self._mixed = MixedGraphs(model, cache, rows, policy, record)
+            self._mixed = MixedGraphs(model, cache, rows, policy, record, shard)
 
     @property
     def kinds(self) -> list[Graphs]:
