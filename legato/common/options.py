@@ -90,7 +90,9 @@ class Computing(Options):
         minimum=0.01,
         maximum=1,
     )
-    disable_custom_kernels: bool = option(False, "Use plain torch operations instead of Triton kernels.")
+    disable_custom_kernels: bool = option(
+        False, "Use plain torch operations instead of Triton kernels, without CUDA graphs. Slow: for finding faults."
+    )
     cuda_graphs: tuple[int, ...] = option(
         (),
         "Decode batch sizes to run as CUDA graphs, comma-separated; `0` for none. Without it every size that comes up.",

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from legato.kernels.language import runs_triton
 from legato.kernels.small_linear import small_linear
 from legato.kernels.split_linear import pays_to_split, split_linear
 
@@ -25,7 +26,7 @@ class DenseWeight:
         self.bias = bias
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda and x.shape[0] <= SMALL_ROWS:
+        if x.shape[0] <= SMALL_ROWS and runs_triton(x):
             return small_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 

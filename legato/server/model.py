@@ -101,8 +101,10 @@ class Model:
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Of decodes to capture, in the words of `--cuda-graphs`: () for whatever comes, (0,) for none."""
-        return self.options.cuda_graphs if self.loaded.model.can_capture else (0,)
+        """Of decodes to capture, in the words of `--cuda-graphs`: () for whatever comes, (0,) for none. The torch
+        versions of our kernels look at lengths on the host, which a capture cannot."""
+        can_capture = self.loaded.model.can_capture and not self.options.disable_custom_kernels
+        return self.options.cuda_graphs if can_capture else (0,)
 
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
         """Size the cache by the memory that is left, allocate it, and run first steps so that no request has to."""
