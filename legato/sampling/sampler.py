@@ -27,13 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from legato.pb.generate_pb2 import NextTokenChooserParameters
 from legato.sampling import blocks, filters
 from legato.sampling.allowed import Allowed
 from legato.sampling.logprobs import HUGE, TopTokens, finite, top_tokens
-from legato.sampling.params import Feature, SamplingParams
+from legato.sampling.params import Column, Feature, RowParams
 from legato.sampling.penalties import History
 from legato.sampling.randomness import STRIDE, uniform
-from legato.sampling.rows import Column, Composition, Part, RowTable
+from legato.sampling.rows import Composition, Part, RowTable
 from legato.sampling.watermark import GreenLists
 
 
@@ -68,31 +69,34 @@ class Sampler:
     def set_row(
         self,
         row: int,
-        params: SamplingParams,
+        parameters: NextTokenChooserParameters,
         prompt_ids: np.ndarray | list[int],
         generated_ids: np.ndarray | list[int],
+        top_n_tokens: int = 0,
     ) -> None:
         """A request enters a row, for the first time or, after it was preempted, with what it has generated so far.
 
         Nothing of the row's former request remains. ValueError, and a row left as it was, for token ids that the
         model does not have.
         """
-        params = params.bounded()
-        for name, ids in (("token_bias", params.token_bias), ("end_token_ids", params.end_token_ids)):
+        params = RowParams.read(parameters, top_n_tokens)
+        for name, ids in (("token_bias", parameters.token_bias), ("end_token_ids", parameters.end_token_ids)):
             for token in ids:
-                if not 0 <= token < self._vocab_size:
+                if token >= self._vocab_size:
                     raise ValueError(f"{name}: {token} is not in the vocabulary of {self._vocab_size} tokens")
-        features = params.features()
-        if Feature.REPETITION in features:
+        if Feature.REPETITION in params.features:
             self._history.begin_seen(row, np.concatenate((prompt_ids, generated_ids)))
-        if Feature.COUNTS in features:
+        if Feature.COUNTS in params.features:
             self._history.begin_counts(row, generated_ids)
         last_token = next((int(ids[-1]) for ids in (generated_ids, prompt_ids) if len(ids)), 0)
         self._table.write(row, params, len(generated_ids), last_token)
 
     def is_greedy(self, rows: list[int]) -> bool:
-        """Whether these rows want the likeliest token of the logits as they are, and nothing besides."""
-        return all(users.isdisjoint(rows) for users in self._table.users.values())
+        """Whether these rows want the likeliest token of the logits as they are, and nothing besides.
+
+        Asked every step: where no row asks for anything it looks at none.
+        """
+        return not self._table.all_users or self._table.all_users.isdisjoint(rows)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: list[int], allowed: Allowed | None = None) -> Sampled:

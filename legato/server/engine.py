@@ -19,7 +19,6 @@ from legato.models.vision import SeeingModel
 from legato.pb import generate_pb2 as pb
 from legato.quantization.dense import SlicedWeight
 from legato.sampling.logprobs import PromptScores, prompt_scores
-from legato.sampling.params import SamplingParams
 from legato.sampling.sampler import Sampler
 from legato.server.grammars import Grammars
 from legato.server.graphs.captures import mixed_sizes
@@ -198,10 +197,11 @@ class Engine:
     def _configure_sampler(self, admission: pb.Admission) -> None:
         sequence = self.rows[admission.row]
         ids, num_prompt = sequence.input_ids, len(sequence.input_ids) - admission.num_generated
-        params = SamplingParams.from_pb(admission.parameters, admission.top_n_tokens)
         # Penalties are for what the decoder has before it.
         prompt_ids, generated_ids = ids[sequence.encoder_len : num_prompt], ids[num_prompt:]
-        self.sampler.set_row(admission.row, params, prompt_ids, generated_ids)
+        self.sampler.set_row(
+            admission.row, admission.parameters, prompt_ids, generated_ids, top_n_tokens=admission.top_n_tokens
+        )
         grammar, most = from_pb(admission.parameters), admission.max_new_tokens
         self.grammars.set_row(admission.row, grammar, generated_ids.tolist(), most)
 
