@@ -67,11 +67,6 @@ class Step:
     in_last_layer: bool = False  # where nothing but the logits is still to come
     _memo: dict[Hashable, object] = field(default_factory=dict)
 
-    @property
-    def is_decode(self) -> bool:
-        """Every sequence brings one token."""
-        return self.num_decodes == len(self.rows)
-
     def going_on(self, states: torch.Tensor) -> torch.Tensor:
         """Which of [T, ...] the rest of a layer needs, behind its attention: no key and no value comes of what the last
         layer makes of tokens that nobody asks for."""

@@ -31,8 +31,7 @@ from legato.layers.linear import Embedding, Head, Linear, RowLinear
 from legato.layers.norm import LayerNorm
 from legato.layers.shard import Heads, Shard
 from legato.models.sources import Staging, TensorSource
-from legato.quantization.base import Weight
-from legato.quantization.dense import dense_weight
+from legato.quantization.dense import Weight, dense_weight
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 Ranges = Sequence[tuple[int, int]]  # [first, last) of some dimension, in the order wanted

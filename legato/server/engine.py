@@ -17,7 +17,6 @@ from legato.layers.shard import Shard
 from legato.models.registry import CausalModel
 from legato.models.vision import SeeingModel
 from legato.pb import generate_pb2 as pb
-from legato.quantization.dense import SlicedWeight
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
 from legato.server.grammars import Grammars
@@ -156,8 +155,7 @@ class Engine:
         if self.eyes is not None:
             step = self.eyes.look(step, parts)
         has_scores = any(map(self.rows.wants_scores, parts))
-        with SlicedWeight.in_one_sum(step.is_decode):
-            hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
+        hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
         if self.graphs is not None:
             self.rows.lengths[step.rows] = step.context_lens
             self.rows.adrift.difference_update(part.row for part in parts)
