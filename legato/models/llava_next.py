@@ -16,8 +16,7 @@ from legato.layers.mlp import MLP
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
 from legato.models.keys import Keys
-from legato.models.llama import Llama, LlamaShape
-from legato.models.mistral import Mistral
+from legato.models.llama import Llama, LlamaShape, Mistral
 from legato.models.vision import ImageSpan, TowerAttention, TowerLayer
 from legato.models.weights import Weights
 from legato.vision.rules import LlavaNextRules, Size

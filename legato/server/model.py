@@ -16,13 +16,13 @@ from legato.layers.kv_cache import KVCache, KVShape
 from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
-from legato.server.capacity import Capacity, Wishes
+from legato.server.capacity import Capacity, Wishes, gib
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
 from legato.server.graphs.captures import kept_rows, mixed_sizes
 from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
-from legato.server.memory import cache_budget, gib, graph_bytes, host_budget, measure, refused_for_memory
+from legato.server.memory import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
 from legato.server.rehearsal import decode_step, first_step, full_step, ordinary_steps
 from legato.vision.rules import image_rules
 

@@ -12,13 +12,19 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from legato.common.errors import LegatoError
+from legato.common.garbage import settle
+from legato.common.options import ServerOptions
 from legato.grammar.errors import GrammarError
 from legato.grammar.wire import from_pb
+from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
+from legato.server.allocator import keep_freed_memory
 from legato.server.graphs.steps import StepGraphs
 from legato.server.interceptor import RequestRefused
 from legato.server.legacy.unary import UnaryBatches
+from legato.server.listening import serve, socket_paths, socket_urls
+from legato.server.loading import load
 from legato.server.model import Model
 from legato.server.pending import Pending
 from legato.server.rendezvous import end_if_out_of_sync
@@ -217,3 +223,12 @@ def _failed(step_id: int, error: Exception) -> pb.StepResponse:
         return pb.StepResponse(id=step_id, error=str(error))
     logger.error("Step %d failed", step_id, exc_info=error)
     return pb.StepResponse(id=step_id, error=f"{type(error).__name__}: {error}")
+
+
+def run(files: ModelFiles, options: ServerOptions) -> None:
+    """A shard as a process: load, then serve."""
+    keep_freed_memory()
+    engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
+    model = engine.submit(lambda: Model(load(files, options), options)).result()
+    service = TextGenerationService(model, socket_urls(options), engine, when_warm=settle)
+    asyncio.run(serve(service, socket_paths(options)[options.rank]))

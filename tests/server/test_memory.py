@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.pb import generate_pb2 as pb
-from legato.server.capacity import RESERVED_BLOCKS, Wishes
+from legato.server.capacity import GIB, LAYER_GRAPH_BYTES, RESERVED_BLOCKS, Wishes
 from legato.server.interceptor import RequestRefused
 from legato.server.memory import (
-    GIB,
     OutOfMemory,
     Reading,
     cache_budget,
@@ -20,7 +19,6 @@ from legato.server.memory import (
     largest_step,
     refused_for_memory,
 )
-from legato.server.reserve import LAYER_GRAPH_BYTES
 
 CPU = torch.device("cpu")
 # 80 GiB, of which others have 2, the weights 16 and the largest step 3 more.
