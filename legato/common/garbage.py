@@ -18,14 +18,14 @@ THRESHOLDS = (5_000, 4, 10)
 PYTHONS_OWN = gc.get_threshold()
 
 
-def settle() -> None:
-    """Call this once everything is loaded: that is here to stay, and is not searched again until `unsettle`."""
+def freeze_gc() -> None:
+    """Call this once everything is loaded: that is here to stay, and is not searched again until `unfreeze_gc`."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
 
 
-def unsettle() -> None:
+def unfreeze_gc() -> None:
     """Call this before much of that goes: what only refers to itself is then found again."""
     gc.unfreeze()
     gc.set_threshold(*PYTHONS_OWN)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from legato.chat.template import ChatTemplate
 from legato.common.errors import LegatoError
-from legato.common.garbage import settle
+from legato.common.garbage import freeze_gc
 from legato.common.logging import setup
 from legato.http.app import create_app
 from legato.http.inference import Shared
@@ -52,7 +52,7 @@ class Worker:
             serve = await self._serve
             app = self._app(serve, tokenizer, chat_template, rules)
             server = self._server = HttpServer(app, serve.grace, serve.settings.payload_limit)
-            settle()
+            freeze_gc()
             self._link.send(say.Serving())
             await server.serve(sockets=[self._listener])
         except LegatoError as error:

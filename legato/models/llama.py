@@ -17,6 +17,9 @@ from legato.models.config import ModelConfig
 from legato.models.decoder import Attention, Decoder, Layer, SequentialLayer
 from legato.models.weights import Weights
 
+# What a Mistral's config.json that does not mention it means; later models say null.
+MISTRAL_WINDOW = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
@@ -139,14 +142,11 @@ class Llama(Decoder):
 class Mistral(Llama):
     """Mistral 7B, Nemo and Small: in the first version with a sliding window."""
 
-    # What a config.json that does not mention it means; later models say null.
-    default_window = 4096
-
     def read(self, config: ModelConfig) -> LlamaShape:
         shape = LlamaShape.of(config)
-        if config.keys.raw.get("sliding_window", self.default_window) is None:
+        if config.keys.raw.get("sliding_window", MISTRAL_WINDOW) is None:
             return shape
-        window = config.keys.count("sliding_window", default=self.default_window)
+        window = config.keys.count("sliding_window", default=MISTRAL_WINDOW)
         return replace(shape, windows=(window,) * config.num_layers)
 
 

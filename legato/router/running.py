@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
-from legato.common.garbage import settle
+from legato.common.garbage import freeze_gc
 from legato.ipc import messages as say
 from legato.ipc.settings import RouterSettings
 from legato.router.backend import Backend
@@ -41,7 +41,7 @@ class Router:
     async def run(self, listeners: Listeners, grace: float) -> None:
         """Until a signal, and then for up to `grace` seconds until every request is answered. Raises if a shard is
         lost, or workers are again and again."""
-        settle()
+        freeze_gc()
         listeners.listen()
         # First of all: a worker that is ready lets clients in while others still get ready, and a step that is planned
         # before somebody takes it to the shards is lost, and with it all that follow.

@@ -69,7 +69,7 @@ class RowTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class BatchPart:
     """The m rows of a batch that use one feature."""
 
     places: Tensor  # [m]: where they stand in what this is a part of
@@ -132,7 +132,7 @@ class Composition:
         return self.version == table.version and self.rows == rows
 
 
-def _parts(table: RowTable, wholes: dict[Feature, list[int]]) -> dict[Feature, Part]:
+def _parts(table: RowTable, wholes: dict[Feature, list[int]]) -> dict[Feature, BatchPart]:
     """Each feature's part of its whole. The indices of all of them travel to the device together."""
     places = [
         [place for place, row in enumerate(whole) if row in table.users[feature]] for feature, whole in wholes.items()
@@ -141,6 +141,6 @@ def _parts(table: RowTable, wholes: dict[Feature, list[int]]) -> dict[Feature, P
     flat = torch.tensor([index for part in places + rows for index in part], dtype=torch.int64)
     indices = torch.split(on_device(flat, table.device), [len(part) for part in places + rows])
     return {
-        feature: Part(on, of, len(of) == len(whole), table.numbers.index_select(1, of).unsqueeze(-1).unbind())
+        feature: BatchPart(on, of, len(of) == len(whole), table.numbers.index_select(1, of).unsqueeze(-1).unbind())
         for (feature, whole), on, of in zip(wholes.items(), indices[: len(wholes)], indices[len(wholes) :], strict=True)
     }

@@ -30,11 +30,11 @@ from torch import Tensor
 from legato.pb.generate_pb2 import NextTokenChooserParameters
 from legato.sampling import blocks, filters
 from legato.sampling.allowed import Allowed
-from legato.sampling.logprobs import HUGE, TopTokens, finite, top_tokens
+from legato.sampling.logprobs import HUGE, LikeliestTokens, finite, top_tokens
 from legato.sampling.params import Column, Feature, RowParams
-from legato.sampling.penalties import History
+from legato.sampling.penalties import TokenHistory
 from legato.sampling.randomness import STRIDE, uniform
-from legato.sampling.rows import Composition, Part, RowTable
+from legato.sampling.rows import BatchPart, Composition, RowTable
 from legato.sampling.watermark import GreenLists
 
 
@@ -44,7 +44,7 @@ class Sampled:
 
     token_ids: Tensor  # [n] int64
     logprobs: Tensor  # [n] float32, of the model itself
-    top: TopTokens | None  # only if a row asked for it
+    top: LikeliestTokens | None  # only if a row asked for it
 
 
 class Sampler:
@@ -61,7 +61,7 @@ class Sampler:
     ) -> None:
         self._vocab_size = vocab_size
         self._table = RowTable(max_rows, device)
-        self._history = History(vocab_size, max_rows, device)
+        self._history = TokenHistory(vocab_size, max_rows, device)
         self._greens = GreenLists(vocab_size, device, watermark_gamma, watermark_delta)
         self._composition = Composition(self._table, [], vocab_size)
 
@@ -148,7 +148,7 @@ class Sampler:
         drawing.put(token_ids, drawn)
         return token_ids
 
-    def _draw(self, scores: Tensor, drawing: Part, batch: Composition) -> Tensor:
+    def _draw(self, scores: Tensor, drawing: BatchPart, batch: Composition) -> Tensor:
         """scores [m, V] -> [m]. They are left as they are: they may be the raw ones."""
         counters = self._table.counters.index_select(0, drawing.rows)
         self._table.counters.index_copy_(0, drawing.rows, counters + STRIDE)

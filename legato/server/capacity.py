@@ -41,7 +41,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RequestedLimits:
     """What Warmup asks for, of a model that knows `max_positions`. A 0 leaves it to us."""
 
     request: pb.WarmupRequest
@@ -70,7 +70,7 @@ class Wishes:
         return -(-num_tokens // self.block_size)
 
     def fit(self, budget: int) -> Capacity:
-        """What fits into `budget` bytes. Memory is cut to whole blocks, wishes are rounded up to them."""
+        """What fits into `budget` bytes. Memory is cut to whole blocks, requested are rounded up to them."""
         in_memory = max(0, budget) // (self.bytes_per_token * self.block_size)
         usable = min(in_memory, self.max_rows * self.num_blocks(self.longest))
         if self.request.max_batch_total_tokens:

@@ -15,7 +15,7 @@ from legato.grammar.wire import from_pb
 from legato.layers.kv_cache import KVCache
 from legato.layers.shard import Shard
 from legato.models.registry import CausalModel
-from legato.models.vision import SeeingModel
+from legato.models.vision import VisionModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
@@ -24,10 +24,10 @@ from legato.server.graphs.captures import mixed_sizes
 from legato.server.graphs.decode import CudaRecorder, Record
 from legato.server.graphs.steps import StepGraphs
 from legato.server.memory import is_out_of_memory, refused_for_memory, release
-from legato.server.pending import Chosen, Outcome, Pending, StepClock
+from legato.server.pending import ForwardResult, PendingStep, SampledTokens, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
 from legato.server.rows import Rows, RowStep, to_device
-from legato.server.vision.images import Eyes
+from legato.server.vision.images import VisionEncoder
 from legato.vision.rules import ImageRules
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # Logits of a long prompt at once would be gigabytes.
 PROMPT_LOGITS_TOKENS = 128
 # How often a step that does not fit is cut in two: sixteen forwards of a sixteenth, and then it is lost.
-MOST_CUTS = 4
+MAX_SPLITS = 4
 
 
 class Engine:
@@ -59,14 +59,14 @@ class Engine:
         self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device, has_encoder)
         self.sampler = make_sampler(max_rows)
         self.grammars = grammars
-        self.eyes: Eyes | None = None
-        if image_rules is not None and isinstance(model, SeeingModel):
-            self.eyes = Eyes(model, image_rules, max_rows, self.device)
+        self.vision_encoder: VisionEncoder | None = None
+        if image_rules is not None and isinstance(model, VisionModel):
+            self.vision_encoder = VisionEncoder(model, image_rules, max_rows, self.device)
         self.shard = shard or Shard()
         # One shard of several must not cut: the others would go on with the whole step.
-        self._most_cuts = MOST_CUTS if self.shard.world_size == 1 else 0
+        self._max_splits = MAX_SPLITS if self.shard.world_size == 1 else 0
         # What an encoder or eyes see of a prompt is not of one shape.
-        self._mixed_sizes = [] if has_encoder or self.eyes is not None else mixed_sizes(max_rows)
+        self._mixed_sizes = [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows)
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
             self.use_graphs(graph_sizes, CudaRecorder())
@@ -76,7 +76,7 @@ class Engine:
         mixed = self._mixed_sizes if mixed is None or not self._mixed_sizes else mixed
         self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard)
 
-    def launch(self, request: pb.StepRequest) -> Pending:
+    def launch(self, request: pb.StepRequest) -> PendingStep:
         """Counts are booked first, for all rows: a step that fails later leaves no row behind the router's count.
 
         A step that does not fit in memory raises `OutOfMemory`: its rows are lost, all others are as they were.
@@ -89,28 +89,28 @@ class Engine:
             try:
                 return self._launch(request, parts, started)
             except BaseException:
-                self.rows.adrift.update(request.rows)
+                self.rows.out_of_sync.update(request.rows)
                 raise
 
     @torch.inference_mode()
-    def _launch(self, request: pb.StepRequest, parts: list[RowStep], started: int) -> Pending:
+    def _launch(self, request: pb.StepRequest, parts: list[RowStep], started: int) -> PendingStep:
         clock = StepClock(self.device)
         for admission in request.admitted:
             self._configure_sampler(admission)
-            if self.eyes is not None:
-                self.eyes.admit(admission)
+            if self.vision_encoder is not None:
+                self.vision_encoder.admit(admission)
         self.rows.write_blocks()
         outcomes = self._replay(parts) or self._forward(parts)
         outcomes = [outcome.to_host() for outcome in outcomes]
         clock.stop()
-        if self.eyes is not None:
-            self.eyes.forget(parts)
+        if self.vision_encoder is not None:
+            self.vision_encoder.forget(parts)
         for outcome in outcomes:
             if outcome.chosen is not None:
                 self.grammars.accept(outcome.chosen.rows, partial(_read_ids, clock, outcome.chosen))
-        return Pending(request.id, started, clock, outcomes)
+        return PendingStep(request.id, started, clock, outcomes)
 
-    def _replay(self, parts: list[RowStep]) -> list[Outcome]:
+    def _replay(self, parts: list[RowStep]) -> list[ForwardResult]:
         """A step that there is a graph for; else nothing."""
         if self.graphs is None:
             return []
@@ -124,12 +124,12 @@ class Engine:
         if not rows:
             chosen = None
         elif self.sampler.is_greedy(rows) and not self.grammars.active(rows):
-            chosen = Chosen(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
+            chosen = SampledTokens(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
         else:
             chosen = self._choose(done.logits[: len(rows)], rows)
-        return [Outcome(chosen, _restore(order, sampled), {})]
+        return [ForwardResult(chosen, _restore(order, sampled), {})]
 
-    def _forward(self, parts: list[RowStep], cuts: int = 0) -> list[Outcome]:
+    def _forward(self, parts: list[RowStep], cuts: int = 0) -> list[ForwardResult]:
         """A step of any kind: one forward, or two halves one after the other where memory does not suffice for one.
 
         Computing again what a failed forward had begun is harmless. Sampling is not repeated: rows would move on twice.
@@ -140,36 +140,36 @@ class Engine:
         try:
             logits, scores = self._compute(ordered)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or cuts == self._most_cuts or not all(halves(parts)):
+            if not is_out_of_memory(error) or cuts == self._max_splits or not all(halves(parts)):
                 raise
             logger.warning("Out of memory: a step of %d tokens is cut in two", sum(part.count for part in parts))
         else:
             chosen = None if logits is None else self._choose(logits, [ordered[place].row for place in sampled])
-            return [Outcome(chosen, _restore(order, sampled), scores)]
+            return [ForwardResult(chosen, _restore(order, sampled), scores)]
         release(self.device)  # here, where the error no longer holds what it failed with
         return [outcome for half in halves(parts) for outcome in self._forward(half, cuts + 1)]
 
     def _compute(self, parts: list[RowStep]) -> tuple[torch.Tensor | None, dict[int, list[PromptScores]]]:
         """Logits of the rows that sample, if any do, and what the model thought of prompts."""
         step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
-        if self.eyes is not None:
-            step = self.eyes.look(step, parts)
+        if self.vision_encoder is not None:
+            step = self.vision_encoder.add_images(step, parts)
         has_scores = any(map(self.rows.wants_scores, parts))
         hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
         if self.graphs is not None:
             self.rows.lengths[step.rows] = step.context_lens
-            self.rows.adrift.difference_update(part.row for part in parts)
+            self.rows.out_of_sync.difference_update(part.row for part in parts)
         scores = self._prompt_scores(hidden, parts) if has_scores else {}
         if not any(part.samples for part in parts):
             return None, scores
         return self.model.logits(step.wanted(hidden) if has_scores else hidden), scores
 
-    def _choose(self, logits: torch.Tensor, rows: list[int]) -> Chosen:
+    def _choose(self, logits: torch.Tensor, rows: list[int]) -> SampledTokens:
         sampled = self.sampler.sample(logits, rows, self.grammars.allowed(rows))
         self.rows.last_tokens[to_device(np.array(rows), self.device)] = sampled.token_ids
         # The largest logit is finite if the others are: NaN and infinity win.
         logprobs = torch.where(logits.amax(-1).isfinite(), sampled.logprobs, float("nan"))
-        return Chosen(rows, sampled.token_ids, logprobs, sampled.top, self.grammars.errors(rows))
+        return SampledTokens(rows, sampled.token_ids, logprobs, sampled.top, self.grammars.errors(rows))
 
     def _book(self, request: pb.StepRequest) -> list[RowStep]:
         for admission in request.admitted:
@@ -230,7 +230,7 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(tensor, PROMPT_LOGITS_TOKENS)
 
 
-def _read_ids(clock: StepClock, chosen: Chosen) -> list[int]:
+def _read_ids(clock: StepClock, chosen: SampledTokens) -> list[int]:
     """The tokens of a step, once they are on the host."""
     clock.wait()
     ids: list[int] = chosen.token_ids.tolist()

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from legato.common.errors import LegatoError
-from legato.common.garbage import settle
+from legato.common.garbage import freeze_gc
 from legato.common.options import ServerOptions
 from legato.grammar.errors import GrammarError
 from legato.grammar.wire import from_pb
@@ -26,7 +26,7 @@ from legato.server.legacy.unary import UnaryBatches
 from legato.server.listening import serve, socket_paths, socket_urls
 from legato.server.loading import load
 from legato.server.model import Model
-from legato.server.pending import Pending
+from legato.server.pending import PendingStep
 from legato.server.rendezvous import end_if_out_of_sync
 
 logger = logging.getLogger(__name__)
@@ -158,8 +158,8 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         finally:
             answers.put_nowait(None)
 
-    def _launch(self, request: pb.StepRequest) -> Pending | pb.StepResponse:
-        launched: Pending | pb.StepResponse
+    def _launch(self, request: pb.StepRequest) -> PendingStep | pb.StepResponse:
+        launched: PendingStep | pb.StepResponse
         try:
             launched = self._in_sync(f"step {request.id}", lambda: self._model.engine.launch(request))
         except Exception as error:
@@ -173,7 +173,7 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
                 self._in_sync("a CUDA graph capture", capture)
         return launched
 
-    def _read(self, launched: Future[Pending | pb.StepResponse]) -> pb.StepResponse:
+    def _read(self, launched: Future[PendingStep | pb.StepResponse]) -> pb.StepResponse:
         """Wait for the launch, then for the device. An error that only shows here belongs to the step just the same."""
         pending = launched.result()
         if isinstance(pending, pb.StepResponse):
@@ -230,5 +230,5 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
     keep_freed_memory()
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
     model = engine.submit(lambda: Model(load(files, options), options)).result()
-    service = TextGenerationService(model, socket_urls(options), engine, when_warm=settle)
+    service = TextGenerationService(model, socket_urls(options), engine, when_warm=freeze_gc)
     asyncio.run(serve(service, socket_paths(options)[options.rank]))

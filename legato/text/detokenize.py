@@ -28,7 +28,7 @@ _MAX_BROKEN = 4
 _CONTEXT = 5
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """What a window needs of a tokenizer."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -50,7 +50,7 @@ class Vocabulary:
     """What the tokens of one tokenizer say. Built once per program, in a quarter of a second for 128,000 tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer: Decoder = tokenizer
+        self._tokenizer: TokenDecoder = tokenizer
         # Names of the tokens that are no text, by id.
         self.special: dict[int, str] = {
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -130,7 +130,7 @@ class _WindowDetokenizer:
     The shown tokens give the first waiting one its surroundings (a leading space is a space only after something).
     """
 
-    def __init__(self, tokenizer: Decoder, special: Mapping[int, str], context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: TokenDecoder, special: Mapping[int, str], context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._special = special
         self._ids = [token_id for token_id in context[-_CONTEXT:] if token_id not in special]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from legato.common.garbage import PYTHONS_OWN, THRESHOLDS, settle, unsettle
+from legato.common.garbage import PYTHONS_OWN, THRESHOLDS, freeze_gc, unfreeze_gc
 
 
 class Circle:
@@ -19,14 +19,14 @@ class Circle:
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
-    unsettle()
+    unfreeze_gc()
 
 
 def test_what_is_there_is_not_searched_again_and_what_was_garbage_is_gone() -> None:
     gone, stays = Circle(), Circle()
     gone_too = weakref.ref(gone)
     del gone
-    settle()
+    freeze_gc()
     assert gone_too() is None
     assert gc.get_freeze_count() > 0 and gc.get_threshold() == THRESHOLDS
     found = weakref.ref(stays)
@@ -37,10 +37,10 @@ def test_what_is_there_is_not_searched_again_and_what_was_garbage_is_gone() -> N
 
 def test_what_goes_later_is_found_again() -> None:
     circle = Circle()
-    settle()
+    freeze_gc()
     found = weakref.ref(circle)
     del circle
-    unsettle()
+    unfreeze_gc()
     gc.collect()
     assert found() is None
     assert gc.get_threshold() == PYTHONS_OWN

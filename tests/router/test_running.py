@@ -47,7 +47,7 @@ class EarlyClient:
 
 
 def test_steps_go_to_the_shards_before_the_first_client_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legato.router.running.settle", lambda: None)  # this process goes on
+    monkeypatch.setattr("legato.router.running.freeze_gc", lambda: None)  # this process goes on
 
     async def main() -> None:
         backend = Steps()

@@ -37,9 +37,9 @@ def pack(lines: list[list[int]], vocab_size: int = VOCAB) -> Tensor:
     return torch.from_numpy(np.packbits(flags, axis=1, bitorder="little").view(np.int32))
 
 
-def make_sampler(wishes: list[Asked]) -> Sampler:
-    sampler = Sampler(VOCAB, len(wishes), CPU)
-    for row, params in enumerate(wishes):
+def make_sampler(requested: list[Asked]) -> Sampler:
+    sampler = Sampler(VOCAB, len(requested), CPU)
+    for row, params in enumerate(requested):
         params.enter(sampler, row, [1, 2], [])
     return sampler
 
@@ -68,12 +68,12 @@ def test_a_broken_model_still_stays_within_what_is_allowed(broken: float, do_sam
 
 
 def test_rows_without_a_grammar_choose_as_if_nobody_had_one() -> None:
-    wishes = [
+    requested = [
         Asked(),
         Asked(do_sample=True, seed=1),
         Asked(do_sample=True, seed=2, top_p=0.9),
     ]
-    mixed, free = make_sampler(wishes), make_sampler(wishes)
+    mixed, free = make_sampler(requested), make_sampler(requested)
     for seed in range(10):
         restricted = mixed.sample(logits(3, seed), [0, 1, 2], Allowed([1], pack([[9]]))).token_ids.tolist()
         unrestricted = free.sample(logits(3, seed), [0, 1, 2]).token_ids.tolist()

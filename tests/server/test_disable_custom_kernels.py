@@ -15,7 +15,8 @@ from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
 from legato.server.loading import load
 from legato.server.model import Model
-from legato.server.rehearsal import decode_step, first_step
+from legato.server.warmup import decode_step, first_step
+from tests.server.local import DEVICE
 from tests.server.shard import OPTIONS, warmup
 from tests.tiny_models import tiny_llama
 
@@ -43,6 +44,7 @@ def test_the_option_decides_who_computes(files: ModelFiles, disabled: bool) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs LEGATO_TEST_DEVICE=cuda")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_are_the_same_without_triton(files: ModelFiles, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def tokens(disabled: bool) -> list[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from legato.benchmark.engine.workloads import Workload
 from legato.benchmark.shard import Shard, ShardFailed
 from legato.benchmark.stats import Summary
-from legato.common.garbage import settle, unsettle
+from legato.common.garbage import freeze_gc, unfreeze_gc
 from legato.common.options import RouterOptions
 from legato.pb import generate_pb2 as pb
 from legato.router.backend import Backend
@@ -193,11 +193,11 @@ async def opened(shards: GrpcShards, info: pb.InfoResponse, options: RouterOptio
     """Warm the shards up as the router does, with its defaults, and open the stream."""
     scheduler, limits = await warm_up(shards, info, options)
     stream = _Stream(shards)
-    settle()
+    freeze_gc()
     try:
         yield Session(stream, scheduler, limits)
     finally:
-        unsettle()
+        unfreeze_gc()
         await stream.close()
 
 

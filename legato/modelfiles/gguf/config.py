@@ -10,7 +10,7 @@ import numpy as np
 
 from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.modelfiles.gguf.file import GgmlType, GgufFile
-from legato.modelfiles.gguf.tokenizer import TokenType, Vocabulary
+from legato.modelfiles.gguf.tokenizer import GgufVocabulary, TokenType
 
 # Far beyond any model; what is built from these numbers stays of bearable size even when a file lies.
 MAX_LAYERS = 4096
@@ -156,7 +156,7 @@ def generation_config_of(gguf: GgufFile) -> dict[str, Any]:
 
 
 def tokenizer_config_of(gguf: GgufFile) -> dict[str, Any]:
-    vocabulary = Vocabulary.of(gguf)
+    vocabulary = GgufVocabulary.of(gguf)
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     config: dict[str, Any] = {f"{name}_token": vocabulary.special(role) for name, role in roles.items()}
     config["add_bos_token"] = vocabulary.add_bos
@@ -189,7 +189,7 @@ def _family_of(keys: _Keys) -> Family:
 def _vocab_size(gguf: GgufFile) -> int:
     """The rows of the embedding, where there is one: what the weights have is what the model must be built with."""
     embedding = gguf.tensors.get("token_embd.weight")
-    return embedding.shape[0] if embedding is not None else len(Vocabulary.of(gguf).tokens)
+    return embedding.shape[0] if embedding is not None else len(GgufVocabulary.of(gguf).tokens)
 
 
 def _dtype_of(gguf: GgufFile) -> str:
@@ -288,7 +288,7 @@ def _llama3_divisors(factor: float, head_dim: int, theta: float) -> np.ndarray[A
 
 
 def _eos_token_ids(gguf: GgufFile) -> list[int]:
-    vocabulary = Vocabulary.of(gguf)
+    vocabulary = GgufVocabulary.of(gguf)
     ids = [vocabulary.special_id(role) for role in ("eos", "eot", "eom")]
     if "tokenizer.chat_template" in gguf.metadata:
         by_token = vocabulary.ids()

@@ -34,7 +34,7 @@ class TokenType(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GgufVocabulary:
     """What the file says about its tokenizer; lists run in parallel, one entry per token id."""
 
     source: str
@@ -47,7 +47,7 @@ class Vocabulary:
     metadata: dict[str, Any]
 
     @classmethod
-    def of(cls, gguf: GgufFile) -> Vocabulary:
+    def of(cls, gguf: GgufFile) -> GgufVocabulary:
         metadata = gguf.metadata
         tokens = metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
@@ -102,7 +102,7 @@ class Vocabulary:
 
 
 def tokenizer_from_gguf(gguf: GgufFile) -> Tokenizer:
-    vocabulary = Vocabulary.of(gguf)
+    vocabulary = GgufVocabulary.of(gguf)
     build = _BUILDERS.get(vocabulary.kind)
     if build is None:
         raise UnsupportedModel(
@@ -121,7 +121,7 @@ def tokenizer_from_gguf(gguf: GgufFile) -> Tokenizer:
     return tokenizer
 
 
-def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+def _byte_level(vocabulary: GgufVocabulary) -> Tokenizer:
     splitting = splitting_of(vocabulary.splitting)
     ids = vocabulary.ids()
     merges = [_halves(merge, ids) for merge in vocabulary.merges]
@@ -141,7 +141,7 @@ def _halves(merge: str, ids: dict[str, int]) -> tuple[str, str]:
     raise ValueError(f"the merge '{merge}' speaks of tokens that are not in the vocabulary")
 
 
-def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
+def _sentence_piece(vocabulary: GgufVocabulary) -> Tokenizer:
     ids = vocabulary.ids()
     unknown = vocabulary.special("unknown") or next(
         (token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == TokenType.UNKNOWN),
@@ -159,7 +159,7 @@ def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _merges_from_scores(vocabulary: Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
+def _merges_from_scores(vocabulary: GgufVocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
     """Every way to join two tokens into a third, the best-scoring third first.
 
     Only normal tokens come from merging: control tokens are never made of text, and user-defined ones are cut out of
@@ -179,7 +179,7 @@ def _merges_from_scores(vocabulary: Vocabulary, ids: dict[str, int]) -> list[tup
     ]
 
 
-def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
     """Tokens found in the text as they stand, before any cutting: control (skipped in output), user-defined (shown)."""
     special, plain = [], []
     strips = _tokens_that_swallow_space(vocabulary)
@@ -194,7 +194,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     tokenizer.add_tokens(plain)
 
 
-def _tokens_that_swallow_space(vocabulary: Vocabulary) -> set[str]:
+def _tokens_that_swallow_space(vocabulary: GgufVocabulary) -> set[str]:
     """Phi-3's control tokens take the spaces and line feeds behind them along. GGUF has no place to say so."""
     name = str(vocabulary.metadata.get("general.name", "")).lower()
     if "phi-3" not in name and "phi3" not in name:

@@ -41,12 +41,12 @@ class StepGraphs:
         """What became of the parts that sample, if a graph fits; else None, and nothing has happened. Decodes first."""
         row_numbers = [part.row for part in parts]
         if all(part.decode for part in parts):
-            return self._decodes.run(row_numbers) if self._rows.adrift.isdisjoint(row_numbers) else None
+            return self._decodes.run(row_numbers) if self._rows.out_of_sync.isdisjoint(row_numbers) else None
         if self._mixed is None or any(map(self._rows.wants_scores, parts)):
             return None
         done = self._mixed.run(parts)
         if done is not None:
-            self._rows.adrift.difference_update(row_numbers)
+            self._rows.out_of_sync.difference_update(row_numbers)
         return done
 
     # ---- captures, between steps ----------------------------------------------------------------------------------
