@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias, TypeVar
-
-import grpc
+from typing import TypeVar
 
 from legato.common.errors import LegatoError
 from legato.common.garbage import freeze_gc
@@ -18,29 +16,23 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
-from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.allocator import keep_freed_memory
 from legato.server.graphs.steps import StepGraphs
-from legato.server.interceptor import RequestRefused
 from legato.server.legacy.unary import UnaryBatches
 from legato.server.listening import serve, socket_paths, socket_urls
 from legato.server.loading import load
 from legato.server.model import Model
 from legato.server.pending import PendingStep
 from legato.server.rendezvous import end_if_out_of_sync
+from legato.server.stream import Answer, Context, StepStreamService
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Answer: TypeAlias = "asyncio.Future[pb.StepResponse]"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-# How long a router that still has something to compute may take to send its next step.
-QUIET_SECONDS = 1.0
 # How long nobody must have asked for anything before the engine's thread is used for what can wait.
 IDLE_SECONDS = 0.25
 
 
-class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
+class TextGenerationService(StepStreamService):
     def __init__(
         self,
         model: Model,
@@ -48,8 +40,8 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         engine: ThreadPoolExecutor | None = None,
         when_warm: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(server_urls)
         self._model = model
-        self._server_urls = server_urls
         self._when_warm = when_warm
         # The one thread that computes, model loading included: on a CPU a second one that ever did would bring a second
         # team of OpenMP threads, and OpenMP no longer waits actively when it has more threads than cores (43 ms a step
@@ -58,32 +50,16 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         # Launches are asynchronous on a GPU, reading waits for it: on two threads the one overlaps the other.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._unary: UnaryBatches | None = None
-        # Steps on their way to a router, in order. While there is a queue, that router owns all rows and blocks.
-        self._answers: asyncio.Queue[Answer | None] | None = None
-        self._in_flight = 0
-        self._last_step = self._last_call = 0.0
+        self._last_call = 0.0
         self._capturing: asyncio.Task[None] | None = None
 
     async def stop(self) -> None:
-        """End a router's stream once it sends no more steps: it may have got the same signal and be finishing."""
         if self._capturing is not None:
             self._capturing.cancel()
-        while self._answers is not None and (self._in_flight or time.monotonic() < self._last_step + QUIET_SECONDS):
-            await asyncio.sleep(0.02)
-        if self._answers is not None:
-            self._answers.put_nowait(None)
+        await super().stop()
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
         return self._model.info()
-
-    async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        """Answers from the event loop: a long step must not look like a dead shard."""
-        return pb.HealthResponse()
-
-    async def ServiceDiscovery(
-        self, request: pb.ServiceDiscoveryRequest, context: Context
-    ) -> pb.ServiceDiscoveryResponse:
-        return pb.ServiceDiscoveryResponse(urls=self._server_urls)
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         self._refuse_while_streaming("Warmup")
@@ -127,36 +103,13 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
             return pb.PrepareGrammarResponse(error=str(error))
         return pb.PrepareGrammarResponse()
 
-    async def Tokens(
-        self, request_iterator: AsyncIterator[pb.StepRequest], context: Context
-    ) -> AsyncIterator[pb.StepResponse]:
-        """Steps queue up at the engine's thread, so the next one starts the moment the last has been launched."""
-        try:
-            self._refuse_while_streaming("Tokens")
-            self._model.capacity  # noqa: B018 - refuses before warm-up
-        except RequestRefused as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        answers: asyncio.Queue[Answer | None] = asyncio.Queue()
-        self._answers, self._unary = answers, None
-        feeder = asyncio.create_task(self._feed(request_iterator, answers))
-        try:
-            while (answer := await answers.get()) is not None:
-                yield await answer
-                self._in_flight -= 1
-                self._last_step = time.monotonic()
-        finally:
-            feeder.cancel()
-            self._answers, self._in_flight = None, 0
+    def _begin_stream(self) -> None:
+        self._model.capacity  # noqa: B018 - refuses before warm-up
+        self._unary = None
 
-    async def _feed(self, requests: AsyncIterator[pb.StepRequest], answers: asyncio.Queue[Answer | None]) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            async for request in requests:
-                self._in_flight += 1
-                launched = self._launcher.submit(self._launch, request)
-                answers.put_nowait(loop.run_in_executor(self._reader, self._read, launched))
-        finally:
-            answers.put_nowait(None)
+    def _submit(self, request: pb.StepRequest) -> Answer:
+        launched = self._launcher.submit(self._launch, request)
+        return asyncio.get_running_loop().run_in_executor(self._reader, self._read, launched)
 
     def _launch(self, request: pb.StepRequest) -> PendingStep | pb.StepResponse:
         launched: PendingStep | pb.StepResponse
@@ -204,12 +157,6 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         if self._unary is None:
             self._unary = UnaryBatches(self._model, self._model.loaded.files.tokenizer())
         return self._unary
-
-    def _refuse_while_streaming(self, method: str) -> None:
-        if self._answers is not None:
-            raise RequestRefused(
-                f"{method} is not possible while a router drives this shard", grpc.StatusCode.FAILED_PRECONDITION
-            )
 
     async def _on_engine(self, method: str, call: Callable[[], T]) -> T:
         self._last_call = time.monotonic()
