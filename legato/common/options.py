@@ -98,7 +98,9 @@ class ComputeOptions(Options):
         minimum=0.01,
         maximum=1,
     )
-    disable_custom_kernels: bool = option(False, "Use PyTorch operations instead of Triton kernels.")
+    disable_custom_kernels: bool = option(
+        False, "Use plain torch operations instead of Triton kernels, without CUDA graphs. Slow: for finding faults."
+    )
     cuda_graphs: tuple[int, ...] = option(
         (),
         "Decode batch sizes to capture as CUDA graphs, comma-separated; `0` disables them. Default: every size that"

@@ -39,9 +39,18 @@ def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
     return lambda kernel: kernel if tl is None else triton.jit(kernel, do_not_specialize=names)
 
 
+_is_enabled = True
+
+
+def enable_triton(enabled: bool) -> None:
+    """For this process, before the first step: False is `--disable-custom-kernels`."""
+    global _is_enabled
+    _is_enabled = enabled
+
+
 def runs_triton(tensor: Tensor) -> bool:
-    """One rule for every kernel: CUDA tensors go through Triton, everything else through torch."""
-    return tensor.is_cuda and tl is not None
+    """One rule for every kernel: CUDA tensors go through Triton unless it is disabled, all others through torch."""
+    return _is_enabled and tensor.is_cuda and tl is not None
 
 
 def widened(tensor: Tensor) -> Tensor:

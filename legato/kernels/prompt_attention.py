@@ -1,7 +1,7 @@
 """Causal attention of whole prompts, whose keys and values are all in this step: no cache to read.
 
-On NVIDIA GPUs cuDNN does this faster than any kernel of ours, once it knows the lengths (`Familiar`). It wants a
-rectangle, so neighbouring prompts of equal length go together and each other length is a call of its own.
+On NVIDIA GPUs cuDNN does this faster than any kernel of ours, once it has a plan for the lengths (`RepeatedLengths`).
+It wants a rectangle, so neighbouring prompts of equal length go together and each other length is a call of its own.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def prompt_attention(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class Familiar:
-    """Which steps are worth a call of cuDNN. Before the first one for lengths that are new to it, it makes a plan, and
-    that takes as long as five full steps of an 8B model on an H200: so only for lengths that keep coming."""
+class RepeatedLengths:
+    """Which steps are worth a call of cuDNN. It makes a plan for lengths that it has not met, which takes as long as
+    five full steps of an 8B model on an H200: so only for lengths that keep coming."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, ...], int] = {}
+        self._counts: dict[tuple[int, ...], int] = {}
 
-    def are(self, lengths: Sequence[int]) -> bool:
+    def are_worth_a_plan(self, lengths: Sequence[int]) -> bool:
         """To be asked once a step."""
         if min(lengths) < LONG or sum(1 for _ in groupby(lengths)) > MOST_CALLS:
             return False
         key = tuple(lengths)
-        times = self._seen.pop(key, 0)
-        self._seen[key] = times + 1
-        if len(self._seen) > REMEMBERED:
-            del self._seen[next(iter(self._seen))]  # what has not come for the longest time
+        times = self._counts.pop(key, 0)
+        self._counts[key] = times + 1
+        if len(self._counts) > REMEMBERED:
+            del self._counts[next(iter(self._counts))]  # what has not come for the longest time
         return times >= OFTEN
 
 

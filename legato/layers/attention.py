@@ -11,7 +11,7 @@ from legato.kernels.chunk_attention import chunk_attention
 from legato.kernels.decode_attention import decode_attention
 from legato.kernels.paged_attention import paged_attention
 from legato.kernels.paged_kv import PagedKV, Scoring
-from legato.kernels.prompt_attention import Familiar, prompt_attention
+from legato.kernels.prompt_attention import RepeatedLengths, prompt_attention
 from legato.kernels.rotary import rotary_and_store
 from legato.layers.kv_cache import LayerCache
 from legato.layers.rotary import Rotary
@@ -19,7 +19,7 @@ from legato.layers.shard import Heads
 from legato.layers.step import Step
 
 # One for all layers: they meet the same prompts.
-_FAMILIAR = Familiar()
+_REPEATED_LENGTHS = RepeatedLengths()
 
 HeadNorm = Callable[[torch.Tensor], torch.Tensor]  # [T, heads, head_dim] -> the same shape
 
@@ -57,17 +57,15 @@ class SelfAttention:
 
     def __call__(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
         """qkv [T, heads of q, k and v side by side], the packed projection -> [T, num_heads v_head_dim], or of as many
-        tokens as go on.
-
-        Takes `qkv` for its own.
+        tokens as are needed after it. Overwrites `qkv`.
         """
         if self.v_head_dim == self.head_dim:
-            return step.going_on(self._attend(qkv, cache, step))
+            return step.needed_after_attention(self._attend(qkv, cache, step))
         num_values = self.num_kv_heads * self.v_head_dim
         values = qkv[:, -num_values:].unflatten(1, (self.num_kv_heads, self.v_head_dim))
         values = F.pad(values, (0, self.head_dim - self.v_head_dim))
         wide = torch.cat((qkv[:, :-num_values], values.flatten(1)), dim=1)
-        wide = step.going_on(self._attend(wide, cache, step))
+        wide = step.needed_after_attention(self._attend(wide, cache, step))
         return wide.unflatten(1, (self.num_heads, self.head_dim))[:, :, : self.v_head_dim].flatten(1)
 
     def separate(
@@ -118,4 +116,4 @@ class SelfAttention:
         window = self.scoring.window
         if lengths is None or not self.is_plain or (window and max(lengths) > window):
             return None
-        return lengths if step.once(_FAMILIAR, lambda: _FAMILIAR.are(lengths)) else None
+        return lengths if step.once(_REPEATED_LENGTHS, lambda: _REPEATED_LENGTHS.are_worth_a_plan(lengths)) else None

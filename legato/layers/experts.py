@@ -14,7 +14,7 @@ from legato.layers.shard import Shard
 Logits = Callable[[torch.Tensor], torch.Tensor]  # [T, hidden] -> [T, num_experts]
 
 
-class Router:
+class ExpertRouter:
     """Chooses for each token the experts with the best scores, and how much each of them counts.
 
     `normalise` makes the weights of a token's experts sum to one; `factor` multiplies them. With `num_groups` the
@@ -59,7 +59,7 @@ class Experts:
     """Gated MLPs of which this shard has a part of the inner dimension of each: the sum over the shards is the
     caller's."""
 
-    def __init__(self, router: Router, gate_up: torch.Tensor, down: torch.Tensor, activation: str) -> None:
+    def __init__(self, router: ExpertRouter, gate_up: torch.Tensor, down: torch.Tensor, activation: str) -> None:
         self.router = router
         self.gate_up = gate_up  # [num_experts, 2 inner, hidden], gate and then up
         self.down = down  # [num_experts, hidden, inner]
@@ -74,7 +74,7 @@ class Experts:
 
 
 class ExpertMLP:
-    """Chosen experts, and maybe one that every token reads (`shared`), weighted by a gate of its own or not.
+    """SampledTokens experts, and maybe one that every token reads (`shared`), weighted by a gate of its own or not.
 
     Their projections leave the sum over the shards to this layer, which adds them first: one sum.
     """

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from legato.layers.shard import Shard
-from legato.quantization.base import Weight
-from legato.quantization.dense import DenseWeight
+from legato.quantization.dense import DenseWeight, Weight
 
 
 class Linear:

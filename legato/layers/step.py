@@ -36,15 +36,15 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What pictures bring into a step: embeddings in the places of some tokens, and positions on three axes."""
+class ImageEmbeddings:
+    """The images of a step: embeddings that replace those of some tokens, and positions on three axes."""
 
-    places: torch.Tensor | None  # [k] int64, tokens of the step; None: all pictures of the step are computed
+    places: torch.Tensor | None  # [k] int64, tokens of the step; None: it has no image tokens
     embeddings: torch.Tensor | None  # [k, hidden_size]
-    positions: torch.Tensor | None  # [3, T] int64; None for models whose pictures are laid out as text is
+    positions: torch.Tensor | None  # [3, T] int64; None for models whose images have the positions of text
 
-    def put_into(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden_size], the embeddings of the tokens; changed where there are pictures."""
+    def insert_into(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size], the embeddings of the tokens; overwritten where there are images."""
         if self.places is None or self.embeddings is None:
             return x
         return x.index_copy_(0, self.places, self.embeddings.to(x.dtype))
@@ -63,18 +63,13 @@ class Step:
     chunks: ChunkSpans | None
     on_host: PagedContext | None  # the same context as the CPU path wants it; None on other devices
     sides: Sides | None = None  # of encoder-decoder models only
-    seen: Seen | None = None  # of models with eyes only
-    in_last_layer: bool = False  # where nothing but the logits is still to come
+    images: ImageEmbeddings | None = None  # of vision models only
+    in_last_layer: bool = False  # only the logits come after it
     _memo: dict[Hashable, object] = field(default_factory=dict)
 
-    @property
-    def is_decode(self) -> bool:
-        """Every sequence brings one token."""
-        return self.num_decodes == len(self.rows)
-
-    def going_on(self, states: torch.Tensor) -> torch.Tensor:
-        """Which of [T, ...] the rest of a layer needs, behind its attention: no key and no value comes of what the last
-        layer makes of tokens that nobody asks for."""
+    def needed_after_attention(self, states: torch.Tensor) -> torch.Tensor:
+        """Those of [T, ...] that the rest of a layer needs after its attention. In the last layer that is the tokens
+        whose logits are wanted: the others have no later layer that would read their keys and values."""
         return self.wanted(states) if self.in_last_layer else states
 
     def wanted(self, states: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ class NormedResidualLayer(SequentialLayer):
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         normed, _ = self.norm.add(x, residual)
-        normed, _ = self.mlp_norm.add(self.attention(normed, cache, step), step.going_on(normed))
+        normed, _ = self.mlp_norm.add(self.attention(normed, cache, step), step.needed_after_attention(normed))
         return self.mlp(normed), normed
 
 

@@ -14,7 +14,7 @@ VISION = f"{TESTS}/test_vision.py::test_tokens_and_logits_equal_transformers"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     name: str
     examples: tuple[str, ...]  # checkpoints on the Hub
     case: str  # of `test`
@@ -28,42 +28,43 @@ class Entry:
 
 FOUR = (1, 2, 4)
 CATALOGUE = {
-    "bloom": Entry("BLOOM", ("bigscience/bloom-560m", "bigscience/bloomz-7b1"), "bloom", FOUR),
-    "deepseek_v2": Entry("DeepSeek V2", ("deepseek-ai/DeepSeek-V2-Lite-Chat",), "deepseek-v2"),
-    "falcon": Entry("Falcon", ("tiiuae/falcon-7b-instruct", "tiiuae/falcon-40b"), "falcon-40b", FOUR),
-    "gemma": Entry("Gemma", ("google/gemma-2b-it", "google/gemma-7b-it"), "gemma", gguf=f"{GGUF}[gemma]"),
-    "gemma2": Entry("Gemma 2", ("google/gemma-2-2b-it", "google/gemma-2-9b-it"), "gemma2", gguf=f"{GGUF}[gemma2]"),
-    "gemma3": Entry("Gemma 3, text alone", ("google/gemma-3-4b-it",), "gemma3-with-eyes"),
-    "gemma3_text": Entry("Gemma 3", ("google/gemma-3-1b-it",), "gemma3", gguf=f"{GGUF}[gemma3]"),
-    "gpt2": Entry("GPT-2", ("openai-community/gpt2", "openai-community/gpt2-xl"), "gpt2"),
-    "gpt_bigcode": Entry("StarCoder, SantaCoder", ("bigcode/starcoder", "bigcode/gpt_bigcode-santacoder"),
+    "bloom": CatalogueEntry("BLOOM", ("bigscience/bloom-560m", "bigscience/bloomz-7b1"), "bloom", FOUR),
+    "deepseek_v2": CatalogueEntry("DeepSeek V2", ("deepseek-ai/DeepSeek-V2-Lite-Chat",), "deepseek-v2"),
+    "falcon": CatalogueEntry("Falcon", ("tiiuae/falcon-7b-instruct", "tiiuae/falcon-40b"), "falcon-40b", FOUR),
+    "gemma": CatalogueEntry("Gemma", ("google/gemma-2b-it", "google/gemma-7b-it"), "gemma", gguf=f"{GGUF}[gemma]"),
+    "gemma2": CatalogueEntry("Gemma 2", ("google/gemma-2-2b-it", "google/gemma-2-9b-it"), "gemma2",
+                             gguf=f"{GGUF}[gemma2]"),
+    "gemma3": CatalogueEntry("Gemma 3, text alone", ("google/gemma-3-4b-it",), "gemma3-with-eyes"),
+    "gemma3_text": CatalogueEntry("Gemma 3", ("google/gemma-3-1b-it",), "gemma3", gguf=f"{GGUF}[gemma3]"),
+    "gpt2": CatalogueEntry("GPT-2", ("openai-community/gpt2", "openai-community/gpt2-xl"), "gpt2"),
+    "gpt_bigcode": CatalogueEntry("StarCoder, SantaCoder", ("bigcode/starcoder", "bigcode/gpt_bigcode-santacoder"),
                          "starcoder", FOUR),
-    "gpt_neox": Entry("GPT-NeoX, Pythia, Dolly", ("EleutherAI/pythia-1.4b", "EleutherAI/gpt-neox-20b"),
+    "gpt_neox": CatalogueEntry("GPT-NeoX, Pythia, Dolly", ("EleutherAI/pythia-1.4b", "EleutherAI/gpt-neox-20b"),
                       "gpt-neox", FOUR),
-    "gptj": Entry("GPT-J", ("EleutherAI/gpt-j-6b",), "gptj"),
-    "granite": Entry("Granite", ("ibm-granite/granite-3.1-8b-instruct",), "granite",
+    "gptj": CatalogueEntry("GPT-J", ("EleutherAI/gpt-j-6b",), "gptj"),
+    "granite": CatalogueEntry("Granite", ("ibm-granite/granite-3.1-8b-instruct",), "granite",
                      gguf=f"{GGUF}[granite]"),
-    "llama": Entry("Llama 1 to 3, Code Llama, SmolLM2", ("meta-llama/Llama-3.1-8B-Instruct",
+    "llama": CatalogueEntry("Llama 1 to 3, Code Llama, SmolLM2", ("meta-llama/Llama-3.1-8B-Instruct",
                    "HuggingFaceTB/SmolLM2-135M-Instruct"), "llama", FOUR,
                    f"{TESTS}/test_gguf_source.py::test_a_part_equals_that_part_of_the_whole"),
-    "llava_next": Entry("LLaVA-NeXT", ("llava-hf/llava-v1.6-mistral-7b-hf",), "llava-next", test=VISION),
-    "mistral": Entry("Mistral, Nemo", ("mistralai/Mistral-7B-Instruct-v0.3",), "mistral", FOUR),
-    "mixtral": Entry("Mixtral", ("mistralai/Mixtral-8x7B-Instruct-v0.1",), "mixtral", FOUR),
-    "mpt": Entry("MPT", ("mosaicml/mpt-7b-instruct",), "mpt"),
-    "mt5": Entry("mT5, mT0", ("google/mt5-base", "bigscience/mt0-base"), "mt5"),
-    "olmo2": Entry("OLMo 2", ("allenai/OLMo-2-1124-7B-Instruct",), "olmo2", FOUR, f"{GGUF}[olmo2]"),
-    "opt": Entry("OPT, Galactica", ("facebook/opt-125m", "facebook/galactica-1.3b"), "opt"),
-    "phi3": Entry("Phi-3, Phi-4", ("microsoft/Phi-3-mini-4k-instruct", "microsoft/phi-4"), "phi3",
+    "llava_next": CatalogueEntry("LLaVA-NeXT", ("llava-hf/llava-v1.6-mistral-7b-hf",), "llava-next", test=VISION),
+    "mistral": CatalogueEntry("Mistral, Nemo", ("mistralai/Mistral-7B-Instruct-v0.3",), "mistral", FOUR),
+    "mixtral": CatalogueEntry("Mixtral", ("mistralai/Mixtral-8x7B-Instruct-v0.1",), "mixtral", FOUR),
+    "mpt": CatalogueEntry("MPT", ("mosaicml/mpt-7b-instruct",), "mpt"),
+    "mt5": CatalogueEntry("mT5, mT0", ("google/mt5-base", "bigscience/mt0-base"), "mt5"),
+    "olmo2": CatalogueEntry("OLMo 2", ("allenai/OLMo-2-1124-7B-Instruct",), "olmo2", FOUR, f"{GGUF}[olmo2]"),
+    "opt": CatalogueEntry("OPT, Galactica", ("facebook/opt-125m", "facebook/galactica-1.3b"), "opt"),
+    "phi3": CatalogueEntry("Phi-3, Phi-4", ("microsoft/Phi-3-mini-4k-instruct", "microsoft/phi-4"), "phi3",
                   gguf=f"{GGUF}[phi3]"),
-    "qwen2": Entry("Qwen2, Qwen2.5", ("Qwen/Qwen2.5-7B-Instruct",), "qwen2", gguf=f"{GGUF}[qwen2]"),
-    "qwen2_moe": Entry("Qwen2 MoE", ("Qwen/Qwen1.5-MoE-A2.7B-Chat",), "qwen2-moe"),
-    "qwen2_vl": Entry("Qwen2-VL", ("Qwen/Qwen2-VL-2B-Instruct",), "qwen2-vl", test=VISION),
-    "qwen3": Entry("Qwen3", ("Qwen/Qwen3-8B",), "qwen3", FOUR, f"{GGUF}[qwen3]"),
-    "qwen3_moe": Entry("Qwen3 MoE", ("Qwen/Qwen3-30B-A3B",), "qwen3-moe"),
-    "RefinedWeb": Entry("Falcon 40B as first published", ("tiiuae/falcon-40b",), "falcon-40b", FOUR),
-    "RefinedWebModel": Entry("Falcon 7B as first published", ("tiiuae/falcon-7b",), "falcon-refined-web"),
-    "starcoder2": Entry("StarCoder2", ("bigcode/starcoder2-3b",), "starcoder2", gguf=f"{GGUF}[starcoder2]"),
-    "t5": Entry("T5, Flan-T5", ("google-t5/t5-small", "google/flan-t5-large"), "t5", FOUR),
+    "qwen2": CatalogueEntry("Qwen2, Qwen2.5", ("Qwen/Qwen2.5-7B-Instruct",), "qwen2", gguf=f"{GGUF}[qwen2]"),
+    "qwen2_moe": CatalogueEntry("Qwen2 MoE", ("Qwen/Qwen1.5-MoE-A2.7B-Chat",), "qwen2-moe"),
+    "qwen2_vl": CatalogueEntry("Qwen2-VL", ("Qwen/Qwen2-VL-2B-Instruct",), "qwen2-vl", test=VISION),
+    "qwen3": CatalogueEntry("Qwen3", ("Qwen/Qwen3-8B",), "qwen3", FOUR, f"{GGUF}[qwen3]"),
+    "qwen3_moe": CatalogueEntry("Qwen3 MoE", ("Qwen/Qwen3-30B-A3B",), "qwen3-moe"),
+    "RefinedWeb": CatalogueEntry("Falcon 40B as first published", ("tiiuae/falcon-40b",), "falcon-40b", FOUR),
+    "RefinedWebModel": CatalogueEntry("Falcon 7B as first published", ("tiiuae/falcon-7b",), "falcon-refined-web"),
+    "starcoder2": CatalogueEntry("StarCoder2", ("bigcode/starcoder2-3b",), "starcoder2", gguf=f"{GGUF}[starcoder2]"),
+    "t5": CatalogueEntry("T5, Flan-T5", ("google-t5/t5-small", "google/flan-t5-large"), "t5", FOUR),
 }  # fmt: skip
 
 INTRODUCTION = f"""\
@@ -123,7 +124,7 @@ def reference_page() -> str:
     return "\n".join([INTRODUCTION, "## Architectures\n", header, *rows, "", PICTURES, LONG_CONTEXTS, OTHERS])
 
 
-def _row(model_type: str, entry: Entry) -> str:
+def _row(model_type: str, entry: CatalogueEntry) -> str:
     cells = [
         entry.name,
         f"`{model_type}`",

@@ -34,7 +34,7 @@ class Layer(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`x` is what the layer before added to the residual stream, not yet added: a norm does that on the way.
 
-        Behind attention it goes on with the tokens that `step.going_on` leaves.
+        Behind attention it goes on with the tokens that `step.needed_after_attention` leaves.
         """
         ...
 
@@ -70,7 +70,7 @@ class SequentialLayer:
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         normed, residual = self.norm.add(x, residual)
-        normed, residual = self.mlp_norm.add(self.attention(normed, cache, step), step.going_on(residual))
+        normed, residual = self.mlp_norm.add(self.attention(normed, cache, step), step.needed_after_attention(residual))
         return self.mlp(normed), residual
 
 
@@ -91,8 +91,8 @@ class ParallelLayer:
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         normed, residual = self.norm.add(x, residual)
-        attended, residual = self.attention(normed, cache, step), step.going_on(residual)
-        normed = step.going_on(normed) if self.mlp_norm is None else self.mlp_norm(residual)
+        attended, residual = self.attention(normed, cache, step), step.needed_after_attention(residual)
+        normed = step.needed_after_attention(normed) if self.mlp_norm is None else self.mlp_norm(residual)
         return self.shard.all_reduce(attended.add_(self.mlp(normed))), residual
 
 

@@ -3,7 +3,7 @@
 transformers computes everything but attention, which its models look up by name. Ours stores keys and values in the
 KV cache and attends over blocks, so a step of many sequences is to the model one sequence whose positions jump. That
 is right as long as nothing but attention looks at other tokens. Models that say otherwise (state spaces, convolutions,
-attention of their own making) are refused, and a `Rehearsal` finds those that do not say it.
+attention of their own making) are refused, and a `IsolationProbe` finds those that do not say it.
 
 `registry.py` imports this module, and with it transformers, when a model asks for it and `foreign.py` has let it pass.
 """
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 NAME = "legato"  # of our attention, among those of transformers
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as config.json has them
-# Positions of a rehearsal, whose last token stays while the others change.
-REHEARSED = (0, 1, 2, 3)
+# Positions of a probe, whose last token stays while the others change.
+PROBE_POSITIONS = (0, 1, 2, 3)
 # Far above the rounding of any format, far below what another token does to a model that sees it.
 TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """One layer's attention as the model asks for it: q [1, heads, T, head_dim], k and v [1, kv_heads, T, …]."""
 
     layer: int
@@ -61,18 +61,18 @@ class Call:
         return Heads(num_heads, num_kv_heads, *sizes, 0, num_heads, 0, num_kv_heads)
 
 
-class Attending(Protocol):
-    def attend(self, call: Call) -> torch.Tensor:
+class AttentionBackend(Protocol):
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """[T, heads, v_head_dim]"""
         ...
 
 
 # Whose forward is running. transformers hands our function the layer, and nothing about the step.
-_running: ContextVar[Attending] = ContextVar("attending")
+_running: ContextVar[AttentionBackend] = ContextVar("attending")
 
 
 @contextmanager
-def _attending(by: Attending) -> Iterator[None]:
+def _using(by: AttentionBackend) -> Iterator[None]:
     token = _running.set(by)
     try:
         yield
@@ -102,21 +102,21 @@ def _attention(
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModel("its layers do not say which one they are")
-    call = Call(int(layer), query, key, value, scaling, int(sliding_window or 0), float(softcap or 0.0))
+    call = AttentionCall(int(layer), query, key, value, scaling, int(sliding_window or 0), float(softcap or 0.0))
     return _running.get().attend(call)[None], None
 
 
 transformers.AttentionInterface.register(NAME, _attention)
 
 
-class Paged:
+class PagedBackend:
     """Attention of one step, in the cache."""
 
     def __init__(self, step: Step, cache: KVCache) -> None:
         self.step = step
         self.cache = cache
 
-    def attend(self, call: Call) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self.cache.layers[call.layer]
         attention = _self_attention(call.heads, call.scale, call.window, call.soft_cap)
         q, k, v = (x[0].transpose(0, 1) for x in (call.q, call.k, call.v))
@@ -128,16 +128,16 @@ def _self_attention(heads: Heads, scale: float | None, window: int, soft_cap: fl
     return SelfAttention(heads, scale=scale, window=window, soft_cap=soft_cap)
 
 
-class Rehearsal:
+class IsolationProbe:
     """A forward in which attention shows a token nothing but itself: its query, key and value come back as a sum.
 
     What still changes a token when others change is not attention. On the way every layer says what it has to store.
     """
 
     def __init__(self) -> None:
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, AttentionCall] = {}
 
-    def attend(self, call: Call) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         if call.layer in self.calls:
             raise UnsupportedModel(f"layer {call.layer} attends more than once")
         self.calls[call.layer] = call
@@ -164,7 +164,7 @@ class Rehearsal:
             raise UnsupportedModel("its layers see a window and do not say how wide")
 
 
-class Given(torch.nn.Module):
+class PrecomputedBody(torch.nn.Module):
     """Stands where the model's body was: the head, with all that the model does to logits, gets what it is given."""
 
     def __init__(self) -> None:
@@ -181,24 +181,24 @@ class Fallback:
     can_capture = False  # whatever it does between two kernels, it may do on the host
 
     def __init__(self, config: ModelConfig, model: Any, dtype: torch.dtype, device: torch.device) -> None:
-        self._body, self._head, self._given = model.base_model, model, Given()
+        self._body, self._head, self._precomputed = model.base_model, model, PrecomputedBody()
         if self._body is model or "position_ids" not in inspect.signature(self._body.forward).parameters:
             raise UnsupportedModel("it cannot be told which position a token has")
-        setattr(model, model.base_model_prefix, self._given)
+        setattr(model, model.base_model_prefix, self._precomputed)
         model.requires_grad_(False)
-        rehearsal, hidden_size, vocab_size = self._rehearse(config, device)
-        rehearsal.check_windows(self._body.config)
-        self.kv_shape = rehearsal.kv_shape(config.num_layers, dtype)
+        probe, hidden_size, vocab_size = self._probe(config, device)
+        probe.check_windows(self._body.config)
+        self.kv_shape = probe.kv_shape(config.num_layers, dtype)
         self.config = replace(
             config, vocab_size=vocab_size, hidden_size=hidden_size, num_kv_heads=self.kv_shape.num_kv_heads
         )
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
-        with _attending(Paged(step, cache)):
+        with _using(PagedBackend(step, cache)):
             return step.wanted(self._run(step.input_ids, step.positions))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self._given.hidden = hidden[None]
+        self._precomputed.hidden = hidden[None]
         logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
@@ -208,22 +208,22 @@ class Fallback:
         return hidden
 
     @torch.inference_mode()
-    def _rehearse(self, config: ModelConfig, device: torch.device) -> tuple[Rehearsal, int, int]:
+    def _probe(self, config: ModelConfig, device: torch.device) -> tuple[IsolationProbe, int, int]:
         """The last of some tokens, with others before it and, the second time, one at the end of the context.
 
         Returns the sizes of its hidden state and of its logits besides.
         """
-        far = (*REHEARSED[:2], config.max_positions - 1, REHEARSED[-1])
+        far = (*PROBE_POSITIONS[:2], config.max_positions - 1, PROBE_POSITIONS[-1])
         hidden = []
-        for first, positions in ((3, REHEARSED), (7, far)):
-            rehearsal = Rehearsal()
-            ids = [(first + i) % config.vocab_size for i in REHEARSED[:-1]] + [1]
-            with _attending(rehearsal):
+        for first, positions in ((3, PROBE_POSITIONS), (7, far)):
+            probe = IsolationProbe()
+            ids = [(first + i) % config.vocab_size for i in PROBE_POSITIONS[:-1]] + [1]
+            with _using(probe):
                 hidden.append(self._run(torch.tensor(ids, device=device), torch.tensor(positions, device=device)))
         one, other = (states[-1].float() for states in hidden)
         if (one - other).norm() > TOLERANCE * one.norm():
             raise UnsupportedModel("something besides attention looks at other tokens")
-        return rehearsal, hidden[0].shape[1], self.logits(hidden[0]).shape[1]
+        return probe, hidden[0].shape[1], self.logits(hidden[0]).shape[1]
 
 
 def model_config(files: ModelFiles, trust_remote_code: bool) -> ModelConfig:

@@ -57,7 +57,7 @@ class Gemma2Layer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.norm.add(x, residual)
         attended = self.attended_norm(self.attention(normed, cache, step))
-        normed, residual = self.mlp_norm.add(attended, step.going_on(residual))
+        normed, residual = self.mlp_norm.add(attended, step.needed_after_attention(residual))
         return self.output_norm(self.mlp(normed)), residual
 
 

@@ -18,7 +18,7 @@ from legato.models.weights import Weights
 class GPT2(Decoder):
     """The first SantaCoder says it is a GPT-2, with `attention_head_type` multiquery: one key head for all queries.
 
-    Its successors, which have a name of their own, are in gpt_bigcode.py.
+    Its successors, which have a name of their own, are `GPTBigCode`.
     """
 
     transposed = True
@@ -73,3 +73,15 @@ class GPT2(Decoder):
 
     def embed(self, step: Step) -> torch.Tensor:
         return self.embedding(step.input_ids) + self.positions(step.positions)
+
+
+class GPTBigCode(GPT2):
+    """StarCoder, and SantaCoder as transformers has it: mostly one key head for all queries."""
+
+    transposed = False
+
+    def _is_multi_query(self, config: ModelConfig) -> bool:
+        return config.keys.flag("multi_query", default=True)
+
+    def _qkv(self, weights: Weights, prefix: str, heads: Heads) -> Linear:
+        return weights.qkv(f"{prefix}.c_attn", heads, self.config.hidden_size, bias=True, layout="grouped")

@@ -27,7 +27,7 @@ class GraniteLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.norm.add(x, residual)
         attended = self.attention(normed, cache, step).mul_(self.factor)
-        normed, residual = self.mlp_norm.add(attended, step.going_on(residual))
+        normed, residual = self.mlp_norm.add(attended, step.needed_after_attention(residual))
         return self.mlp(normed).mul_(self.factor), residual
 
 

@@ -1,4 +1,4 @@
-"""Llama: Llama 1 to 3, Code Llama, SmolLM2 and everything that shares their layout.
+"""Llama: Llama 1 to 3, Code Llama, SmolLM2 and everything that shares their layout; Mistral and Phi-3 among them.
 
 Many later families are Llama with a few changes. They derive from `Llama`, say in `read` what config.json means to
 them, and replace the layer, the embedding or the head where theirs computes something else.
@@ -6,7 +6,7 @@ them, and replace the layer, the embedding or the head where theirs computes som
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from legato.layers.attention import SelfAttention
 from legato.layers.mlp import GatedMLP, Product
@@ -16,6 +16,9 @@ from legato.layers.shard import Heads
 from legato.models.config import ModelConfig
 from legato.models.decoder import Attention, Decoder, Layer, SequentialLayer
 from legato.models.weights import Weights
+
+# What a Mistral's config.json that does not mention it means; later models say null.
+MISTRAL_WINDOW = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +137,28 @@ class Llama(Decoder):
     def mlp(self, parts: LlamaParts, name: str) -> Product:
         """Of the layer `name`."""
         return parts.mlp(f"{name}.mlp")
+
+
+class Mistral(Llama):
+    """Mistral 7B, Nemo and Small: in the first version with a sliding window."""
+
+    def read(self, config: ModelConfig) -> LlamaShape:
+        shape = LlamaShape.of(config)
+        if config.keys.raw.get("sliding_window", MISTRAL_WINDOW) is None:
+            return shape
+        window = config.keys.count("sliding_window", default=MISTRAL_WINDOW)
+        return replace(shape, windows=(window,) * config.num_layers)
+
+
+class Phi3(Llama):
+    """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused matrices, and two sets of frequencies for long contexts."""
+
+    def read(self, config: ModelConfig) -> LlamaShape:
+        keys = config.keys
+        windows = () if keys.get("sliding_window") is None else (keys.count("sliding_window"),) * config.num_layers
+        return replace(
+            LlamaShape.of(config),
+            norm_eps=keys.number("rms_norm_eps", default=1e-5),
+            windows=windows,
+            is_fused=True,
+        )

@@ -16,8 +16,7 @@ from legato.layers.mlp import MLP
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
 from legato.models.keys import Keys
-from legato.models.llama import Llama, LlamaShape
-from legato.models.mistral import Mistral
+from legato.models.llama import Llama, LlamaShape, Mistral
 from legato.models.vision import ImageSpan, TowerAttention, TowerLayer
 from legato.models.weights import Weights
 from legato.vision.rules import LlavaNextRules, Size
@@ -128,9 +127,9 @@ class LlavaNext(Llama):
 
     def embed(self, step: Step) -> torch.Tensor:
         x = super().embed(step)
-        return x if step.seen is None else step.seen.put_into(x)
+        return x if step.images is None else step.images.insert_into(x)
 
-    def see(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
+    def encode_image(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
         """The whole picture, then row by row its tiles without padding; `shape` is its size as it was sent."""
         seen = self.tower(pixels)
         whole, *tiles = self.projector(seen.flatten(0, 1)).unflatten(0, seen.shape[:2]).unbind(0)
@@ -144,7 +143,7 @@ class LlavaNext(Llama):
         ends = self.newline.expand(len(rows), 1, -1)
         return torch.cat((whole, torch.cat((rows, ends), dim=1).flatten(0, 1)))
 
-    def lay_out(self, num_tokens: int, images: Sequence[ImageSpan]) -> None:
+    def image_positions(self, num_tokens: int, images: Sequence[ImageSpan]) -> None:
         """As text is."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from legato.common.errors import ModelFileError
-from legato.layers.experts import ExpertMLP, Experts, Router
+from legato.layers.experts import ExpertMLP, ExpertRouter, Experts
 from legato.layers.mlp import Product
 from legato.layers.rotary import RopeConfig
 from legato.models.config import ModelConfig
@@ -32,11 +32,11 @@ def read_experts(
     name: str,
     shape: ExpertShape,
     names: tuple[str, str, str] = USUAL_NAMES,
-    router: Router | None = None,
+    router: ExpertRouter | None = None,
 ) -> Experts:
     """Those of the block `name`, which has its router as `gate`; `router` where that is not the usual one."""
     hidden = parts.shape.hidden_size
-    router = router or Router(
+    router = router or ExpertRouter(
         parts.weights.linear(f"{name}.gate", shape.num_experts, hidden), shape.num_chosen, normalise=shape.normalise
     )
     matrices = parts.weights.experts(f"{name}.experts", shape.num_experts, shape.intermediate_size, hidden, names)

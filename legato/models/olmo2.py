@@ -62,7 +62,7 @@ class Olmo2Layer:
         x = x if residual is None else x.add_(residual)
         block = self.attention
         qkv = self.projection_norm(block.qkv(x))
-        x = self.attended_norm(block.output(block.attention(qkv, cache, step))).add_(step.going_on(x))
+        x = self.attended_norm(block.output(block.attention(qkv, cache, step))).add_(step.needed_after_attention(x))
         return self.output_norm(self.mlp(x)), x
 
 

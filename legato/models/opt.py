@@ -61,7 +61,7 @@ class PostNormLayer(SequentialLayer):
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert residual is None
-        x, _ = self.norm.add(self.attention(x, cache, step), step.going_on(x))
+        x, _ = self.norm.add(self.attention(x, cache, step), step.needed_after_attention(x))
         x, _ = self.mlp_norm.add(self.mlp(x), x)
         return x, None
 

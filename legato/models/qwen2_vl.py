@@ -178,8 +178,8 @@ class Qwen2VL(Qwen2):
 
     def positions(self, step: Step) -> torch.Tensor:
         """[3, T]. A step of which nothing is told has decodes alone, or nobody has pictures."""
-        if step.seen is not None and step.seen.positions is not None:
-            return step.seen.positions
+        if step.images is not None and step.images.positions is not None:
+            return step.images.positions
         positions = step.positions
         if self.position_shifts is not None:
             positions = positions + self.position_shifts[step.rows]
@@ -187,13 +187,13 @@ class Qwen2VL(Qwen2):
 
     def embed(self, step: Step) -> torch.Tensor:
         x = super().embed(step)
-        return x if step.seen is None else step.seen.put_into(x)
+        return x if step.images is None else step.images.insert_into(x)
 
-    def see(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
+    def encode_image(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
         merge = self.shape.merge
         return self.tower(pixels, Size(shape.height * merge, shape.width * merge))
 
-    def lay_out(self, num_tokens: int, images: Sequence[ImageSpan]) -> np.ndarray:
+    def image_positions(self, num_tokens: int, images: Sequence[ImageSpan]) -> np.ndarray:
         """Text goes on behind the farthest position so far; a picture's tokens have its rows and columns from there."""
         positions = np.empty((3, num_tokens), dtype=np.int64)
         first, position = 0, 0

@@ -86,9 +86,9 @@ class T5Parts:
     heads: Heads
     weights: Weights
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str) -> T5Norm:
         weight = self.weights.tensor(f"{name}.layer_norm.weight", (self.shape.hidden_size,))
-        return Norm(weight, self.shape.norm_eps)
+        return T5Norm(weight, self.shape.norm_eps)
 
     def qkv(self, name: str) -> Linear:
         return self.weights.qkv([f"{name}.{part}" for part in "qkv"], self.heads, self.shape.hidden_size)
@@ -110,7 +110,7 @@ class T5Parts:
         return self.weights.tensor(name, shape, {1: [(self.heads.first, self.heads.last)]}, dtype=torch.float32)
 
 
-class Norm:
+class T5Norm:
     """Of a residual stream that may be wider than what the products read."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
@@ -207,9 +207,9 @@ class T5:
         return keys.flag("scale_decoder_outputs", default=keys.flag("tie_word_embeddings", default=True))
 
     @staticmethod
-    def _final_norm(parts: T5Parts, name: str) -> Norm:
+    def _final_norm(parts: T5Parts, name: str) -> T5Norm:
         weight = parts.weights.tensor(f"{name}.final_layer_norm.weight", (parts.shape.hidden_size,))
-        return Norm(weight, parts.shape.norm_eps)
+        return T5Norm(weight, parts.shape.norm_eps)
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         sides = step.sides

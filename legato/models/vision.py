@@ -33,19 +33,19 @@ class ImageSpan:
 
 
 @runtime_checkable
-class SeeingModel(CausalModel, Protocol):
-    """A `CausalModel` whose embeddings of some tokens come from pictures (`Step.seen`)."""
+class VisionModel(CausalModel, Protocol):
+    """A `CausalModel` whose embeddings of some tokens come from pictures (`Step.images`)."""
 
     # [rows] int64 on the device: what is added to the position of a row's decoded tokens. Written by the server; a
     # model of one axis never reads it.
     position_shifts: torch.Tensor | None
 
-    def see(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
+    def encode_image(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
         """What the language model reads in the places of one picture: [num_tokens, hidden_size]. `pixels` are as the
         server's preprocessing has them, `shape` is that of `ImageSpan`."""
         ...
 
-    def lay_out(self, num_tokens: int, images: Sequence[ImageSpan]) -> np.ndarray | None:
+    def image_positions(self, num_tokens: int, images: Sequence[ImageSpan]) -> np.ndarray | None:
         """Positions [3, num_tokens] of a sequence with these pictures; None if they are as those of any text."""
         ...
 

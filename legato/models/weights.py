@@ -31,8 +31,7 @@ from legato.layers.linear import Embedding, Head, Linear, RowLinear
 from legato.layers.norm import LayerNorm
 from legato.layers.shard import Heads, Shard
 from legato.models.sources import Staging, TensorSource
-from legato.quantization.base import Weight
-from legato.quantization.dense import dense_weight
+from legato.quantization.dense import Weight, dense_weight
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 Ranges = Sequence[tuple[int, int]]  # [first, last) of some dimension, in the order wanted
@@ -47,7 +46,7 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MatrixPart:
     """A matrix [out_features, in] of the checkpoint, and the rows of it that are wanted; None for all."""
 
     name: str
@@ -172,14 +171,14 @@ class Weights:
         num_values = heads.all_kv_heads * heads.v_head_dim
         if isinstance(names, str):
             total = (heads.all_heads + heads.all_kv_heads) * heads.head_dim + num_values
-            parts = [Part(names, total, _merged([span for spans in ranges for span in spans]))]
+            parts = [MatrixPart(names, total, _merged([span for spans in ranges for span in spans]))]
         else:
             counts = [heads.all_heads * heads.head_dim, heads.all_kv_heads * heads.head_dim, num_values]
             alone = _qkv_rows(heads, "separate")
             if len(names) == 2:
                 values = [(first + counts[1], last + counts[1]) for first, last in alone.pop()]
                 counts, alone[1] = [counts[0], counts[1] + num_values], alone[1] + values
-            parts = [Part(name, n, _merged(spans)) for name, n, spans in zip(names, counts, alone, strict=True)]
+            parts = [MatrixPart(name, n, _merged(spans)) for name, n, spans in zip(names, counts, alone, strict=True)]
         order = _without_neighbours(heads, neighbours) if neighbours else None
         return Linear(self._weight(parts, in_features, None, bias, transposed, order))
 
@@ -204,7 +203,7 @@ class Weights:
         """
         first, last = self.shard.span(out_features)
         rows = [(i * out_features + first, i * out_features + last) for i in range(fused)]
-        parts = [Part(name, fused * out_features, rows) for name in _as_list(names)]
+        parts = [MatrixPart(name, fused * out_features, rows) for name in _as_list(names)]
         return Linear(self._weight(parts, in_features, None, bias, transposed))
 
     def row(self, name: str, out_features: int, in_features: int, **how: Unpack[RowOptions]) -> RowLinear:
@@ -223,7 +222,7 @@ class Weights:
     ) -> Linear:
         """Whole on every shard: routers of experts, projections to something small. `order` is that of the outputs
         where it should not be the checkpoint's."""
-        parts = [Part(name, out_features) for name in _as_list(names)]
+        parts = [MatrixPart(name, out_features) for name in _as_list(names)]
         return Linear(self._weight(parts, in_features, None, bias, transposed, order))
 
     def per_head(
@@ -233,7 +232,9 @@ class Weights:
         rows = [(heads.first * size, heads.last * size)]
         if order is not None:
             order = (torch.arange(heads.num_heads)[:, None] * size + order).flatten()
-        return Linear(self._weight([Part(name, heads.all_heads * size, rows)], in_features, None, False, False, order))
+        return Linear(
+            self._weight([MatrixPart(name, heads.all_heads * size, rows)], in_features, None, False, False, order)
+        )
 
     def experts(
         self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
@@ -289,12 +290,12 @@ class Weights:
         has_bias = bias and self.shard.rank == 0
         if bias:
             self.skip(f"{name}.bias")
-        weight = self._weight([Part(name, out_features)], in_features, columns, has_bias, transposed)
+        weight = self._weight([MatrixPart(name, out_features)], in_features, columns, has_bias, transposed)
         return RowLinear(weight, self.shard, reduce)
 
     def _weight(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[MatrixPart],
         in_features: int,
         columns: tuple[int, int] | None,
         bias: bool,

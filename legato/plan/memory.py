@@ -16,7 +16,7 @@ from typing import Any
 
 from legato.modelfiles.files import GgufModel, ModelFiles
 from legato.plan.shape import SIZES, Shape
-from legato.server.reserve import reserve
+from legato.server.capacity import reserve
 
 SHARDS = (1, 2, 4, 8)
 BLOCK_SIZE = 16

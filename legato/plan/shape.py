@@ -12,8 +12,8 @@ from typing import Any
 from legato.models.catalogue import CATALOGUE
 from legato.models.keys import Keys
 from legato.models.sizes import Sizes
+from legato.server.capacity import LAYER_GRAPH_BYTES
 from legato.server.graphs.captures import kept_rows
-from legato.server.reserve import LAYER_GRAPH_BYTES
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3fn": 1, "fp8_e5m2": 1}
 # Copies of the logits in float32 that sampling with filters and penalties makes.

@@ -1,19 +1,28 @@
-"""Plain matrices: fp32, bf16, fp16."""
+"""Plain matrices: fp32, bf16, fp16. And what a layer needs of a weight matrix, whatever its format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import ClassVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from legato.kernels.language import runs_triton
 from legato.kernels.small_linear import small_linear
 from legato.kernels.split_linear import pays_to_split, split_linear
 
 # Up to this many rows our kernel is faster than cuBLAS.
 SMALL_ROWS = 1
+
+
+class Weight(Protocol):
+    """A matrix [out, in], maybe with a bias. Called once per layer and step, and allocates its result only."""
+
+    out_features: int
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> [T, out]."""
+        ...
 
 
 class DenseWeight:
@@ -25,7 +34,7 @@ class DenseWeight:
         self.bias = bias
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda and x.shape[0] <= SMALL_ROWS:
+        if x.shape[0] <= SMALL_ROWS and runs_triton(x):
             return small_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
@@ -37,7 +46,7 @@ class DenseWeight:
 
 
 class PackedWeight:
-    """A large matrix in oneDNN's blocked order, for CPUs.
+    """A float32 matrix in oneDNN's blocked order, for CPUs.
 
     A decode step reads every weight once, so its layout decides the speed: measured on two Zen cores with SmolLM2's
     shapes, 24 ms a step instead of 44 at batch 1 and 33 instead of 66 at batch 16.
@@ -52,56 +61,14 @@ class PackedWeight:
         self.bias = bias
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return _product(x, self.packed, self.bias)
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return product
 
 
-class SlicedWeight(PackedWeight):
-    """A small matrix, packed for decode steps and once more as it is for prompts, which add up its products in slices.
-
-    One sum over all inputs rounds worse than a sum of sums, and not as MKL does, which slices so: SmolLM2's logits were
-    1.5e-4 away from transformers' for that alone. Slices take more calls, for which a decode step has no time, and an
-    order that oneDNN reads more slowly than its own, hence two copies. The rounding of large matrices is not worth as
-    much memory.
-    """
-
-    SLICE = 192  # inputs
-    MOST_WEIGHTS = 2**21
-
-    _hurries: ClassVar[bool] = False
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self.slices = torch.split(weight.t().contiguous().t(), self.SLICE, dim=1)
-
-    @classmethod
-    @contextmanager
-    def in_one_sum(cls, hurries: bool) -> Iterator[None]:
-        """While a decode step is computed, of which a process has one at a time."""
-        cls._hurries = hurries
-        try:
-            yield
-        finally:
-            cls._hurries = False
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        if self._hurries:
-            return super().apply(x)
-        first, *others = zip(torch.split(x, self.SLICE, dim=-1), self.slices, strict=True)
-        total = _product(*first, self.bias)
-        for inputs, weight in others:
-            total = torch.ops.mkldnn._linear_pointwise.binary(inputs, total, weight, None, "add")
-        return total
-
-
-def dense_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseWeight | PackedWeight | SlicedWeight:
+def dense_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseWeight | PackedWeight:
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not _has_onednn():
         return DenseWeight(weight, bias)
-    return (SlicedWeight if weight.numel() <= SlicedWeight.MOST_WEIGHTS else PackedWeight)(weight, bias)
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product
+    return PackedWeight(weight, bias)
 
 
 def _has_onednn() -> bool:

@@ -17,7 +17,7 @@ _POSITIONS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class TopTokens:
+class LikeliestTokens:
     """The likeliest tokens of the rows that asked for them: of line j, belonging to index `indices[j]` of the batch,
     the first `lengths[j]` entries, likeliest first, of equal ones the lower id first."""
 
@@ -47,7 +47,7 @@ def finite(logits: Tensor) -> Tensor:
     return scores
 
 
-def top_tokens(logprobs: Tensor, indices: list[int], lengths: list[int]) -> TopTokens:
+def top_tokens(logprobs: Tensor, indices: list[int], lengths: list[int]) -> LikeliestTokens:
     """logprobs [m, V]: one line for each of `indices`."""
     vocab_size = logprobs.shape[1]
     bits = logprobs.view(torch.int32)
@@ -57,7 +57,7 @@ def top_tokens(logprobs: Tensor, indices: list[int], lengths: list[int]) -> TopT
     keys = (ordered.long() << 32) + backwards
     best = keys.topk(min(max(lengths), vocab_size), dim=-1).values
     token_ids = (vocab_size - 1) - (best & 0xFFFFFFFF)
-    return TopTokens(indices, lengths, token_ids, logprobs.gather(1, token_ids))
+    return LikeliestTokens(indices, lengths, token_ids, logprobs.gather(1, token_ids))
 
 
 def prompt_scores(logits: Tensor, successors: Tensor, num_top: int = 0) -> PromptScores:

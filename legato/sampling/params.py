@@ -1,12 +1,12 @@
-"""How the tokens of one row are chosen, as the shard sees it."""
+"""How the tokens of one row are chosen: the request's parameters, read once when it enters the row."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
 
-from legato.pb import generate_pb2
+from legato.pb.generate_pb2 import NextTokenChooserParameters
 
 
 class Feature(Enum):
@@ -26,95 +26,96 @@ class Feature(Enum):
     TOP_TOKENS = auto()
 
 
-# Beyond these, arithmetic in float32 has nothing to say: a lower temperature is the likeliest token, a higher one a
-# uniform choice, a larger bias or penalty decides alone.
-_TEMPERATURES = (1e-8, 1e8)
-_PENALTIES = (1e-6, 1e6)
+class Column(IntEnum):
+    """The numbers that the device must know of a row, by their names in the message."""
+
+    temperature = 0
+    top_k = 1
+    top_p = 2
+    typical_p = 3
+    min_p = 4
+    repetition_penalty = 5
+    frequency_penalty = 6
+    presence_penalty = 7
+
+
 _LARGEST_BIAS = 1e6
+# By column: default, minimum, maximum. Beyond these, arithmetic in float32 has nothing to say: a lower temperature is
+# the likeliest token, a higher one a uniform choice, a larger bias or penalty decides alone.
+_BOUNDS: tuple[tuple[float, float, float], ...] = (
+    (1.0, 1e-8, 1e8),
+    (0.0, 0.0, 2.0**32),
+    (1.0, 0.0, 1.0),
+    (1.0, 0.0, 1.0),
+    (0.0, 0.0, 1.0),
+    (1.0, 1e-6, 1e6),
+    (0.0, -_LARGEST_BIAS, _LARGEST_BIAS),
+    (0.0, -_LARGEST_BIAS, _LARGEST_BIAS),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Defaults are the identity, so that a row that sets nothing costs nothing."""
+class RowParams:
+    """What a row asks for, as nearly as arithmetic allows.
 
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    watermark: bool = False
+    The router refuses nonsense with a message. A shard may have other callers, and none of them may be able to hurt
+    the other rows of a batch: numbers are moved within bounds, and NaN becomes the default.
+    """
+
+    numbers: tuple[float, ...] = tuple(default for default, _, _ in _BOUNDS)  # by column
+    features: frozenset[Feature] = frozenset()
     seed: int = 0
-    token_bias: dict[int, float] = field(default_factory=dict)
+    token_bias: tuple[tuple[int, float], ...] = ()
     top_n_tokens: int = 0
     # None of the end tokens is chosen before that many tokens were generated.
     min_new_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def from_pb(cls, pb: generate_pb2.NextTokenChooserParameters, top_n_tokens: int = 0) -> SamplingParams:
-        """Proto3 cannot tell "absent" from 0, so 0 means "off" wherever 0 itself would make no sense."""
+    def read(cls, message: NextTokenChooserParameters, top_n_tokens: int = 0) -> RowParams:
+        """Proto3 cannot tell "absent" from 0, so 0 is the default of every number."""
+        numbers = tuple(_within(getattr(message, column.name), *_BOUNDS[column]) for column in Column)
+        bias = tuple(
+            (token, _within(number, 0.0, -_LARGEST_BIAS, _LARGEST_BIAS)) for token, number in message.token_bias.items()
+        )
+        features = _features(message, numbers)
+        if top_n_tokens:
+            features |= {Feature.TOP_TOKENS}
         return cls(
-            do_sample=pb.do_sample,
-            temperature=pb.temperature or 1.0,
-            top_k=pb.top_k,
-            top_p=pb.top_p or 1.0,
-            typical_p=pb.typical_p or 1.0,
-            min_p=pb.min_p,
-            repetition_penalty=pb.repetition_penalty or 1.0,
-            frequency_penalty=pb.frequency_penalty,
-            presence_penalty=pb.presence_penalty,
-            watermark=pb.watermark,
-            seed=pb.seed,
-            token_bias=dict(pb.token_bias),
-            top_n_tokens=top_n_tokens,
-            min_new_tokens=pb.min_new_tokens,
-            end_token_ids=tuple(pb.end_token_ids),
+            numbers,
+            features,
+            message.seed,
+            bias,
+            top_n_tokens,
+            message.min_new_tokens,
+            tuple(message.end_token_ids),
         )
 
-    def bounded(self) -> SamplingParams:
-        """The nearest parameters that cannot overflow; NaN becomes the default.
+    @property
+    def top_k(self) -> int:
+        return int(self.numbers[Column.top_k])
 
-        The router refuses nonsense with a message. A shard may have other callers, and none of them may be able to
-        hurt the other rows of a batch.
-        """
-        bias = _LARGEST_BIAS
-        return replace(
-            self,
-            temperature=_within(self.temperature, *_TEMPERATURES, default=1.0),
-            top_p=_within(self.top_p, 0.0, 1.0, default=1.0),
-            typical_p=_within(self.typical_p, 0.0, 1.0, default=1.0),
-            min_p=_within(self.min_p, 0.0, 1.0, default=0.0),
-            repetition_penalty=_within(self.repetition_penalty, *_PENALTIES, default=1.0),
-            frequency_penalty=_within(self.frequency_penalty, -bias, bias, default=0.0),
-            presence_penalty=_within(self.presence_penalty, -bias, bias, default=0.0),
-            token_bias={id: _within(each, -bias, bias, default=0.0) for id, each in self.token_bias.items()},
-        )
 
-    def features(self) -> frozenset[Feature]:
-        """What this row needs beyond taking the likeliest token."""
-        uses = {
-            Feature.WATERMARK: self.watermark,
-            Feature.BIAS: bool(self.token_bias),
-            Feature.REPETITION: self.repetition_penalty != 1.0,
-            Feature.COUNTS: self.frequency_penalty != 0.0 or self.presence_penalty != 0.0,
-            Feature.NO_END_YET: self.min_new_tokens > 0 and bool(self.end_token_ids),
-            Feature.TOP_TOKENS: self.top_n_tokens > 0,
+def _features(message: NextTokenChooserParameters, numbers: tuple[float, ...]) -> frozenset[Feature]:
+    """What the row needs beyond taking the likeliest token."""
+    uses = {
+        Feature.WATERMARK: message.watermark,
+        Feature.BIAS: bool(message.token_bias),
+        Feature.REPETITION: numbers[Column.repetition_penalty] != 1.0,
+        Feature.COUNTS: any(numbers[column] for column in (Column.frequency_penalty, Column.presence_penalty)),
+        Feature.NO_END_YET: message.min_new_tokens > 0 and bool(message.end_token_ids),
+    }
+    if message.do_sample:
+        uses |= {
+            Feature.SAMPLE: True,
+            Feature.TEMPERATURE: numbers[Column.temperature] != 1.0,
+            Feature.TOP_K: numbers[Column.top_k] > 0,
+            Feature.TOP_P: numbers[Column.top_p] < 1.0,
+            Feature.TYPICAL_P: numbers[Column.typical_p] < 1.0,
+            Feature.MIN_P: numbers[Column.min_p] > 0.0,
         }
-        if self.do_sample:
-            uses |= {
-                Feature.SAMPLE: True,
-                Feature.TEMPERATURE: self.temperature != 1.0,
-                Feature.TOP_K: self.top_k > 0,
-                Feature.TOP_P: self.top_p < 1.0,
-                Feature.TYPICAL_P: self.typical_p < 1.0,
-                Feature.MIN_P: self.min_p > 0.0,
-            }
-        return frozenset(feature for feature, used in uses.items() if used)
+    return frozenset(feature for feature, used in uses.items() if used)
 
 
-def _within(value: float, low: float, high: float, *, default: float) -> float:
-    return default if math.isnan(value) else min(max(value, low), high)
+def _within(value: float, default: float, low: float, high: float) -> float:
+    return default if not value or math.isnan(value) else min(max(value, low), high)

@@ -17,7 +17,7 @@ from legato.sampling.rows import on_device
 Ids: TypeAlias = np.ndarray | list[int]
 
 
-class History:
+class TokenHistory:
     """A row's line of a table means something only while the row uses the penalty; `begin_*` starts it afresh."""
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:

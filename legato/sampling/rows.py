@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from legato.sampling.params import Feature, SamplingParams
+from legato.sampling.params import Column, Feature, RowParams
 from legato.sampling.randomness import counter
 
 # These work on the rows that draw, not on the whole batch.
@@ -22,29 +21,18 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-class Column(IntEnum):
-    """Where a parameter stands in `RowTable.numbers`; the names are those of `SamplingParams`."""
-
-    temperature = 0
-    top_k = 1
-    top_p = 2
-    typical_p = 3
-    min_p = 4
-    repetition_penalty = 5
-    frequency_penalty = 6
-    presence_penalty = 7
-
-
 class RowTable:
     """One entry per row, on the device, written when a request enters the row.
 
-    `users` is the host's own record of who needs what, so that deciding what to compute asks nothing of the device.
+    `users` is the host's own record of who needs what, so that deciding what to compute asks nothing of the device;
+    `all_users` are the rows of any feature. A row that its request has left stays there until the next one enters.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self.device = device
-        self.params = [SamplingParams()] * max_rows
+        self.params = [RowParams()] * max_rows
         self.users: dict[Feature, set[int]] = {feature: set() for feature in Feature}
+        self.all_users: set[int] = set()
         self.version = 0  # grows with every write
         # How many tokens must still come before a row may end, for the rows that need `NO_END_YET`.
         self.tokens_before_end: dict[int, int] = {}
@@ -53,18 +41,18 @@ class RowTable:
         self.counters = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
 
-    def write(self, row: int, params: SamplingParams, position: int, last_token: int) -> None:
+    def write(self, row: int, params: RowParams, position: int, last_token: int) -> None:
         self.version += 1
         self.params[row] = params
-        features = params.features()
+        features = params.features
         self.tokens_before_end[row] = params.min_new_tokens - position
         if self.tokens_before_end[row] <= 0:
             features -= {Feature.NO_END_YET}
         for feature, rows in self.users.items():
             (rows.add if feature in features else rows.discard)(row)
+        (self.all_users.add if features else self.all_users.discard)(row)
         if features:
-            numbers = [float(getattr(params, column.name)) for column in Column]
-            self.numbers[:, row] = on_device(torch.tensor(numbers), self.device)
+            self.numbers[:, row] = on_device(torch.tensor(params.numbers), self.device)
             # Not by assignment, which waits for the device: torch copies the number from the host.
             self.counters[row].fill_(counter(params.seed, position))
             self.last_tokens[row].fill_(last_token)
@@ -75,11 +63,13 @@ class RowTable:
             self.tokens_before_end[row] -= 1
             if self.tokens_before_end[row] == 0:
                 self.users[Feature.NO_END_YET].discard(row)
+                if not any(row in users for users in self.users.values()):
+                    self.all_users.discard(row)
                 self.version += 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class BatchPart:
     """The m rows of a batch that use one feature."""
 
     places: Tensor  # [m]: where they stand in what this is a part of
@@ -116,7 +106,7 @@ class Composition:
         drawing = [row for row in rows if row in table.users[Feature.SAMPLE]]
         self.parts = _parts(table, {feature: drawing if feature in _FILTERS else rows for feature in used})
 
-        def using(feature: Feature) -> list[tuple[int, SamplingParams]]:
+        def using(feature: Feature) -> list[tuple[int, RowParams]]:
             if feature not in used:
                 return []
             return [(i, table.params[row]) for i, row in enumerate(rows) if row in table.users[feature]]
@@ -126,9 +116,7 @@ class Composition:
         self.top_n = {i: params.top_n_tokens for i, params in using(Feature.TOP_TOKENS)}
         # The biases of all rows, as places in the flattened scores and what to add there.
         biases = [
-            (i * vocab_size + token, bias)
-            for i, params in using(Feature.BIAS)
-            for token, bias in params.token_bias.items()
+            (i * vocab_size + token, bias) for i, params in using(Feature.BIAS) for token, bias in params.token_bias
         ]
         if biases:
             places, values = zip(*biases, strict=True)
@@ -144,7 +132,7 @@ class Composition:
         return self.version == table.version and self.rows == rows
 
 
-def _parts(table: RowTable, wholes: dict[Feature, list[int]]) -> dict[Feature, Part]:
+def _parts(table: RowTable, wholes: dict[Feature, list[int]]) -> dict[Feature, BatchPart]:
     """Each feature's part of its whole. The indices of all of them travel to the device together."""
     places = [
         [place for place, row in enumerate(whole) if row in table.users[feature]] for feature, whole in wholes.items()
@@ -153,6 +141,6 @@ def _parts(table: RowTable, wholes: dict[Feature, list[int]]) -> dict[Feature, P
     flat = torch.tensor([index for part in places + rows for index in part], dtype=torch.int64)
     indices = torch.split(on_device(flat, table.device), [len(part) for part in places + rows])
     return {
-        feature: Part(on, of, len(of) == len(whole), table.numbers.index_select(1, of).unsqueeze(-1).unbind())
+        feature: BatchPart(on, of, len(of) == len(whole), table.numbers.index_select(1, of).unsqueeze(-1).unbind())
         for (feature, whole), on, of in zip(wholes.items(), indices[: len(wholes)], indices[len(wholes) :], strict=True)
     }

@@ -27,13 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from legato.pb.generate_pb2 import NextTokenChooserParameters
 from legato.sampling import blocks, filters
 from legato.sampling.allowed import Allowed
-from legato.sampling.logprobs import HUGE, TopTokens, finite, top_tokens
-from legato.sampling.params import Feature, SamplingParams
-from legato.sampling.penalties import History
+from legato.sampling.logprobs import HUGE, LikeliestTokens, finite, top_tokens
+from legato.sampling.params import Column, Feature, RowParams
+from legato.sampling.penalties import TokenHistory
 from legato.sampling.randomness import STRIDE, uniform
-from legato.sampling.rows import Column, Composition, Part, RowTable
+from legato.sampling.rows import BatchPart, Composition, RowTable
 from legato.sampling.watermark import GreenLists
 
 
@@ -43,7 +44,7 @@ class Sampled:
 
     token_ids: Tensor  # [n] int64
     logprobs: Tensor  # [n] float32, of the model itself
-    top: TopTokens | None  # only if a row asked for it
+    top: LikeliestTokens | None  # only if a row asked for it
 
 
 class Sampler:
@@ -60,7 +61,7 @@ class Sampler:
     ) -> None:
         self._vocab_size = vocab_size
         self._table = RowTable(max_rows, device)
-        self._history = History(vocab_size, max_rows, device)
+        self._history = TokenHistory(vocab_size, max_rows, device)
         self._greens = GreenLists(vocab_size, device, watermark_gamma, watermark_delta)
         self._composition = Composition(self._table, [], vocab_size)
 
@@ -68,31 +69,34 @@ class Sampler:
     def set_row(
         self,
         row: int,
-        params: SamplingParams,
+        parameters: NextTokenChooserParameters,
         prompt_ids: np.ndarray | list[int],
         generated_ids: np.ndarray | list[int],
+        top_n_tokens: int = 0,
     ) -> None:
         """A request enters a row, for the first time or, after it was preempted, with what it has generated so far.
 
         Nothing of the row's former request remains. ValueError, and a row left as it was, for token ids that the
         model does not have.
         """
-        params = params.bounded()
-        for name, ids in (("token_bias", params.token_bias), ("end_token_ids", params.end_token_ids)):
+        params = RowParams.read(parameters, top_n_tokens)
+        for name, ids in (("token_bias", parameters.token_bias), ("end_token_ids", parameters.end_token_ids)):
             for token in ids:
-                if not 0 <= token < self._vocab_size:
+                if token >= self._vocab_size:
                     raise ValueError(f"{name}: {token} is not in the vocabulary of {self._vocab_size} tokens")
-        features = params.features()
-        if Feature.REPETITION in features:
+        if Feature.REPETITION in params.features:
             self._history.begin_seen(row, np.concatenate((prompt_ids, generated_ids)))
-        if Feature.COUNTS in features:
+        if Feature.COUNTS in params.features:
             self._history.begin_counts(row, generated_ids)
         last_token = next((int(ids[-1]) for ids in (generated_ids, prompt_ids) if len(ids)), 0)
         self._table.write(row, params, len(generated_ids), last_token)
 
     def is_greedy(self, rows: list[int]) -> bool:
-        """Whether these rows want the likeliest token of the logits as they are, and nothing besides."""
-        return all(users.isdisjoint(rows) for users in self._table.users.values())
+        """Whether these rows want the likeliest token of the logits as they are, and nothing besides.
+
+        Asked every step: where no row asks for anything it looks at none.
+        """
+        return not self._table.all_users or self._table.all_users.isdisjoint(rows)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: list[int], allowed: Allowed | None = None) -> Sampled:
@@ -144,7 +148,7 @@ class Sampler:
         drawing.put(token_ids, drawn)
         return token_ids
 
-    def _draw(self, scores: Tensor, drawing: Part, batch: Composition) -> Tensor:
+    def _draw(self, scores: Tensor, drawing: BatchPart, batch: Composition) -> Tensor:
         """scores [m, V] -> [m]. They are left as they are: they may be the raw ones."""
         counters = self._table.counters.index_select(0, drawing.rows)
         self._table.counters.index_copy_(0, drawing.rows, counters + STRIDE)

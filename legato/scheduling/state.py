@@ -36,7 +36,7 @@ class ModelLimits:
     has_encoder: bool = False
 
 
-class ImageSpan(Struct, frozen=True, array_like=True):
+class PromptSpan(Struct, frozen=True, array_like=True):
     """Where an image is in a prompt: tokens [start, start + num_tokens), which a shard knows by the one `token_id`.
 
     In `input_ids` they are digests of the image instead, so that the prefix cache never confuses two images.
@@ -61,7 +61,7 @@ class GenerationRequest(Struct, frozen=True):
     stop_token_ids: frozenset[int] = frozenset()
     min_new_tokens: int = 0
     prompt_logprobs: bool = False
-    images: tuple[ImageSpan, ...] = ()
+    images: tuple[PromptSpan, ...] = ()
     priority: int = DEFAULT_PRIORITY
     # Who shares the server with others of equal priority: a digest of the API key, the same for all without keys.
     tenant: str = ""

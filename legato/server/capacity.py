@@ -1,4 +1,4 @@
-"""What a shard can hold: from the wishes of Warmup and a number of bytes to blocks and limits. Pure arithmetic."""
+"""What a shard can hold: from the limits that Warmup asks for and a number of bytes to blocks. Arithmetic, no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ from dataclasses import dataclass
 
 from legato.pb import generate_pb2 as pb
 from legato.server.interceptor import RequestRefused
-from legato.server.memory import gib
 
 # Rows and step tokens of a shard that nobody sized: enough for a client that calls Warmup with nothing in it.
 DEFAULT_ROWS = 128
 DEFAULT_STEP_TOKENS = 512
 RESERVED_BLOCKS = 1  # block 0 takes the writes of padded rows
+GIB = 2**30
+# Of a host's free memory, what a shard takes: the rest is everybody else's.
+HOST_SHARE = 0.5
+# Of a GPU's memory, left to fragmentation and to what libraries allocate behind torch's back.
+RESERVE_SHARE, LEAST_RESERVE = 0.01, 256 * 2**20
+# What the driver keeps of a captured graph for each layer, besides the tensors that it writes: some ten kernels.
+LAYER_GRAPH_BYTES = 256 * 2**10
+
+
+def reserve(total: int) -> int:
+    """Bytes of a GPU with `total` bytes that are left free."""
+    return max(LEAST_RESERVE, int(RESERVE_SHARE * total))
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +41,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RequestedLimits:
     """What Warmup asks for, of a model that knows `max_positions`. A 0 leaves it to us."""
 
     request: pb.WarmupRequest
@@ -55,7 +70,7 @@ class Wishes:
         return -(-num_tokens // self.block_size)
 
     def fit(self, budget: int) -> Capacity:
-        """What fits into `budget` bytes. Memory is cut to whole blocks, wishes are rounded up to them."""
+        """What fits into `budget` bytes. Memory is cut to whole blocks, requested are rounded up to them."""
         in_memory = max(0, budget) // (self.bytes_per_token * self.block_size)
         usable = min(in_memory, self.max_rows * self.num_blocks(self.longest))
         if self.request.max_batch_total_tokens:

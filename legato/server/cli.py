@@ -37,7 +37,7 @@ def serve(options: ServerOptions) -> None:
         return
     if options.load_format == "auto":
         files.check_weights()
-    from legato.server.serving import run  # brings in torch, which takes seconds: wrong flags and files end before
+    from legato.server.service import run  # brings in torch, which takes seconds: wrong flags and files end before
 
     run(files, options)
 

@@ -13,22 +13,21 @@ import torch
 
 from legato.grammar.wire import from_pb
 from legato.layers.kv_cache import KVCache
+from legato.layers.shard import Shard
 from legato.models.registry import CausalModel
-from legato.models.vision import SeeingModel
+from legato.models.vision import VisionModel
 from legato.pb import generate_pb2 as pb
-from legato.quantization.dense import SlicedWeight
 from legato.sampling.logprobs import PromptScores, prompt_scores
-from legato.sampling.params import SamplingParams
 from legato.sampling.sampler import Sampler
 from legato.server.grammars import Grammars
 from legato.server.graphs.captures import mixed_sizes
 from legato.server.graphs.decode import CudaRecorder, Record
 from legato.server.graphs.steps import StepGraphs
 from legato.server.memory import is_out_of_memory, refused_for_memory, release
-from legato.server.pending import Chosen, Outcome, Pending, StepClock
+from legato.server.pending import ForwardResult, PendingStep, SampledTokens, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
 from legato.server.rows import Rows, RowStep, to_device
-from legato.server.vision.images import Eyes
+from legato.server.vision.images import VisionEncoder
 from legato.vision.rules import ImageRules
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 # Logits of a long prompt at once would be gigabytes.
 PROMPT_LOGITS_TOKENS = 128
 # How often a step that does not fit is cut in two: sixteen forwards of a sixteenth, and then it is lost.
-MOST_CUTS = 4
+MAX_SPLITS = 4
 
 
 class Engine:
@@ -49,7 +48,7 @@ class Engine:
         make_sampler: Callable[[int], Sampler],
         grammars: Grammars,
         graph_sizes: tuple[int, ...] = (),  # of decode batches to capture; (0,) for none, () for whatever comes
-        cuts_steps: bool = True,  # one shard of several must not: the others would go on with the whole step
+        shard: Shard | None = None,
         image_rules: ImageRules | None = None,  # how pictures are cut for the model; None: it gets none
     ) -> None:
         self.model = model
@@ -60,12 +59,14 @@ class Engine:
         self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device, has_encoder)
         self.sampler = make_sampler(max_rows)
         self.grammars = grammars
-        self.eyes: Eyes | None = None
-        if image_rules is not None and isinstance(model, SeeingModel):
-            self.eyes = Eyes(model, image_rules, max_rows, self.device)
-        self._most_cuts = MOST_CUTS if cuts_steps else 0
+        self.vision_encoder: VisionEncoder | None = None
+        if image_rules is not None and isinstance(model, VisionModel):
+            self.vision_encoder = VisionEncoder(model, image_rules, max_rows, self.device)
+        self.shard = shard or Shard()
+        # One shard of several must not cut: the others would go on with the whole step.
+        self._max_splits = MAX_SPLITS if self.shard.world_size == 1 else 0
         # What an encoder or eyes see of a prompt is not of one shape.
-        self._mixed_sizes = [] if has_encoder or self.eyes is not None else mixed_sizes(max_rows)
+        self._mixed_sizes = [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows)
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
             self.use_graphs(graph_sizes, CudaRecorder())
@@ -73,9 +74,9 @@ class Engine:
     def use_graphs(self, sizes: Sequence[int], record: Record, mixed: Sequence[int] | None = None) -> None:
         """From now on. The first ones are yet to be captured. `mixed` are other sizes for steps with prompts."""
         mixed = self._mixed_sizes if mixed is None or not self._mixed_sizes else mixed
-        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record)
+        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard)
 
-    def launch(self, request: pb.StepRequest) -> Pending:
+    def launch(self, request: pb.StepRequest) -> PendingStep:
         """Counts are booked first, for all rows: a step that fails later leaves no row behind the router's count.
 
         A step that does not fit in memory raises `OutOfMemory`: its rows are lost, all others are as they were.
@@ -88,28 +89,28 @@ class Engine:
             try:
                 return self._launch(request, parts, started)
             except BaseException:
-                self.rows.adrift.update(request.rows)
+                self.rows.out_of_sync.update(request.rows)
                 raise
 
     @torch.inference_mode()
-    def _launch(self, request: pb.StepRequest, parts: list[RowStep], started: int) -> Pending:
+    def _launch(self, request: pb.StepRequest, parts: list[RowStep], started: int) -> PendingStep:
         clock = StepClock(self.device)
         for admission in request.admitted:
             self._configure_sampler(admission)
-            if self.eyes is not None:
-                self.eyes.admit(admission)
+            if self.vision_encoder is not None:
+                self.vision_encoder.admit(admission)
         self.rows.write_blocks()
         outcomes = self._replay(parts) or self._forward(parts)
         outcomes = [outcome.to_host() for outcome in outcomes]
         clock.stop()
-        if self.eyes is not None:
-            self.eyes.forget(parts)
+        if self.vision_encoder is not None:
+            self.vision_encoder.forget(parts)
         for outcome in outcomes:
             if outcome.chosen is not None:
                 self.grammars.accept(outcome.chosen.rows, partial(_read_ids, clock, outcome.chosen))
-        return Pending(request.id, started, clock, outcomes)
+        return PendingStep(request.id, started, clock, outcomes)
 
-    def _replay(self, parts: list[RowStep]) -> list[Outcome]:
+    def _replay(self, parts: list[RowStep]) -> list[ForwardResult]:
         """A step that there is a graph for; else nothing."""
         if self.graphs is None:
             return []
@@ -123,12 +124,12 @@ class Engine:
         if not rows:
             chosen = None
         elif self.sampler.is_greedy(rows) and not self.grammars.active(rows):
-            chosen = Chosen(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
+            chosen = SampledTokens(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
         else:
             chosen = self._choose(done.logits[: len(rows)], rows)
-        return [Outcome(chosen, _restore(order, sampled), {})]
+        return [ForwardResult(chosen, _restore(order, sampled), {})]
 
-    def _forward(self, parts: list[RowStep], cuts: int = 0) -> list[Outcome]:
+    def _forward(self, parts: list[RowStep], cuts: int = 0) -> list[ForwardResult]:
         """A step of any kind: one forward, or two halves one after the other where memory does not suffice for one.
 
         Computing again what a failed forward had begun is harmless. Sampling is not repeated: rows would move on twice.
@@ -139,37 +140,36 @@ class Engine:
         try:
             logits, scores = self._compute(ordered)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or cuts == self._most_cuts or not all(halves(parts)):
+            if not is_out_of_memory(error) or cuts == self._max_splits or not all(halves(parts)):
                 raise
             logger.warning("Out of memory: a step of %d tokens is cut in two", sum(part.count for part in parts))
         else:
             chosen = None if logits is None else self._choose(logits, [ordered[place].row for place in sampled])
-            return [Outcome(chosen, _restore(order, sampled), scores)]
+            return [ForwardResult(chosen, _restore(order, sampled), scores)]
         release(self.device)  # here, where the error no longer holds what it failed with
         return [outcome for half in halves(parts) for outcome in self._forward(half, cuts + 1)]
 
     def _compute(self, parts: list[RowStep]) -> tuple[torch.Tensor | None, dict[int, list[PromptScores]]]:
         """Logits of the rows that sample, if any do, and what the model thought of prompts."""
         step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
-        if self.eyes is not None:
-            step = self.eyes.look(step, parts)
+        if self.vision_encoder is not None:
+            step = self.vision_encoder.add_images(step, parts)
         has_scores = any(map(self.rows.wants_scores, parts))
-        with SlicedWeight.in_one_sum(step.is_decode):
-            hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
+        hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
         if self.graphs is not None:
             self.rows.lengths[step.rows] = step.context_lens
-            self.rows.adrift.difference_update(part.row for part in parts)
+            self.rows.out_of_sync.difference_update(part.row for part in parts)
         scores = self._prompt_scores(hidden, parts) if has_scores else {}
         if not any(part.samples for part in parts):
             return None, scores
         return self.model.logits(step.wanted(hidden) if has_scores else hidden), scores
 
-    def _choose(self, logits: torch.Tensor, rows: list[int]) -> Chosen:
+    def _choose(self, logits: torch.Tensor, rows: list[int]) -> SampledTokens:
         sampled = self.sampler.sample(logits, rows, self.grammars.allowed(rows))
         self.rows.last_tokens[to_device(np.array(rows), self.device)] = sampled.token_ids
         # The largest logit is finite if the others are: NaN and infinity win.
         logprobs = torch.where(logits.amax(-1).isfinite(), sampled.logprobs, float("nan"))
-        return Chosen(rows, sampled.token_ids, logprobs, sampled.top, self.grammars.errors(rows))
+        return SampledTokens(rows, sampled.token_ids, logprobs, sampled.top, self.grammars.errors(rows))
 
     def _book(self, request: pb.StepRequest) -> list[RowStep]:
         for admission in request.admitted:
@@ -195,10 +195,11 @@ class Engine:
     def _configure_sampler(self, admission: pb.Admission) -> None:
         sequence = self.rows[admission.row]
         ids, num_prompt = sequence.input_ids, len(sequence.input_ids) - admission.num_generated
-        params = SamplingParams.from_pb(admission.parameters, admission.top_n_tokens)
         # Penalties are for what the decoder has before it.
         prompt_ids, generated_ids = ids[sequence.encoder_len : num_prompt], ids[num_prompt:]
-        self.sampler.set_row(admission.row, params, prompt_ids, generated_ids)
+        self.sampler.set_row(
+            admission.row, admission.parameters, prompt_ids, generated_ids, top_n_tokens=admission.top_n_tokens
+        )
         grammar, most = from_pb(admission.parameters), admission.max_new_tokens
         self.grammars.set_row(admission.row, grammar, generated_ids.tolist(), most)
 
@@ -229,7 +230,7 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(tensor, PROMPT_LOGITS_TOKENS)
 
 
-def _read_ids(clock: StepClock, chosen: Chosen) -> list[int]:
+def _read_ids(clock: StepClock, chosen: SampledTokens) -> list[int]:
     """The tokens of a step, once they are on the host."""
     clock.wait()
     ids: list[int] = chosen.token_ids.tolist()

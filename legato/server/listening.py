@@ -1,4 +1,4 @@
-"""How a shard comes to be reached: its service on a unix socket, until a signal says stop."""
+"""Serve a shard on a unix socket until a signal stops it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-from typing import Protocol
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -17,17 +16,12 @@ from legato.common.sockets import claim_socket, remove_socket
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.interceptor import ExceptionInterceptor
+from legato.server.stream import StepStreamService
 
 logger = logging.getLogger(__name__)
 
 FLAG = "--uds-path"
 UNLIMITED_MESSAGES = [("grpc.max_send_message_length", 2**31 - 1), ("grpc.max_receive_message_length", 2**31 - 1)]
-
-
-class Service(Protocol):
-    """A `TextGenerationServiceServicer` that can end what is under way."""
-
-    async def stop(self) -> None: ...
 
 
 def socket_paths(options: ServerOptions) -> list[str]:
@@ -40,7 +34,7 @@ def socket_urls(options: ServerOptions) -> list[str]:
     return [f"unix://{path}" for path in socket_paths(options)]
 
 
-async def serve(service: Service, path: str) -> None:
+async def serve(service: StepStreamService, path: str) -> None:
     server = await listen(service, path)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -53,7 +47,7 @@ async def serve(service: Service, path: str) -> None:
     remove_socket(path, FLAG)
 
 
-async def listen(service: Service, path: str) -> grpc.aio.Server:
+async def listen(service: StepStreamService, path: str) -> grpc.aio.Server:
     server = grpc.aio.server(interceptors=[ExceptionInterceptor()], options=UNLIMITED_MESSAGES)
     pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
     name = pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name

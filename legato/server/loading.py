@@ -13,6 +13,7 @@ import torch
 from legato.common.errors import ModelError, ModelFileError, OptionError
 from legato.common.options import ServerOptions
 from legato.common.progress import LOADING_WEIGHTS
+from legato.kernels.language import enable_triton
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
@@ -39,6 +40,7 @@ def load(files: ModelFiles, options: ServerOptions) -> LoadedModel:
     """Cheap checks first: a wrong configuration or flag ends in milliseconds, not after the weights are read."""
     with _naming(files):
         config = _config(files, options)
+        enable_triton(not options.disable_custom_kernels)
         device = choose_device(options.device, options.rank, options.world_size)
         dtype = choose_dtype(options.dtype, files.config(), device)
         shard = join(options, device)

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import grpc
 import torch
 
+from legato.server.capacity import HOST_SHARE, LAYER_GRAPH_BYTES, reserve
 from legato.server.interceptor import RequestRefused
-from legato.server.reserve import HOST_SHARE, LAYER_GRAPH_BYTES, reserve
 
-GIB = 2**30
 # How torch says it, besides its own type of error: the CPU's allocator, cuBLAS, the driver.
 OUT_OF_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
 
@@ -118,10 +117,6 @@ def refused_for_memory(message: str, device: torch.device) -> Iterator[None]:
             raise
     release(device)  # here, where the error no longer holds what it failed with
     raise OutOfMemory(message)
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
 
 
 def _available_ram() -> int:

@@ -16,20 +16,20 @@ from legato.layers.kv_cache import KVCache, KVShape
 from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
-from legato.server.capacity import Capacity, Wishes
+from legato.server.capacity import Capacity, RequestedLimits, gib
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
 from legato.server.graphs.captures import kept_rows, mixed_sizes
 from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
-from legato.server.memory import cache_budget, gib, graph_bytes, host_budget, measure, refused_for_memory
-from legato.server.rehearsal import decode_step, first_step, full_step, ordinary_steps
+from legato.server.memory import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
+from legato.server.warmup import decode_step, first_step, full_step, ordinary_steps
 from legato.vision.rules import image_rules
 
 logger = logging.getLogger(__name__)
 
 # Blocks of the cache in which the largest step is rehearsed: all rows write to the same one.
-REHEARSAL_BLOCKS = 2
+WARMUP_BLOCKS = 2
 CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -69,7 +69,7 @@ class Model:
     @property
     def alone(self) -> bool:
         """Whether this shard is the whole model: then it need not do as others do, at the same time."""
-        return self.options.world_size == 1
+        return self.loaded.shard.world_size == 1
 
     def info(self) -> pb.InfoResponse:
         config = self.loaded.model.config
@@ -101,8 +101,10 @@ class Model:
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Of decodes to capture, in the words of `--cuda-graphs`: () for whatever comes, (0,) for none."""
-        return self.options.cuda_graphs if self.loaded.model.can_capture else (0,)
+        """Of decodes to capture, in the words of `--cuda-graphs`: () for whatever comes, (0,) for none. The torch
+        versions of our kernels look at lengths on the host, which a capture cannot."""
+        can_capture = self.loaded.model.can_capture and not self.options.disable_custom_kernels
+        return self.options.cuda_graphs if can_capture else (0,)
 
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
         """Size the cache by the memory that is left, allocate it, and run first steps so that no request has to."""
@@ -112,16 +114,16 @@ class Model:
             unfreeze_gc()
         self._engine = self._capacity = None
         max_positions = self.loaded.model.config.max_positions
-        wishes = Wishes(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
+        requested = RequestedLimits(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
         # Shards that have unlike room agree on what the smallest can hold.
         token_bytes = self.kv_shape.bytes_per_token
-        budget = self.loaded.shard.least(self._budget(wishes) // token_bytes, self.loaded.device) * token_bytes
-        capacity = wishes.fit(budget)
+        budget = self.loaded.shard.least(self._budget(requested) // token_bytes, self.loaded.device) * token_bytes
+        capacity = requested.fit(budget)
         if isinstance(self.loaded.model, LimitedModel):
             self.loaded.model.limit(capacity.max_total_tokens)
         size = gib(capacity.num_blocks * self.block_size * self.kv_shape.bytes_per_token)
         with refused_for_memory(f"no {size} for the KV cache; lower --cuda-memory-fraction", self.loaded.device):
-            self._engine = self._make_engine(capacity.num_blocks, wishes, capacity.max_total_tokens)
+            self._engine = self._make_engine(capacity.num_blocks, requested, capacity.max_total_tokens)
         self._first_steps(capacity)
         self._capacity = capacity
         fields = {
@@ -134,16 +136,16 @@ class Model:
         logger.info(WARMED_UP, extra={"fields": fields})
         return capacity
 
-    def _budget(self, wishes: Wishes) -> int:
+    def _budget(self, requested: RequestedLimits) -> int:
         """Bytes for the KV cache."""
         device, fraction = self.loaded.device, self.options.cuda_memory_fraction
         if device.type == "cpu":
             return host_budget(fraction / self.loaded.shard.world_size)  # all shards live in the same memory
-        tokens, rows = wishes.step_tokens, wishes.max_rows
+        tokens, rows = requested.step_tokens, requested.max_rows
         lost = f"a step of {tokens} tokens in {rows} rows does not fit beside the weights"
         cure = "lower --max-batch-prefill-tokens or --max-concurrent-requests"
         with refused_for_memory(f"{lost}; {cure}", device):
-            reading = measure(lambda: self._rehearse(wishes), device)
+            reading = measure(lambda: self._run_largest_steps(requested), device)
         kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes)
         largest, layers = mixed_sizes(rows)[-1], self.loaded.model.config.num_layers
         # Of every row a graph keeps the logits, the token and its log probability.
@@ -163,27 +165,27 @@ class Model:
         )
         return cache_budget(reading, fraction, graphs)
 
-    def _rehearse(self, wishes: Wishes) -> None:
+    def _run_largest_steps(self, requested: RequestedLimits) -> None:
         """The largest step that a router may send, and some that it often will, in an engine that is thrown away."""
-        engine = self._make_engine(REHEARSAL_BLOCKS, wishes, wishes.longest, graphs=False)
-        if engine.eyes is not None:
-            engine.eyes.rehearse(wishes.longest)
-        for step in (full_step(wishes), *ordinary_steps(wishes)):
+        engine = self._make_engine(WARMUP_BLOCKS, requested, requested.longest, graphs=False)
+        if engine.vision_encoder is not None:
+            engine.vision_encoder.encode_largest(requested.longest)
+        for step in (full_step(requested), *ordinary_steps(requested)):
             engine.launch(step).read()
 
-    def _make_engine(self, num_blocks: int, wishes: Wishes, longest: int, graphs: bool = True) -> Engine:
+    def _make_engine(self, num_blocks: int, requested: RequestedLimits, longest: int, graphs: bool = True) -> Engine:
         cache = KVCache(self.kv_shape, num_blocks, self.block_size, self.loaded.device)
         sizes = self.graph_sizes if graphs else (0,)
         model = self.loaded.model
         return Engine(
             model,
             cache,
-            wishes.max_rows,
+            requested.max_rows,
             longest,
             self._make_sampler,
             self.grammars,
             sizes,
-            self.alone,
+            self.loaded.shard,
             self.image_rules,
         )
 

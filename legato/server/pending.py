@@ -10,23 +10,23 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from legato.pb import generate_pb2 as pb
-from legato.sampling.logprobs import PromptScores, TopTokens
+from legato.sampling.logprobs import LikeliestTokens, PromptScores
 
 NOT_FINITE = "Numerical error: the model's logits for this request are not finite (NaN or infinity)"
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledTokens:
     """The tokens of one forward, on the device or on their way to the host."""
 
     rows: list[int]
     token_ids: torch.Tensor
     logprobs: torch.Tensor  # NaN where the logits of a row were not finite
-    top: TopTokens | None = None
+    top: LikeliestTokens | None = None
     # Place -> why the token there means nothing.
     errors: dict[int, str] = field(default_factory=dict)
 
-    def to_host(self) -> Chosen:
+    def to_host(self) -> SampledTokens:
         """Queue the copies behind the step. Whoever reads them waits for the step's event first."""
         top = self.top
         if top is not None:
@@ -35,27 +35,27 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ForwardResult:
     """What a forward came to. A step is one of them, or several in the order of its rows."""
 
-    chosen: Chosen | None
+    chosen: SampledTokens | None
     # Place of each sampled row in the order of the request: a forward computes decodes first.
     places: list[int]
     # What the model thought of the prompts of the rows that asked.
     prompt_scores: dict[int, list[PromptScores]]
 
-    def to_host(self) -> Outcome:
+    def to_host(self) -> ForwardResult:
         return self if self.chosen is None else replace(self, chosen=self.chosen.to_host())
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingStep:
     """`read` waits for the step."""
 
     step_id: int
     started: int
     clock: StepClock
-    outcomes: list[Outcome]
+    outcomes: list[ForwardResult]
 
     def read(self) -> pb.StepResponse:
         response = pb.StepResponse(id=self.step_id, forward_ns=self.clock.wait())
@@ -71,7 +71,7 @@ class Pending:
         response.total_ns = time.perf_counter_ns() - self.started
         return response
 
-    def _chosen(self) -> Iterator[tuple[Chosen, list[int]]]:
+    def _chosen(self) -> Iterator[tuple[SampledTokens, list[int]]]:
         for outcome in self.outcomes:
             if outcome.chosen is not None:
                 yield outcome.chosen, outcome.places
@@ -85,7 +85,7 @@ class Pending:
         return scores
 
 
-def _read_tokens(chosen: Chosen, places: list[int], response: pb.StepResponse) -> None:
+def _read_tokens(chosen: SampledTokens, places: list[int], response: pb.StepResponse) -> None:
     first = len(response.token_ids)
     index_of = {place: first + index for index, place in enumerate(places)}
     ids, logprobs = chosen.token_ids.tolist(), chosen.logprobs.tolist()

@@ -13,7 +13,7 @@ from legato.server.rows import Rows, RowStep, to_device
 
 
 def decodes_first(parts: list[RowStep]) -> list[int]:
-    """Places of the decodes, then of the chunks: attention treats the two differently.
+    """RowAndBlockAllocator of the decodes, then of the chunks: attention treats the two differently.
 
     The longest decodes come first: what is begun last should be short, or the device waits for it with nothing to do.
     """

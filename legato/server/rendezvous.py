@@ -12,6 +12,7 @@ import torch.distributed as dist
 from legato.common.errors import EndpointInUse, OptionError
 from legato.common.options import ServerOptions
 from legato.layers.shard import Shard
+from legato.server.memory import OutOfMemory
 
 # For the others to come, to load what we have loaded, or to finish a step. A shard that ends is noticed at once.
 LONGEST_WAIT = timedelta(minutes=20)
@@ -42,15 +43,15 @@ def join(options: ServerOptions, device: torch.device) -> Shard:
     return Shard(rank, world_size)
 
 
-def end_if_out_of_step(shard: Shard, step_id: int, error: Exception) -> None:
-    """End this process, if `error` may have left the others waiting for us in the middle of step `step_id`.
+def end_if_out_of_sync(shard: Shard, doing: str, error: Exception) -> None:
+    """End this process if `error` may have left the other shards waiting for it in a collective.
 
-    What torch raises (no memory, a peer that is gone) happens to one shard; every other error comes of the request, and
-    so to all of them alike.
+    Out of memory, a failed kernel or a lost peer happens on one shard. Every other error is caused by the request, and
+    is the same on all shards.
     """
-    if shard.world_size > 1 and isinstance(error, RuntimeError):
-        reason = str(error).splitlines()[0]
-        print(f"error: shard {shard.rank} failed in step {step_id}: {reason}", file=sys.stderr, flush=True)
+    if shard.world_size > 1 and isinstance(error, RuntimeError | MemoryError | OutOfMemory):
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        print(f"error: shard {shard.rank} failed in {doing}: {reason}", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -1,8 +1,8 @@
-"""Persistent rows: one place per running request, written once at admission and advanced by every step.
+"""Persistent rows: one per running request, written once at admission and advanced by every step.
 
-The router owns the row numbers and the blocks. What a row knows is here, on the host where shapes are decided and on
-the device where they are used. The last sampled token lives only on the device: the next step reads it there, so
-nothing waits until it has travelled to the host.
+The router owns the row numbers and the blocks. The state of a row is here, on the host where shapes are decided and on
+the device where they are used. The last sampled token is on the device only: the next step reads it there, so that no
+step waits for a copy to the host.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 
 @dataclass(slots=True)
-class Sequence:
-    """What the host must know of the request in a row. `known` counts sampled tokens too, `input_ids` does not."""
+class RowState:
+    """What the host knows of the request in a row. `known` counts sampled tokens too, `input_ids` does not."""
 
     request_id: int
     input_ids: np.ndarray  # int64, the tokens that came with the admission
@@ -24,8 +24,8 @@ class Sequence:
     computed: int
     num_blocks: int
     prompt_logprobs: bool
-    num_top_tokens: int  # how many likeliest tokens to tell with each of them
-    encoder_len: int = 0  # leading tokens that are an encoder's
+    num_top_tokens: int  # likeliest tokens to report with each of them
+    encoder_len: int = 0  # leading tokens that the encoder reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RowStep:
     count: int
     samples: bool
     decode: bool  # the one token is the last sampled one, on the device
-    num_whole: int = 0  # leading tokens that only one forward can compute: what the encoder reads, and the first behind
+    num_whole: int = 0  # leading tokens that one forward must compute: those of the encoder and the next
 
 
 class Rows:
@@ -46,26 +46,26 @@ class Rows:
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device, has_encoder: bool = False) -> None:
         self.device = device
         self.padding = max_rows
-        self.sequences: list[Sequence | None] = [None] * max_rows
+        self.sequences: list[RowState | None] = [None] * max_rows
         self.block_tables = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # computed tokens, for graphs
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.encoder_lens = torch.zeros(max_rows + 1, dtype=torch.int32, device=device) if has_encoder else None
-        # Rows of a step that failed: what the device knows of them is behind what the host has booked. The router may
-        # have sent another step for them before it knew; a graph would then write to blocks of somebody else.
-        self.adrift: set[int] = set()
-        # By row: (first place in its table, blocks). What could not be written stays for the next step, unless the row
-        # is somebody else's by then.
+        # Rows of a failed step: the device's state is behind the host's. The router may have sent another step for them
+        # before it knew; a graph would then write to blocks of other requests.
+        self.out_of_sync: set[int] = set()
+        # By row: (first index in its table, blocks). What could not be written stays for the next step, unless another
+        # request has the row by then.
         self._new_blocks: dict[int, list[tuple[int, list[int]]]] = {}
         self._new_encoder_lens: dict[int, int] = {}  # by row
 
-    def __getitem__(self, row: int) -> Sequence:
+    def __getitem__(self, row: int) -> RowState:
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is empty"
         return sequence
 
     def wants_scores(self, part: RowStep) -> bool:
-        """Whether somebody wants to know what the model thinks of the tokens of this part: of a prompt, that is."""
+        """Whether the log probabilities of this part's tokens are wanted: it is part of a prompt, then."""
         return self[part.row].prompt_logprobs and not part.decode
 
     def admit(
@@ -78,14 +78,14 @@ class Rows:
         num_top_tokens: int = 0,
         num_generated: int = 0,
     ) -> None:
-        """The last `num_generated` of the tokens were sampled. Before them an encoder-decoder model has the tokens of
-        the encoder and one with which the decoder starts."""
+        """The last `num_generated` of the tokens were sampled. In an encoder-decoder model the tokens before them are
+        those of the encoder and the decoder's start token."""
         ids = np.asarray(input_ids, dtype=np.int64)
-        sequence = Sequence(request_id, ids, len(ids), num_cached, 0, prompt_logprobs, num_top_tokens)
+        sequence = RowState(request_id, ids, len(ids), num_cached, 0, prompt_logprobs, num_top_tokens)
         self._new_blocks.pop(row, None)
         if self.encoder_lens is not None:
             sequence.encoder_len = self._new_encoder_lens[row] = len(ids) - num_generated - 1
-            sequence.prompt_logprobs = False  # nothing predicts what an encoder reads
+            sequence.prompt_logprobs = False  # an encoder predicts no token
         self.sequences[row] = sequence
 
     def append_blocks(self, row: int, blocks: list[int]) -> None:
@@ -97,7 +97,7 @@ class Rows:
         sequence.num_blocks = last
 
     def write_blocks(self) -> None:
-        """Bring the tables up to date: one copy for all rows of a step, and none where no row grew."""
+        """Copy new blocks to the device: one copy for all rows of a step, none where no row grew."""
         if self.encoder_lens is not None and self._new_encoder_lens:
             lens = to_device(np.array([*self._new_encoder_lens.items()], dtype=np.int64).T.copy(), self.device)
             self.encoder_lens[lens[0]] = lens[1].int()
@@ -114,7 +114,7 @@ class Rows:
             self._new_blocks.clear()
 
     def advance(self, row: int, count: int) -> RowStep:
-        """Book `count` more computed tokens. A row whose known tokens are then all computed samples one."""
+        """Count `count` more computed tokens. A row whose known tokens are then all computed samples one."""
         sequence = self[row]
         start = sequence.computed
         sequence.computed += count
@@ -128,6 +128,6 @@ class Rows:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Pinned on the way to a GPU, so that the copy is queued instead of waited for."""
+    """Through pinned memory to a GPU, so that the copy is queued and not waited for."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

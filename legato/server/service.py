@@ -5,36 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias, TypeVar
-
-import grpc
+from typing import TypeVar
 
 from legato.common.errors import LegatoError
+from legato.common.gc import freeze_gc
+from legato.common.options import ServerOptions
 from legato.grammar.errors import GrammarError
 from legato.grammar.wire import from_pb
+from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
-from legato.pb import generate_pb2_grpc as pb_grpc
+from legato.server.allocator import keep_freed_memory
 from legato.server.graphs.steps import StepGraphs
-from legato.server.interceptor import RequestRefused
 from legato.server.legacy.unary import UnaryBatches
+from legato.server.listening import serve, socket_paths, socket_urls
+from legato.server.loading import load
 from legato.server.model import Model
-from legato.server.pending import Pending
-from legato.server.rendezvous import end_if_out_of_step
+from legato.server.pending import PendingStep
+from legato.server.rendezvous import end_if_out_of_sync
+from legato.server.stream import Answer, Context, StepStreamService
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Answer: TypeAlias = "asyncio.Future[pb.StepResponse]"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-# How long a router that still has something to compute may take to send its next step.
-QUIET_SECONDS = 1.0
 # How long nobody must have asked for anything before the engine's thread is used for what can wait.
 IDLE_SECONDS = 0.25
 
 
-class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
+class TextGenerationService(StepStreamService):
     def __init__(
         self,
         model: Model,
@@ -42,8 +40,8 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         engine: ThreadPoolExecutor | None = None,
         when_warm: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(server_urls)
         self._model = model
-        self._server_urls = server_urls
         self._when_warm = when_warm
         # The one thread that computes, model loading included: on a CPU a second one that ever did would bring a second
         # team of OpenMP threads, and OpenMP no longer waits actively when it has more threads than cores (43 ms a step
@@ -52,38 +50,22 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         # Launches are asynchronous on a GPU, reading waits for it: on two threads the one overlaps the other.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._unary: UnaryBatches | None = None
-        # Steps on their way to a router, in order. While there is a queue, that router owns all rows and blocks.
-        self._answers: asyncio.Queue[Answer | None] | None = None
-        self._in_flight = 0
-        self._last_step = self._last_call = 0.0
+        self._last_call = 0.0
         self._capturing: asyncio.Task[None] | None = None
 
     async def stop(self) -> None:
-        """End a router's stream once it sends no more steps: it may have got the same signal and be finishing."""
         if self._capturing is not None:
             self._capturing.cancel()
-        while self._answers is not None and (self._in_flight or time.monotonic() < self._last_step + QUIET_SECONDS):
-            await asyncio.sleep(0.02)
-        if self._answers is not None:
-            self._answers.put_nowait(None)
+        await super().stop()
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
         return self._model.info()
-
-    async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        """Answers from the event loop: a long step must not look like a dead shard."""
-        return pb.HealthResponse()
-
-    async def ServiceDiscovery(
-        self, request: pb.ServiceDiscoveryRequest, context: Context
-    ) -> pb.ServiceDiscoveryResponse:
-        return pb.ServiceDiscoveryResponse(urls=self._server_urls)
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         self._refuse_while_streaming("Warmup")
         if self._capturing is not None:
             self._capturing.cancel()
-        capacity = await self._on_engine(lambda: self._model.warmup(request))
+        capacity = await self._on_engine("Warmup", lambda: self._model.warmup(request))
         self._when_warm()
         self._unary = None
         if self._model.alone and self._model.engine.graphs is not None:
@@ -97,17 +79,17 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
         )
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
-        return await self._on_engine(lambda: self._batches("Prefill").prefill(request))
+        return await self._on_engine("Prefill", lambda: self._batches("Prefill").prefill(request))
 
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
-        return await self._on_engine(lambda: self._batches("Decode").decode(request))
+        return await self._on_engine("Decode", lambda: self._batches("Decode").decode(request))
 
     async def FilterBatch(self, request: pb.FilterBatchRequest, context: Context) -> pb.FilterBatchResponse:
-        return await self._on_engine(lambda: self._batches("FilterBatch").filter(request))
+        return await self._on_engine("FilterBatch", lambda: self._batches("FilterBatch").filter(request))
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         if self._unary is not None:
-            await self._on_engine(lambda: self._batches("ClearCache").clear(request))
+            await self._on_engine("ClearCache", lambda: self._batches("ClearCache").clear(request))
         return pb.ClearCacheResponse()
 
     async def PrepareGrammar(self, request: pb.PrepareGrammarRequest, context: Context) -> pb.PrepareGrammarResponse:
@@ -121,51 +103,46 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
             return pb.PrepareGrammarResponse(error=str(error))
         return pb.PrepareGrammarResponse()
 
-    async def Tokens(
-        self, request_iterator: AsyncIterator[pb.StepRequest], context: Context
-    ) -> AsyncIterator[pb.StepResponse]:
-        """Steps queue up at the engine's thread, so the next one starts the moment the last has been launched."""
-        try:
-            self._refuse_while_streaming("Tokens")
-            self._model.capacity  # noqa: B018 - refuses before warm-up
-        except RequestRefused as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        answers: asyncio.Queue[Answer | None] = asyncio.Queue()
-        self._answers, self._unary = answers, None
-        feeder = asyncio.create_task(self._feed(request_iterator, answers))
-        try:
-            while (answer := await answers.get()) is not None:
-                yield await answer
-                self._in_flight -= 1
-                self._last_step = time.monotonic()
-        finally:
-            feeder.cancel()
-            self._answers, self._in_flight = None, 0
+    def _begin_stream(self) -> None:
+        self._model.capacity  # noqa: B018 - refuses before warm-up
+        self._unary = None
 
-    async def _feed(self, requests: AsyncIterator[pb.StepRequest], answers: asyncio.Queue[Answer | None]) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            async for request in requests:
-                self._in_flight += 1
-                launched = self._launcher.submit(self._launch, request)
-                answers.put_nowait(loop.run_in_executor(self._reader, _read, launched))
-        finally:
-            answers.put_nowait(None)
+    def _submit(self, request: pb.StepRequest) -> Answer:
+        launched = self._launcher.submit(self._launch, request)
+        return asyncio.get_running_loop().run_in_executor(self._reader, self._read, launched)
 
-    def _launch(self, request: pb.StepRequest) -> Pending | pb.StepResponse:
-        engine = self._model.engine
+    def _launch(self, request: pb.StepRequest) -> PendingStep | pb.StepResponse:
+        launched: PendingStep | pb.StepResponse
         try:
-            return engine.launch(request)
+            launched = self._in_sync(f"step {request.id}", lambda: self._model.engine.launch(request))
         except Exception as error:
-            end_if_out_of_step(self._model.loaded.shard, request.id, error)
-            return _failed(request.id, error)
-        finally:
-            if engine.graphs is not None and (capture := engine.graphs.after_step()) is not None:
-                if self._model.alone:
-                    # Behind the steps that are here already, and after this one's answer.
-                    self._launcher.submit(capture)
-                else:
-                    capture()  # at the same step on every shard: a capture has collectives in it
+            launched = _failed(request.id, error)
+        graphs = self._model.engine.graphs
+        if graphs is not None and (capture := graphs.after_step()) is not None:
+            if self._model.alone:
+                # Behind the steps that are here already, and after this one's answer.
+                self._launcher.submit(capture)
+            else:  # at the same step on every shard: a capture has collectives in it
+                self._in_sync("a CUDA graph capture", capture)
+        return launched
+
+    def _read(self, launched: Future[PendingStep | pb.StepResponse]) -> pb.StepResponse:
+        """Wait for the launch, then for the device. An error that only shows here belongs to the step just the same."""
+        pending = launched.result()
+        if isinstance(pending, pb.StepResponse):
+            return pending
+        try:
+            return self._in_sync(f"step {pending.step_id}", pending.read)
+        except Exception as error:
+            return _failed(pending.step_id, error)
+
+    def _in_sync(self, doing: str, call: Callable[[], T]) -> T:
+        """Run `call`, which has collectives in it. If it fails on this shard alone, the shard ends, and with it all."""
+        try:
+            return call()
+        except Exception as error:
+            end_if_out_of_sync(self._model.loaded.shard, doing, error)
+            raise
 
     async def _capture_while_idle(self, graphs: StepGraphs) -> None:
         """A size at a time, so that whoever comes waits for one at most. Ends with the last size."""
@@ -181,26 +158,9 @@ class TextGenerationService(pb_grpc.TextGenerationServiceServicer):
             self._unary = UnaryBatches(self._model, self._model.loaded.files.tokenizer())
         return self._unary
 
-    def _refuse_while_streaming(self, method: str) -> None:
-        if self._answers is not None:
-            raise RequestRefused(
-                f"{method} is not possible while a router drives this shard", grpc.StatusCode.FAILED_PRECONDITION
-            )
-
-    async def _on_engine(self, call: Callable[[], T]) -> T:
+    async def _on_engine(self, method: str, call: Callable[[], T]) -> T:
         self._last_call = time.monotonic()
-        return await asyncio.get_running_loop().run_in_executor(self._launcher, call)
-
-
-def _read(launched: Future[Pending | pb.StepResponse]) -> pb.StepResponse:
-    """Wait for the launch, then for the device. An error that only shows here belongs to the step just the same."""
-    pending = launched.result()
-    if isinstance(pending, pb.StepResponse):
-        return pending
-    try:
-        return pending.read()
-    except Exception as error:
-        return _failed(pending.step_id, error)
+        return await asyncio.get_running_loop().run_in_executor(self._launcher, self._in_sync, method, call)
 
 
 def _failed(step_id: int, error: Exception) -> pb.StepResponse:
@@ -210,3 +170,12 @@ def _failed(step_id: int, error: Exception) -> pb.StepResponse:
         return pb.StepResponse(id=step_id, error=str(error))
     logger.error("Step %d failed", step_id, exc_info=error)
     return pb.StepResponse(id=step_id, error=f"{type(error).__name__}: {error}")
+
+
+def run(files: ModelFiles, options: ServerOptions) -> None:
+    """A shard as a process: load, then serve."""
+    keep_freed_memory()
+    engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
+    model = engine.submit(lambda: Model(load(files, options), options)).result()
+    service = TextGenerationService(model, socket_urls(options), engine, when_warm=freeze_gc)
+    asyncio.run(serve(service, socket_paths(options)[options.rank]))

@@ -16,7 +16,7 @@ from typing import Any
 
 from legato.api.errors import RequestError, TooLong
 from legato.ipc.settings import RouterSettings
-from legato.scheduling.state import ImageSpan
+from legato.scheduling.state import PromptSpan
 from legato.vision.fetch import Fetcher, FetchRefused
 from legato.vision.files import MIMES, InvalidImage, decode, format_of, has_decoder
 from legato.vision.rules import ImageRules, Size, UnsupportedImageShape, expand_placeholders
@@ -62,7 +62,7 @@ class PromptImage:
 
     data: bytes
     mimetype: str
-    span: ImageSpan
+    span: PromptSpan
 
     def cache_keys(self) -> list[int]:
         """What stands for its tokens in the prefix cache, which compares tokens: numbers beyond any vocabulary, made
@@ -126,7 +126,7 @@ class Images:
             )
         placed, starts = expand_placeholders(ids, token_id, [image.num_tokens for image in images])
         found = [
-            PromptImage(image.data, image.mimetype, ImageSpan(start, image.num_tokens, token_id))
+            PromptImage(image.data, image.mimetype, PromptSpan(start, image.num_tokens, token_id))
             for image, start in zip(images, starts, strict=True)
         ]
         return placed, tuple(found)

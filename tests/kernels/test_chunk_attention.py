@@ -5,7 +5,7 @@ import torch
 
 from legato.kernels import chunk_attention as chunk
 from legato.kernels.chunk_attention import ChunkConfig
-from legato.kernels.paged_kv import Scoring, ragged_attention_torch
+from legato.kernels.paged_kv import Scoring, check_queries, ragged_attention_torch
 from tests.kernels.paged_case import paged_case
 
 QUERIES, CONTEXTS = [5, 1, 20], [5, 21, 37]
@@ -85,3 +85,16 @@ def test_a_sequence_without_a_context_and_what_is_behind_the_last_stay_as_they_a
         expected = ragged_attention_torch(case.q, case.kv, case.cu_seqlens_q, scoring)
         assert_close(out[3:9], expected[3:9])
         assert (out[:3] == 7).all() and (out[9:] == 7).all()
+
+
+def test_takes_a_part_of_the_sums(device, assert_close):
+    case = paged_case(device, [3, 4, 5], [9, 4, 20])
+    part = case.kv.sequences(1, 3)
+    actual = chunk._chunk_attention_triton(case.q[3:], part, case.cu_seqlens_q[1:], Scoring(0.125))
+    assert_close(actual, ragged_attention_torch(case.q, case.kv, case.cu_seqlens_q, Scoring(0.125))[3:])
+
+
+def test_queries_of_another_head_dim_are_refused(device):
+    case = paged_case(device, [1], [5])
+    with pytest.raises(AssertionError):
+        check_queries(case.q[..., :32], case.kv)

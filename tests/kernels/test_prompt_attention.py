@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from legato.kernels.paged_kv import PagedKV, Scoring, ragged_attention_torch
-from legato.kernels.prompt_attention import LONG, OFTEN, REMEMBERED, Familiar, prompt_attention
+from legato.kernels.prompt_attention import LONG, OFTEN, REMEMBERED, RepeatedLengths, prompt_attention
 
 
 @pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [4, 4, 9, 1, 4]])
@@ -27,22 +27,22 @@ def test_lengths_that_do_not_add_up_are_refused(randn):
 
 
 def test_long_prompts_are_familiar_once_they_have_come_often():
-    familiar = Familiar()
-    answers = [familiar.are([LONG, LONG]) for _ in range(OFTEN + 1)]
+    repeated = RepeatedLengths()
+    answers = [repeated.are_worth_a_plan([LONG, LONG]) for _ in range(OFTEN + 1)]
     assert answers == [False] * OFTEN + [True]
-    assert not familiar.are([LONG])
+    assert not repeated.are_worth_a_plan([LONG])
 
 
 def test_short_prompts_and_those_of_many_lengths_never_are():
-    familiar = Familiar()
+    repeated = RepeatedLengths()
     for lengths in ([LONG - 1], [LONG, LONG + 1, LONG + 2]):
-        assert not any(familiar.are(lengths) for _ in range(2 * OFTEN))
+        assert not any(repeated.are_worth_a_plan(lengths) for _ in range(2 * OFTEN))
 
 
 def test_lengths_that_do_not_come_again_are_forgotten():
-    familiar = Familiar()
+    repeated = RepeatedLengths()
     for _ in range(OFTEN):
-        familiar.are([LONG])
+        repeated.are_worth_a_plan([LONG])
     for other in range(REMEMBERED):
-        familiar.are([LONG + 1 + other])
-    assert not familiar.are([LONG])
+        repeated.are_worth_a_plan([LONG + 1 + other])
+    assert not repeated.are_worth_a_plan([LONG])

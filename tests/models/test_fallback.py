@@ -24,7 +24,7 @@ from legato.modelfiles.files import ModelFiles
 from legato.models import foreign, registry
 from legato.models.registry import CausalModel, get_model, model_config
 from legato.scheduling.state import GenerationRequest
-from legato.server.capacity import Wishes
+from legato.server.capacity import RequestedLimits
 from legato.server.loading import LoadedModel
 from legato.server.memory import Reading
 from legato.server.model import Model
@@ -183,7 +183,7 @@ def test_no_memory_is_kept_for_graphs_that_are_never_captured(tmp_path: Path, mo
     def room(model: CausalModel, *sizes: int) -> int:
         loaded = LoadedModel(model, ModelFiles.open(tmp_path / "llama"), torch.device("cuda"), torch.float32)
         server = Model(loaded, ServerOptions(cuda_graphs=sizes))
-        return server._budget(Wishes(warmup(), max_positions=128, block_size=16, bytes_per_token=64))
+        return server._budget(RequestedLimits(warmup(), max_positions=128, block_size=16, bytes_per_token=64))
 
     own, through = load(tiny_llama(tmp_path / "llama")), fallback(write(tmp_path / "other", "stablelm", GROUPED, {}))
     assert room(own, 0) > room(own)
@@ -244,7 +244,7 @@ def test_code_of_the_model_runs_if_trusted(with_own_code: Path) -> None:
 def test_a_known_architecture_never_imports_transformers(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     code = (
-        "import sys, torch; from legato.server import serving; from legato.modelfiles.files import ModelFiles;"
+        "import sys, torch; from legato.server import service; from legato.modelfiles.files import ModelFiles;"
         "from legato.models.registry import get_model, model_config;"
         f"files = ModelFiles.open(__import__('pathlib').Path({str(folder)!r}));"
         "get_model(files, model_config(files), torch.float32, torch.device('cpu'));"

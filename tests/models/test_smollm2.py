@@ -82,8 +82,9 @@ def test_greedy_tokens_equal_transformers_for_64_tokens_over_20_prompts(
 
 
 def test_logits_equal_transformers(model: CausalModel, oracle: Any, prompts: list[list[int]]) -> None:
-    """To 1e-4, of logits that go up to 36. Each prompt, and all of them one behind the other."""
+    """Each prompt, and all of them one behind the other. Logits go up to 36; compared with float64, those of Legato are
+    up to 2.2e-4 away for the rounding of float32 sums, those of transformers up to 1.1e-4."""
     for ids in [*prompts, [token for prompt in prompts for token in prompt]]:
         with torch.inference_mode():
             expected = oracle(torch.tensor([ids])).logits[0]
-        assert (logits(model, ids) - expected).abs().max() <= 1e-4
+        assert (logits(model, ids) - expected).abs().max() <= 3e-4

@@ -12,7 +12,7 @@ import torch
 from legato.common.errors import UnsupportedModel
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
-from legato.models.mistral import Mistral
+from legato.models.llama import Mistral
 from legato.scheduling.state import GenerationRequest
 from tests.models import tiny_today as today
 from tests.models.answers import prompts

@@ -17,8 +17,8 @@ from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
-from legato.scheduling.state import GenerationRequest, ImageSpan
-from legato.server.vision.images import Eyes
+from legato.scheduling.state import GenerationRequest, PromptSpan
+from legato.server.vision.images import VisionEncoder
 from legato.server.vision.pixels import num_pixels, pixels_of
 from legato.vision.files import decode
 from legato.vision.prompts import PromptImage
@@ -47,7 +47,7 @@ class Seeing:
         files = ModelFiles.open(self.folder)
         model: Any = get_model(files, ModelConfig.from_hf(files.config()), torch.float32, DEVICE, shard=shard)
         server = LocalServer(model, max_rows=MAX_ROWS, **settings)
-        server.engine.eyes = Eyes(model, self.rules, MAX_ROWS, DEVICE)
+        server.engine.vision_encoder = VisionEncoder(model, self.rules, MAX_ROWS, DEVICE)
         return server
 
     def request(self, number: int, *parts: int | bytes) -> GenerationRequest:
@@ -60,7 +60,7 @@ class Seeing:
                 continue
             picture = decode(part)
             count = self.rules.num_tokens(Size(picture.height, picture.width))
-            images.append(PromptImage(part, "image/png", ImageSpan(len(ids), count, self.rules.token_id)))
+            images.append(PromptImage(part, "image/png", PromptSpan(len(ids), count, self.rules.token_id)))
             ids += [self.rules.token_id] * count
         return generation(number, ids, NUM_TOKENS, ignore_eos=True, images=tuple(images))
 
@@ -170,23 +170,23 @@ def test_preemption_changes_nothing_and_nothing_is_looked_at_twice(seeing: Seein
     tight = seeing.server(num_blocks=longest // 8 + 3, block_size=8, step_tokens=32, prefix_caching=False)
     assert tight.run(requests) == roomy.run(requests)
     assert tight.scheduler.stats.preemptions > 0
-    assert tight.engine.eyes is not None and tight.engine.eyes.num_seen == 3
+    assert tight.engine.vision_encoder is not None and tight.engine.vision_encoder.num_encoded == 3
 
 
 def test_a_picture_in_the_prefix_cache_is_not_looked_at_and_another_one_is(seeing: Seeing) -> None:
     server = seeing.server(block_size=4)
-    eyes = server.engine.eyes
-    assert eyes is not None
+    encoder = server.engine.vision_encoder
+    assert encoder is not None
     text = list(range(100, 120))
     first = seeing.request(1, 1, tiny.picture(90, 90, 1), *text)
     server.run([first])
-    eyes._store._kept.clear()  # only what the cache knows counts
+    encoder._cache._kept.clear()  # only what the cache knows counts
     again = seeing.request(2, 1, tiny.picture(90, 90, 1), *text, 200)
     other = seeing.request(3, 1, tiny.picture(90, 90, 2), *text, 200)
     server.run([again])
-    assert eyes.num_seen == 1 and server.outputs[2][0].num_cached > 20
+    assert encoder.num_encoded == 1 and server.outputs[2][0].num_cached > 20
     server.run([other])
-    assert eyes.num_seen == 2 and server.outputs[3][0].num_cached < 4
+    assert encoder.num_encoded == 2 and server.outputs[3][0].num_cached < 4
     assert server.tokens(2) == seeing.expected(again)[0]
     assert server.tokens(3) == seeing.expected(other)[0]
 
@@ -194,8 +194,8 @@ def test_a_picture_in_the_prefix_cache_is_not_looked_at_and_another_one_is(seein
 def test_embeddings_are_given_up_once_the_prompt_is_computed(seeing: Seeing) -> None:
     server = seeing.server()
     server.run(prompts(seeing))
-    assert server.engine.eyes is not None
-    assert all(not scene.pictures for scene in server.engine.eyes._scenes.values())
+    assert server.engine.vision_encoder is not None
+    assert all(not row.images for row in server.engine.vision_encoder._rows.values())
 
 
 def test_pixels_are_those_of_the_processor(qwen: Seeing) -> None:
@@ -233,24 +233,24 @@ def test_a_captured_decode_reads_how_far_each_row_has_moved(qwen: Seeing) -> Non
     for request in prompts(qwen):
         server.submit(request)
     server.step()
-    scenes = server.engine.eyes._scenes  # type: ignore[union-attr]
-    rows = torch.tensor(sorted(scenes), dtype=torch.int32, device=DEVICE)
-    decode_step: Any = SimpleNamespace(seen=None, positions=torch.full((4,), 100, device=DEVICE), rows=rows)
-    expected = [100 + scenes[row].shift for row in sorted(scenes)]
+    images = server.engine.vision_encoder._rows  # type: ignore[union-attr]
+    rows = torch.tensor(sorted(images), dtype=torch.int32, device=DEVICE)
+    decode_step: Any = SimpleNamespace(images=None, positions=torch.full((4,), 100, device=DEVICE), rows=rows)
+    expected = [100 + images[row].shift for row in sorted(images)]
     assert model.positions(decode_step).tolist() == [expected] * 3
     assert min(expected) < 100 and 100 in expected
 
 
-def test_the_largest_picture_is_rehearsed_in_its_own_shape(qwen: Seeing) -> None:
+def test_warmup_encodes_the_largest_image_in_its_own_shape(qwen: Seeing) -> None:
     shapes: list[tuple[int, ...]] = []
     server = qwen.server()
     model: Any = server.engine.model
-    see = model.see
-    model.see = lambda pixels, shape: shapes.append((*see(pixels, shape).shape, shape.height)) or None
-    assert server.engine.eyes is not None
+    encode = model.encode_image
+    model.encode_image = lambda pixels, shape: shapes.append((*encode(pixels, shape).shape, shape.height)) or None
+    assert server.engine.vision_encoder is not None
     with torch.inference_mode():
-        server.engine.eyes.rehearse(50)
-        server.engine.eyes.rehearse(5000)
+        server.engine.vision_encoder.encode_largest(50)
+        server.engine.vision_encoder.encode_largest(5000)
     assert shapes == [(49, 96, 7), (64, 96, 8)]
 
 
@@ -270,7 +270,7 @@ def test_tiles_are_those_of_the_processor_and_as_many_tokens_as_it_counts(llava:
         assert llava.rules.num_tokens(Size(height, width)) == counter._get_number_of_features(height, width, 28, 28)
 
 
-def test_a_mistral_may_have_eyes_too(tmp_path: Path) -> None:
+def test_a_mistral_may_be_the_language_model(tmp_path: Path) -> None:
     folder = tiny.tiny_llava_next(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= {"model_type": "mistral", "sliding_window": 8}

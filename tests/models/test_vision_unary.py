@@ -76,13 +76,13 @@ REFUSALS = {
     "no picture": (request(7, WIDE, b"GIF"), "image 1 of `input_chunks` is not a PNG, JPEG, GIF or WebP file"),
     "too thin": (request(7, tiny.picture(500, 2)), "image 0 of `input_chunks` is not supported: the aspect ratio"),
     "too long": (request(7, "a", WIDE, truncate=10), "`truncate` cannot cut 18 tokens to 10"),
-    "mark as text": (request(7, "<|image_pad|>", WIDE), "1 images and 2 places"),
-    "mark and no picture": (request(7, "<|image_pad|>"), "0 images and 1 places"),
-    "ids without a place": (request(7, WIDE, input_ids=[70, 71]), "1 images and 0 places"),
+    "mark as text": (request(7, "<|image_pad|>", WIDE), "1 images and 2 image tokens"),
+    "mark and no picture": (request(7, "<|image_pad|>"), "0 images and 1 image tokens"),
+    "ids without a place": (request(7, WIDE, input_ids=[70, 71]), "1 images and 0 image tokens"),
 }
 
 
-def test_what_cannot_be_seen_is_refused_by_its_number_and_costs_nobody_else(tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_refused_by_its_number(tmp_path: Path) -> None:
     loaded = load_model(make("qwen2-vl", tmp_path).folder)
 
     async def conversation(shard: rpc.TextGenerationServiceStub) -> None:
@@ -97,7 +97,7 @@ def test_what_cannot_be_seen_is_refused_by_its_number_and_costs_nobody_else(tmp_
     talk(loaded, tmp_path, conversation)
 
 
-def test_a_model_without_eyes_refuses_a_picture(tmp_path: Path) -> None:
+def test_a_model_without_vision_refuses_an_image(tmp_path: Path) -> None:
     loaded = load_model(tiny_llama(tmp_path))
     code, said = talk(loaded, tmp_path, lambda shard: refusal(shard.Prefill(prefill(1, request(3, "a", WIDE)))))
     assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from legato.sampling.params import SamplingParams
 from legato.sampling.sampler import Sampler
+from tests.sampling.asked import Asked
 from tests.sampling.test_sampler import KINDS, PROMPT, VOCAB, logits_of
 
 pytestmark = [
@@ -16,10 +16,10 @@ pytestmark = [
 ROWS = list(range(len(KINDS)))
 
 
-def sampler_on(device: str, kinds: list[SamplingParams]) -> Sampler:
+def sampler_on(device: str, kinds: list[Asked]) -> Sampler:
     sampler = Sampler(VOCAB, len(kinds), torch.device(device))
     for row, params in enumerate(kinds):
-        sampler.set_row(row, params, PROMPT, [])
+        params.enter(sampler, row, PROMPT, [])
     return sampler
 
 
@@ -40,7 +40,7 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for row, params in enumerate(kinds):
-            sampler.set_row(row, params, PROMPT, [4])
+            params.enter(sampler, row, PROMPT, [4])
         sampler.sample(logits, rows)
         sampler.sample(logits, rows)
     finally:

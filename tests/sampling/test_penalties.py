@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from legato.sampling.penalties import History
+from legato.sampling.penalties import TokenHistory
 
 CPU = torch.device("cpu")
 ROW = torch.tensor([2])
@@ -14,7 +14,7 @@ ROW = torch.tensor([2])
 
 @pytest.mark.parametrize("penalty", [1e-3, 0.5, 1.3, 100.0])
 def test_repetition_is_that_of_transformers(penalty: float) -> None:
-    history = History(97, 4, CPU)
+    history = TokenHistory(97, 4, CPU)
     said = [5, 9, 9, 96, 0]
     history.begin_seen(2, said)
     scores = torch.randn(1, 97, generator=torch.Generator().manual_seed(0))
@@ -24,7 +24,7 @@ def test_repetition_is_that_of_transformers(penalty: float) -> None:
 
 
 def test_frequency_counts_and_presence_does_not() -> None:
-    history = History(10, 4, CPU)
+    history = TokenHistory(10, 4, CPU)
     history.begin_counts(2, [3, 3, 3, 7])
     scores = torch.zeros(1, 10)
     history.penalise_counts(scores, ROW, torch.tensor([[0.5]]), torch.tensor([[0.25]]))
@@ -34,7 +34,7 @@ def test_frequency_counts_and_presence_does_not() -> None:
 
 
 def test_recorded_tokens_are_penalised_in_their_own_row() -> None:
-    history = History(10, 4, CPU)
+    history = TokenHistory(10, 4, CPU)
     for row in (1, 2):
         history.begin_seen(row, [])
         history.begin_counts(row, [])
@@ -50,7 +50,7 @@ def test_recorded_tokens_are_penalised_in_their_own_row() -> None:
 
 
 def test_a_row_begins_without_its_former_tokens() -> None:
-    history = History(10, 4, CPU)
+    history = TokenHistory(10, 4, CPU)
     history.begin_seen(2, [1, 2, 3])
     history.begin_counts(2, [1, 2, 3])
     history.begin_seen(2, [4])
@@ -65,4 +65,4 @@ def test_a_row_begins_without_its_former_tokens() -> None:
 @pytest.mark.parametrize("token", [-1, 10])
 def test_a_token_out_of_range_is_refused(token: int) -> None:
     with pytest.raises(ValueError, match="vocabulary of 10"):
-        History(10, 4, CPU).begin_counts(2, [token])
+        TokenHistory(10, 4, CPU).begin_counts(2, [token])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,16 +23,16 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from legato.sampling.params import SamplingParams
 from legato.sampling.randomness import counter, uniform
 from legato.sampling.sampler import Sampler
+from tests.sampling.asked import Asked
 
 CPU = torch.device("cpu")
 VOCAB = 211
 PROMPT = [3, 50, 3, 7]
 NAN, INF = float("nan"), float("inf")
 
-EVERYTHING = SamplingParams(
+EVERYTHING = Asked(
     do_sample=True,
     temperature=0.8,
     top_k=40,
@@ -46,18 +48,18 @@ EVERYTHING = SamplingParams(
     top_n_tokens=3,
 )
 KINDS = [
-    SamplingParams(),
-    SamplingParams(do_sample=True, seed=1),
-    SamplingParams(do_sample=True, seed=2, temperature=0.5),
-    SamplingParams(do_sample=True, seed=3, temperature=1.5, top_p=0.8),
-    SamplingParams(do_sample=True, seed=4, top_k=5),
-    SamplingParams(do_sample=True, seed=5, top_k=30, typical_p=0.5),
-    SamplingParams(do_sample=True, seed=6, min_p=0.1),
-    SamplingParams(repetition_penalty=1.5),
-    SamplingParams(frequency_penalty=0.9, top_n_tokens=2),
-    SamplingParams(presence_penalty=1.1, do_sample=True, seed=7),
-    SamplingParams(watermark=True),
-    SamplingParams(token_bias={10: 5.0}, do_sample=True, seed=8),
+    Asked(),
+    Asked(do_sample=True, seed=1),
+    Asked(do_sample=True, seed=2, temperature=0.5),
+    Asked(do_sample=True, seed=3, temperature=1.5, top_p=0.8),
+    Asked(do_sample=True, seed=4, top_k=5),
+    Asked(do_sample=True, seed=5, top_k=30, typical_p=0.5),
+    Asked(do_sample=True, seed=6, min_p=0.1),
+    Asked(repetition_penalty=1.5),
+    Asked(frequency_penalty=0.9, top_n_tokens=2),
+    Asked(presence_penalty=1.1, do_sample=True, seed=7),
+    Asked(watermark=True),
+    Asked(token_bias={10: 5.0}, do_sample=True, seed=8),
     EVERYTHING,
 ]
 
@@ -66,11 +68,11 @@ def logits_of(step: int, n: int = 1, vocab_size: int = VOCAB) -> Tensor:
     return torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(step)) * 3
 
 
-def generate(params: SamplingParams, steps: int, generated: list[int] | None = None) -> list[int]:
+def generate(params: Asked, steps: int, generated: list[int] | None = None) -> list[int]:
     """A request alone in a sampler of its own; with `generated`, as it continues after a preemption."""
     sampler = Sampler(VOCAB, 1, CPU)
     tokens = list(generated or [])
-    sampler.set_row(0, params, PROMPT, tokens)
+    params.enter(sampler, 0, PROMPT, tokens)
     while len(tokens) < steps:
         tokens += sampler.sample(logits_of(len(tokens)), [0]).token_ids.tolist()
     return tokens
@@ -90,7 +92,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("params", KINDS)
-def test_a_preempted_request_continues_with_the_token_it_would_have_had(params: SamplingParams) -> None:
+def test_a_preempted_request_continues_with_the_token_it_would_have_had(params: Asked) -> None:
     undisturbed = generate(params, 12)
     for cut in (1, 5, 11):
         assert generate(params, 12, undisturbed[:cut]) == undisturbed
@@ -102,7 +104,7 @@ def test_tokens_do_not_depend_on_who_shares_the_batch(kinds: list[int], random: 
     sampler = Sampler(VOCAB, 20, CPU)
     row_of = dict(zip(kinds, random.sample(range(20), len(kinds)), strict=True))
     for kind in kinds:
-        sampler.set_row(row_of[kind], KINDS[kind], PROMPT, [])
+        KINDS[kind].enter(sampler, row_of[kind], PROMPT, [])
     tokens: dict[int, list[int]] = {kind: [] for kind in kinds}
     for _ in range(8):
         batch = random.sample(kinds, random.randint(1, len(kinds)))
@@ -117,18 +119,18 @@ def test_tokens_do_not_depend_on_who_shares_the_batch(kinds: list[int], random: 
 
 def test_a_row_forgets_its_former_request() -> None:
     sampler = Sampler(VOCAB, 1, CPU)
-    sampler.set_row(0, EVERYTHING, PROMPT, [])
+    EVERYTHING.enter(sampler, 0, PROMPT, [])
     for step in range(5):
         sampler.sample(logits_of(step), [0])
-    for params in (EVERYTHING, SamplingParams()):
-        sampler.set_row(0, params, PROMPT, [])
+    for params in (EVERYTHING, Asked()):
+        params.enter(sampler, 0, PROMPT, [])
         assert [sampler.sample(logits_of(step), [0]).token_ids.item() for step in range(5)] == generate(params, 5)
 
 
 def test_the_order_of_a_batch_may_change_between_steps() -> None:
     sampler = Sampler(VOCAB, 2, CPU)
-    sampler.set_row(0, SamplingParams(token_bias={1: 100.0}), PROMPT, [])
-    sampler.set_row(1, SamplingParams(token_bias={2: 100.0}), PROMPT, [])
+    Asked(token_bias={1: 100.0}).enter(sampler, 0, PROMPT, [])
+    Asked(token_bias={2: 100.0}).enter(sampler, 1, PROMPT, [])
     assert sampler.sample(logits_of(0, 2), [0, 1]).token_ids.tolist() == [1, 2]
     assert sampler.sample(logits_of(0, 2), [1, 0]).token_ids.tolist() == [2, 1]
 
@@ -144,7 +146,7 @@ def test_the_default_is_the_likeliest_token() -> None:
     assert sampled.top is None
 
 
-def expected_choice(params: SamplingParams, logits: Tensor, generated: list[int], greens: Tensor) -> int:
+def expected_choice(params: Asked, logits: Tensor, generated: list[int], greens: Tensor) -> int:
     """One row by the book: transformers' processors in the documented order, then the inverse distribution function."""
     said = torch.tensor([PROMPT + generated])
     scores = logits.clone() + (2.0 * greens if params.watermark else 0.0)
@@ -170,7 +172,7 @@ def expected_choice(params: SamplingParams, logits: Tensor, generated: list[int]
 
 
 @pytest.mark.parametrize("params", KINDS)
-def test_the_choice_is_that_of_the_documented_order(params: SamplingParams) -> None:
+def test_the_choice_is_that_of_the_documented_order(params: Asked) -> None:
     tokens = generate(params, 20)
     for position, token in enumerate(tokens):
         previous = (PROMPT + tokens[:position])[-1]
@@ -179,13 +181,13 @@ def test_the_choice_is_that_of_the_documented_order(params: SamplingParams) -> N
         assert token == expected_choice(params, logits_of(position), tokens[:position], greens)
 
 
-def frequencies_are(probabilities: Tensor, params: SamplingParams) -> bool:
+def frequencies_are(probabilities: Tensor, params: Asked) -> bool:
     """Chi-square over many seeds, each drawing at many positions."""
     rows, positions = 500, 40
     vocab_size = probabilities.numel()
     sampler = Sampler(vocab_size, rows, CPU)
     for row in range(rows):
-        sampler.set_row(row, SamplingParams(**{**_fields(params), "seed": row}), [0], [])
+        replace(params, seed=row).enter(sampler, row, [0], [])
     logits = probabilities.log().expand(rows, -1)
     counts = torch.zeros(vocab_size)
     for _ in range(positions):
@@ -196,28 +198,24 @@ def frequencies_are(probabilities: Tensor, params: SamplingParams) -> bool:
     return abs(((counts - expected) ** 2 / expected).sum().item() - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-def _fields(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in params.__dataclass_fields__}
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
 def test_tokens_are_drawn_as_often_as_they_are_likely(temperature: float) -> None:
     probabilities = torch.linspace(1, 9, 60).roll(17)
-    assert frequencies_are(probabilities / probabilities.sum(), SamplingParams(True, temperature))
+    assert frequencies_are(probabilities / probabilities.sum(), Asked(True, temperature))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-8])
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-8])
 def test_the_lowest_temperatures_take_the_likeliest_token(temperature: float) -> None:
     sampler = Sampler(VOCAB, 1, CPU)
     for seed in range(20):
-        sampler.set_row(0, SamplingParams(do_sample=True, temperature=temperature, seed=seed), PROMPT, [])
+        Asked(do_sample=True, temperature=temperature, seed=seed).enter(sampler, 0, PROMPT, [])
         assert sampler.sample(logits_of(seed), [0]).token_ids.item() == logits_of(seed).argmax().item()
 
 
 def test_the_largest_bias_decides_alone() -> None:
     sampler = Sampler(VOCAB, 2, CPU)
-    sampler.set_row(0, SamplingParams(token_bias={17: INF}), PROMPT, [])
-    sampler.set_row(1, SamplingParams(token_bias={int(logits_of(0).argmax()): -INF}), PROMPT, [])
+    Asked(token_bias={17: INF}).enter(sampler, 0, PROMPT, [])
+    Asked(token_bias={int(logits_of(0).argmax()): -INF}).enter(sampler, 1, PROMPT, [])
     tokens = sampler.sample(logits_of(0).expand(2, -1), [0, 1]).token_ids.tolist()
     assert tokens == [17, logits_of(0).argsort(descending=True)[0, 1].item()]
 
@@ -226,9 +224,9 @@ def test_the_largest_bias_decides_alone() -> None:
 
 
 @pytest.mark.parametrize("params", KINDS)
-def test_logprobs_are_those_of_the_model(params: SamplingParams) -> None:
+def test_logprobs_are_those_of_the_model(params: Asked) -> None:
     sampler = Sampler(VOCAB, 1, CPU)
-    sampler.set_row(0, params, PROMPT, [])
+    params.enter(sampler, 0, PROMPT, [])
     sampled = sampler.sample(logits_of(0), [0])
     expected = logits_of(0).log_softmax(-1)[0, sampled.token_ids]
     torch.testing.assert_close(sampled.logprobs, expected)
@@ -236,8 +234,8 @@ def test_logprobs_are_those_of_the_model(params: SamplingParams) -> None:
 
 def test_top_tokens_come_for_the_rows_that_asked() -> None:
     sampler = Sampler(VOCAB, 4, CPU)
-    sampler.set_row(2, SamplingParams(top_n_tokens=1), PROMPT, [])
-    sampler.set_row(0, SamplingParams(top_n_tokens=3, token_bias={4: 50.0}), PROMPT, [])
+    Asked(top_n_tokens=1).enter(sampler, 2, PROMPT, [])
+    Asked(top_n_tokens=3, token_bias={4: 50.0}).enter(sampler, 0, PROMPT, [])
     logits = logits_of(0, 4)
     top = sampler.sample(logits, [3, 2, 1, 0]).top
     assert top is not None and top.indices == [1, 3] and top.lengths == [1, 3]
@@ -250,24 +248,24 @@ def test_top_tokens_come_for_the_rows_that_asked() -> None:
 
 @pytest.mark.parametrize("params", KINDS)
 @pytest.mark.parametrize("value", [NAN, -INF, INF, 3e38, -3e38])
-def test_any_logits_give_a_token_and_a_number(params: SamplingParams, value: float) -> None:
+def test_any_logits_give_a_token_and_a_number(params: Asked, value: float) -> None:
     sampler = Sampler(VOCAB, 2, CPU)
     logits = logits_of(0, 2)
     logits[0] = value
     logits[1, ::3] = value
     for row in (0, 1):
-        sampler.set_row(row, params, PROMPT, [])
+        params.enter(sampler, row, PROMPT, [])
     sampled = sampler.sample(logits, [0, 1])
     assert bool(((sampled.token_ids >= 0) & (sampled.token_ids < VOCAB)).all())
     assert bool(sampled.logprobs.isfinite().all())
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(do_sample=True, temperature=2.0, top_p=0.9)])
+@pytest.mark.parametrize("params", [Asked(), Asked(do_sample=True, temperature=2.0, top_p=0.9)])
 @pytest.mark.parametrize("value", [NAN, -INF])
-def test_a_broken_logit_is_never_chosen_and_a_broken_row_gives_token_0(params: SamplingParams, value: float) -> None:
+def test_a_broken_logit_is_never_chosen_and_a_broken_row_gives_token_0(params: Asked, value: float) -> None:
     sampler = Sampler(VOCAB, 2, CPU)
     for row in (0, 1):
-        sampler.set_row(row, params, PROMPT, [])
+        params.enter(sampler, row, PROMPT, [])
     logits = torch.full((2, VOCAB), value)
     logits[1, 100:110] = 1.0
     for _ in range(20):
@@ -275,12 +273,12 @@ def test_a_broken_logit_is_never_chosen_and_a_broken_row_gives_token_0(params: S
         assert tokens[0] == 0 and 100 <= tokens[1] < 110
 
 
-@pytest.mark.parametrize("token", [-1, VOCAB])
+@pytest.mark.parametrize("token", [VOCAB, 2**32 - 1])
 def test_a_bias_for_no_token_is_refused_and_the_row_left_alone(token: int) -> None:
     sampler = Sampler(VOCAB, 1, CPU)
-    sampler.set_row(0, SamplingParams(token_bias={8: 100.0}), PROMPT, [])
+    Asked(token_bias={8: 100.0}).enter(sampler, 0, PROMPT, [])
     with pytest.raises(ValueError, match="token_bias"):
-        sampler.set_row(0, SamplingParams(token_bias={token: 1.0}), PROMPT, [])
+        Asked(token_bias={token: 1.0}).enter(sampler, 0, PROMPT, [])
     assert sampler.sample(logits_of(0), [0]).token_ids.item() == 8
 
 
@@ -289,7 +287,7 @@ def test_the_logits_are_not_changed() -> None:
     before = logits.clone()
     sampler = Sampler(VOCAB, len(KINDS), CPU)
     for row, params in enumerate(KINDS):
-        sampler.set_row(row, params, PROMPT, [])
+        params.enter(sampler, row, PROMPT, [])
     sampler.sample(logits, list(range(len(KINDS))))
     assert torch.equal(logits, before)
 
@@ -297,10 +295,10 @@ def test_the_logits_are_not_changed() -> None:
 # What is not computed
 
 
-def operations(params: list[SamplingParams]) -> list[str]:
+def operations(params: list[Asked]) -> list[str]:
     sampler = Sampler(VOCAB, len(params), CPU)
     for row, each in enumerate(params):
-        sampler.set_row(row, each, PROMPT, [])
+        each.enter(sampler, row, PROMPT, [])
     rows, logits = list(range(len(params))), logits_of(0, len(params))
     sampler.sample(logits, rows)  # the composition is made here
     with Operations() as seen:
@@ -312,12 +310,12 @@ def test_greedy_rows_cost_an_argmax_and_a_logprob() -> None:
     free = {"to", "view", "select", "unsqueeze", "squeeze"}  # nothing is read or written
     clean = ["nan_to_num", "clamp_"]
     choose = ["amax", "argmax", "index_select", "argmax", "mul", "add", "add"]
-    names = [name for name in operations([SamplingParams()] * 4) if name not in free]
+    names = [name for name in operations([Asked()] * 4) if name not in free]
     assert sorted(names) == sorted([*clean, *choose, "log_softmax", "gather"])
 
 
 def test_plain_sampling_neither_sorts_nor_filters() -> None:
-    names = operations([SamplingParams(do_sample=True, temperature=0.7)] * 4)
+    names = operations([Asked(do_sample=True, temperature=0.7)] * 4)
     assert not {"sort", "topk", "scatter_add_", "where"} & set(names)
 
 
@@ -328,3 +326,38 @@ def test_nothing_sorts_the_vocabulary() -> None:
 def test_nothing_waits_for_the_device_except_the_watermark() -> None:
     names = operations([params for params in KINDS if not params.watermark])
     assert not {"_local_scalar_dense", "nonzero", "masked_select", "unique"} & set(names)
+
+
+class CountedRows(list[int]):
+    """How often somebody has looked through the rows."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_passes += 1
+        return super().__iter__()
+
+
+def test_whether_a_step_is_greedy_is_known_without_looking_at_rows_that_ask_for_nothing() -> None:
+    sampler = Sampler(VOCAB, 512, CPU)
+    for row in range(512):
+        Asked().enter(sampler, row, PROMPT, [])
+    rows = CountedRows(range(512))
+    assert sampler.is_greedy(rows) and rows.num_passes == 0
+
+
+def test_whether_a_step_is_greedy_takes_one_look_where_some_row_asks_for_something() -> None:
+    sampler = Sampler(VOCAB, 512, CPU)
+    EVERYTHING.enter(sampler, 511, PROMPT, [])
+    rows = CountedRows(range(511))
+    assert sampler.is_greedy(rows) and rows.num_passes == 1
+    assert not sampler.is_greedy([*rows, 511])
+
+
+@pytest.mark.parametrize("params", [kind for kind in KINDS if kind != Asked()])
+def test_a_row_is_greedy_again_when_the_next_request_asks_for_nothing(params: Asked) -> None:
+    sampler = Sampler(VOCAB, 1, CPU)
+    params.enter(sampler, 0, PROMPT, [])
+    assert not sampler.is_greedy([0])
+    Asked().enter(sampler, 0, PROMPT, [])
+    assert sampler.is_greedy([0])

@@ -13,7 +13,7 @@ from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
 from legato.router.shards import _from_pb, _to_pb
 from legato.server.graphs.decode import Decoded, Replay
-from legato.server.pending import Pending
+from legato.server.pending import PendingStep
 from legato.server.service import _failed
 from tests.server.local import LocalServer
 
@@ -120,13 +120,13 @@ class FaultyServer(LocalServer):
                 self.outputs[request_id].append(output)
         return True
 
-    def _launch(self, request: pb.StepRequest) -> Pending | pb.StepResponse:
+    def _launch(self, request: pb.StepRequest) -> PendingStep | pb.StepResponse:
         try:
             return self.engine.launch(request)
         except Exception as error:
             return _failed(request.id, error)
 
-    def _read(self, pending: Pending | pb.StepResponse) -> pb.StepResponse:
+    def _read(self, pending: PendingStep | pb.StepResponse) -> pb.StepResponse:
         if isinstance(pending, pb.StepResponse):
             return pending
         try:

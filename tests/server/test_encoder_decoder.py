@@ -17,7 +17,7 @@ from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
 from legato.scheduling.state import GenerationRequest
-from legato.server.capacity import Wishes
+from legato.server.capacity import RequestedLimits
 from legato.server.model import Model
 from legato.server.prepare import halves
 from legato.server.rows import RowStep
@@ -106,7 +106,7 @@ def test_penalties_are_for_what_the_decoder_has_before_it(model) -> None:
     server = LocalServer(model)
     said: list[tuple[list[int], list[int]]] = []
     server.engine.sampler.set_row = (  # type: ignore[method-assign]
-        lambda row, params, prompt, answer: said.append((prompt.tolist(), answer.tolist()))
+        lambda row, params, prompt, answer, top_n_tokens: said.append((prompt.tolist(), answer.tolist()))
     )
     admissions = [
         pb.Admission(row=0, input_ids=pack_token_ids([9, 8, START])),
@@ -139,10 +139,12 @@ def test_warm_up_runs_first_steps(folder, max_total_tokens) -> None:
     assert shard.capacity.max_total_tokens == max_total_tokens
 
 
-def test_the_largest_step_can_be_rehearsed(folder) -> None:
+def test_warmup_runs_the_largest_step(folder) -> None:
     """Most of its rows bring one token, which leaves their encoder nothing to read."""
     shard = Model(load_model(folder), OPTIONS)
-    shard._rehearse(Wishes(warmup(), max_positions=128, block_size=4, bytes_per_token=shard.kv_shape.bytes_per_token))
+    shard._run_largest_steps(
+        RequestedLimits(warmup(), max_positions=128, block_size=4, bytes_per_token=shard.kv_shape.bytes_per_token)
+    )
 
 
 def test_fp16_has_room_for_what_the_layers_add_up_to(tmp_path) -> None:

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.pb import generate_pb2 as pb
-from legato.server.capacity import RESERVED_BLOCKS, Wishes
+from legato.server.capacity import GIB, LAYER_GRAPH_BYTES, RESERVED_BLOCKS, RequestedLimits
 from legato.server.interceptor import RequestRefused
 from legato.server.memory import (
-    GIB,
     OutOfMemory,
     Reading,
     cache_budget,
@@ -20,7 +19,6 @@ from legato.server.memory import (
     largest_step,
     refused_for_memory,
 )
-from legato.server.reserve import LAYER_GRAPH_BYTES
 
 CPU = torch.device("cpu")
 # 80 GiB, of which others have 2, the weights 16 and the largest step 3 more.
@@ -28,8 +26,10 @@ READING = Reading(total=80 * GIB, free=62 * GIB, reserved=16 * GIB, peak=19 * GI
 RESERVE = 80 * GIB // 100
 
 
-def wishes(block_size: int = 16, bytes_per_token: int = 1024, max_positions: int = 4096, **request: int) -> Wishes:
-    return Wishes(pb.WarmupRequest(**request), max_positions, block_size, bytes_per_token)
+def requested(
+    block_size: int = 16, bytes_per_token: int = 1024, max_positions: int = 4096, **request: int
+) -> RequestedLimits:
+    return RequestedLimits(pb.WarmupRequest(**request), max_positions, block_size, bytes_per_token)
 
 
 def test_the_cache_gets_what_others_weights_step_graphs_and_reserve_leave() -> None:
@@ -66,24 +66,24 @@ def test_the_largest_step_has_all_rows_and_as_many_tokens_as_may_be(rows: int, l
     assert sum(counts) == min(max(rows, tokens), rows * longest)
 
 
-# ---- wishes and memory ----------------------------------------------------------------------------------------------
+# ---- limits that are asked for, and memory ---------------------------------------------------------------------------
 
 
-def test_without_wishes_memory_decides() -> None:
-    found = wishes(max_rows=64).fit(16 * 1024 * 100)
+def test_without_limits_memory_decides() -> None:
+    found = requested(max_rows=64).fit(16 * 1024 * 100)
     assert (found.num_blocks, found.max_total_tokens, found.max_input_tokens) == (100 + RESERVED_BLOCKS, 1600, 1599)
 
 
 def test_no_more_blocks_than_all_rows_can_use() -> None:
-    assert wishes(max_rows=2).fit(100 * GIB).num_blocks == 2 * 4096 // 16 + RESERVED_BLOCKS
+    assert requested(max_rows=2).fit(100 * GIB).num_blocks == 2 * 4096 // 16 + RESERVED_BLOCKS
 
 
-def test_a_wish_for_the_whole_cache_is_a_bound() -> None:
-    assert wishes(max_batch_total_tokens=5000).fit(100 * GIB).num_blocks == -(-5000 // 16) + RESERVED_BLOCKS
+def test_a_limit_of_the_whole_cache_is_a_bound() -> None:
+    assert requested(max_batch_total_tokens=5000).fit(100 * GIB).num_blocks == -(-5000 // 16) + RESERVED_BLOCKS
 
 
 def test_half_the_bytes_per_token_are_twice_the_blocks() -> None:
-    sixteen, eight = (wishes(bytes_per_token=size).fit(16 * 1024 * 100) for size in (1024, 512))
+    sixteen, eight = (requested(bytes_per_token=size).fit(16 * 1024 * 100) for size in (1024, 512))
     assert eight.num_blocks - RESERVED_BLOCKS == 2 * (sixteen.num_blocks - RESERVED_BLOCKS)
 
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_is_refused_with_the_numbers_and_a_cure(
     request_fields: dict[str, int], budget: int, words: list[str]
 ) -> None:
     with pytest.raises(RequestRefused) as refused:
-        wishes(**request_fields).fit(budget)
+        requested(**request_fields).fit(budget)
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 

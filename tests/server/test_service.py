@@ -92,10 +92,10 @@ def test_only_its_user_may_use_the_socket(loaded: LoadedModel, tmp_path: Path) -
 # ---- warm-up --------------------------------------------------------------------------------------------------------
 
 
-def warmed(loaded: LoadedModel, socket: Path, **wishes: int) -> pb.WarmupResponse:
+def warmed(loaded: LoadedModel, socket: Path, **requested: int) -> pb.WarmupResponse:
     async def run() -> pb.WarmupResponse:
         async with serving(loaded, socket) as shard:
-            answer: pb.WarmupResponse = await shard.Warmup(warmup(**wishes))
+            answer: pb.WarmupResponse = await shard.Warmup(warmup(**requested))
             return answer
 
     return asyncio.run(run())
@@ -118,18 +118,18 @@ def test_the_longest_sequence_of_a_single_row_need_not_be_whole_blocks(loaded: L
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("requested", "words"),
     [
         ({"max_total_tokens": 200, "max_batch_total_tokens": 100}, "--max-total-tokens"),
         ({"max_total_tokens": 1}, "at least 2"),
     ],
 )
 def test_wishes_that_cannot_be_are_refused(
-    loaded: LoadedModel, tmp_path: Path, wishes: dict[str, int], words: str
+    loaded: LoadedModel, tmp_path: Path, requested: dict[str, int], words: str
 ) -> None:
     async def run() -> None:
         async with serving(loaded, tmp_path / "shard-0") as shard:
-            code, details = await refusal(shard.Warmup(warmup(**wishes)))
+            code, details = await refusal(shard.Warmup(warmup(**requested)))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert words in details
             await shard.Warmup(warmup())
@@ -317,11 +317,11 @@ def test_a_shard_that_refuses_to_warm_up_tells_its_router_why(loaded: LoadedMode
     asyncio.run(run())
 
 
-SETTLED = """
+WARM_PROCESS = """
 import asyncio, gc, sys
 from pathlib import Path
 from legato.modelfiles.files import ModelFiles
-from legato.server import serving
+from legato.server import service
 from tests.server.shard import OPTIONS, warmup
 
 async def serve(service, path):
@@ -329,14 +329,14 @@ async def serve(service, path):
         await service.Warmup(warmup(), None)
         print(gc.get_freeze_count())
 
-serving.serve = serve
-serving.run(ModelFiles.open(Path(sys.argv[1])), OPTIONS)
+service.serve = serve
+service.run(ModelFiles.open(Path(sys.argv[1])), OPTIONS)
 """
 
 
 def test_a_warm_shard_is_not_held_up_by_a_search_for_garbage(folder: Path) -> None:
     """As a process: here a search would go through what all tests have left."""
-    done = subprocess.run([sys.executable, "-c", SETTLED, str(folder)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", WARM_PROCESS, str(folder)], capture_output=True, text=True, check=True)
     first, second = (int(count) for count in done.stdout.split()[-2:])
     assert first > 100_000, "torch alone is more than that"
     assert abs(second - first) < first / 10

@@ -1,8 +1,8 @@
-"""`text-generation-server serve --fake`: a shard of a model that is not there, for everything but its thinking.
+"""`text-generation-server serve --fake`: a shard without a model, to measure and test everything but the model.
 
-Of the model it reads the configuration and the tokenizer, never a weight, and torch is not imported. Steps take the
-time that the options say, one after the other as on a device: the next begins when the last has ended, if it was there
-by then. Grammars are taken note of and not followed.
+It reads the model's configuration and tokenizer but no weights, and does not import torch. Steps take the time that the
+options say, one after the other as on a device: the next begins when the last has ended, if it had arrived by then.
+Grammars are accepted and not applied.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
@@ -23,19 +23,16 @@ from legato.common.progress import WARMED_UP
 from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
-from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits
 from legato.server.interceptor import RequestRefused
 from legato.server.listening import serve, socket_paths, socket_urls
+from legato.server.stream import Answer, Context, StepStreamService
 
 logger = logging.getLogger(__name__)
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 DEFAULT_ROWS = 128
 DEFAULT_POSITIONS = 2048
 RESERVED_BLOCKS = 1
-# How long a router that still has something to compute may take to send its next step.
-QUIET_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +73,22 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """An answer and when it is due, by `time.perf_counter`."""
+class DueAnswer:
+    """An answer and when it is due, by `time.perf_counter`: whoever awaits it gets it then."""
 
     response: pb.StepResponse
     due: float
+    # The event loop counts in milliseconds, which is too coarse to wait for a step.
+    clock: ThreadPoolExecutor
+
+    def __await__(self) -> Generator[Any, None, pb.StepResponse]:
+        delay = self.due - time.perf_counter()
+        if delay > 0:
+            yield from asyncio.get_running_loop().run_in_executor(self.clock, time.sleep, delay)
+        return self.response
 
 
-class FakeService(pb_grpc.TextGenerationServiceServicer):
+class FakeService(StepStreamService):
     def __init__(
         self,
         model: FakeModel,
@@ -92,25 +97,14 @@ class FakeService(pb_grpc.TextGenerationServiceServicer):
         block_size: int = 16,
         prefix_caching: bool = True,
     ) -> None:
+        super().__init__(server_urls)
         self._model = model
-        self._server_urls = server_urls
         self._cost = cost
         self._block_size = block_size
         self._prefix_caching = prefix_caching
         self._engine: FakeEngine | None = None
-        # The event loop counts in milliseconds, which is too coarse to wait for a step.
         self._clock = ThreadPoolExecutor(1, thread_name_prefix="clock")
-        self._answers: asyncio.Queue[Done | None] | None = None
-        self._in_flight = 0
-        self._last_step = 0.0
         self._busy_until = 0.0
-
-    async def stop(self) -> None:
-        """End a router's stream once it sends no more steps: it may have got the same signal and be finishing."""
-        while self._answers is not None and (self._in_flight or time.monotonic() < self._last_step + QUIET_SECONDS):
-            await asyncio.sleep(0.02)
-        if self._answers is not None:
-            self._answers.put_nowait(None)
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
         """Device and number format say what this is, so that no figure passes for that of a real shard."""
@@ -126,14 +120,6 @@ class FakeService(pb_grpc.TextGenerationServiceServicer):
             max_position_embeddings=self._model.max_positions,
             model_type=self._model.model_type,
         )
-
-    async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        return pb.HealthResponse()
-
-    async def ServiceDiscovery(
-        self, request: pb.ServiceDiscoveryRequest, context: Context
-    ) -> pb.ServiceDiscoveryResponse:
-        return pb.ServiceDiscoveryResponse(urls=self._server_urls)
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         return pb.ClearCacheResponse()
@@ -180,42 +166,16 @@ class FakeService(pb_grpc.TextGenerationServiceServicer):
             max_rows=max_rows,
         )
 
-    async def Tokens(
-        self, request_iterator: AsyncIterator[pb.StepRequest], context: Context
-    ) -> AsyncIterator[pb.StepResponse]:
-        engine = self._engine
-        if engine is None or self._answers is not None:
-            reason = "call Warmup first" if engine is None else "a router drives this shard already"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"Tokens is not possible: {reason}")
-        assert engine is not None
-        answers: asyncio.Queue[Done | None] = asyncio.Queue()
-        self._answers = answers
-        feeder = asyncio.create_task(self._feed(engine, request_iterator, answers))
-        try:
-            while (done := await answers.get()) is not None:
-                await self._until(done.due)
-                yield done.response
-                self._in_flight -= 1
-                self._last_step = time.monotonic()
-        finally:
-            feeder.cancel()
-            self._answers, self._in_flight = None, 0
+    def _begin_stream(self) -> None:
+        if self._engine is None:
+            raise RequestRefused("Tokens is not possible: call Warmup first")
 
-    async def _feed(
-        self, engine: FakeEngine, requests: AsyncIterator[pb.StepRequest], answers: asyncio.Queue[Done | None]
-    ) -> None:
-        """Steps are looked at as they arrive, so that one that waits for the device loses no time when it is free."""
-        try:
-            async for request in requests:
-                self._in_flight += 1
-                answers.put_nowait(self._run(engine, request))
-        finally:
-            answers.put_nowait(None)
-
-    def _run(self, engine: FakeEngine, request: pb.StepRequest) -> Done:
+    def _submit(self, request: pb.StepRequest) -> Answer:
+        """The step is checked as it arrives, so that one that waits for the device loses no time when it is free."""
+        assert self._engine is not None
         arrived, cost = time.perf_counter(), self._cost.of(request)
         try:
-            response = engine.run(request)
+            response = self._engine.run(request)
         except BrokenContract as error:
             logger.error("Step %d breaks the contract: %s", request.id, error)
             response = pb.StepResponse(id=request.id, error=str(error))
@@ -223,18 +183,7 @@ class FakeService(pb_grpc.TextGenerationServiceServicer):
         self._busy_until = max(self._busy_until, arrived) + cost
         response.forward_ns = int(cost * 1e9)
         response.total_ns = int((max(finished, self._busy_until) - arrived) * 1e9)
-        return Done(response, self._busy_until)
-
-    async def _until(self, due: float) -> None:
-        delay = due - time.perf_counter()
-        if delay > 0:
-            await asyncio.get_running_loop().run_in_executor(self._clock, time.sleep, delay)
-
-    def _refuse_while_streaming(self, method: str) -> None:
-        if self._answers is not None:
-            raise RequestRefused(
-                f"{method} is not possible while a router drives this shard", grpc.StatusCode.FAILED_PRECONDITION
-            )
+        return DueAnswer(response, self._busy_until, self._clock)
 
 
 def _only_steps(method: str) -> RequestRefused:

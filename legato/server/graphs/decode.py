@@ -23,6 +23,7 @@ import torch
 from legato.kernels.rows import RowTables, advance_rows, gather_rows
 from legato.kernels.sample import greedy_sample
 from legato.layers.kv_cache import KVCache
+from legato.layers.shard import Shard
 from legato.layers.step import Sides, Step
 from legato.models.registry import CausalModel
 from legato.server.graphs.captures import CapturePolicy
@@ -42,7 +43,7 @@ class Decoded:
 
 
 Replay: TypeAlias = Callable[[], None]
-# Runs a decode once and returns how to run it again, and where its results will be.
+# Captures a decode that has run before. Returns how to run it again, and where its results will be.
 Record: TypeAlias = Callable[[Callable[[], Decoded]], tuple[Replay, Decoded]]
 
 
@@ -58,7 +59,6 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, decode: Callable[[], Decoded]) -> tuple[Replay, Decoded]:
-        decode()  # compiles and warms what a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with _no_garbage_collection(), torch.cuda.stream(self._stream):
@@ -91,12 +91,15 @@ class Graphs(ABC):
 
     counted: ClassVar[str]  # what sizes are numbers of
 
-    def __init__(self, model: CausalModel, cache: KVCache, rows: Rows, policy: CapturePolicy, record: Record) -> None:
+    def __init__(
+        self, model: CausalModel, cache: KVCache, rows: Rows, policy: CapturePolicy, record: Record, shard: Shard
+    ) -> None:
         self.policy = policy
         self._model = model
         self._cache = cache
         self._rows = rows
         self._record = record
+        self._shard = shard
         self._graphs: dict[int, tuple[Replay, Decoded]] = {}
 
     @abstractmethod
@@ -114,21 +117,31 @@ class Graphs(ABC):
 
     @torch.inference_mode()
     def capture(self, size: int) -> bool:
-        """Unless that was done, or given up, since somebody asked for it. False: it failed, and nothing but the graph
-        is lost."""
+        """Unless that was done, or given up, since somebody asked for it. False: it failed on some shard, and nothing
+        but the graph is lost.
+
+        Shards that pad a step to different sizes would wait for each other for ever: all of them have a graph, or none.
+        """
         if not self.policy.num_pending or size in self.policy.captured:
             return True
         started = time.perf_counter()
         self._write_padding(size)
+        compute = partial(self._compute, size)
+        has_run, cause = False, "on another shard"
         try:
-            self._graphs[size] = self._record(partial(self._compute, size))
+            compute()  # compiles and warms what a capture must not
+            has_run = True
+            self._graphs[size] = self._record(compute)
         except (RuntimeError, MemoryError) as error:
+            if not has_run and self._shard.world_size > 1:
+                raise  # the others may be waiting in a collective of this step, and cannot be asked
             cause = str(error).partition("\n")[0]
-            logger.warning("No CUDA graph of %d %s: %s. Sizes without one run without", size, self.counted, cause)
-        else:
+        if self._shard.least(int(size in self._graphs), self._rows.device):
             self.policy.note(size)
             logger.debug("Captured a step of %d %s in %.2f s", size, self.counted, time.perf_counter() - started)
             return True
+        logger.warning("CUDA graph capture failed for %d %s (%s); this size runs eagerly.", size, self.counted, cause)
+        self._graphs.pop(size, None)
         release(self._rows.device)  # here, where the error no longer holds what it failed with
         return False
 
@@ -136,8 +149,10 @@ class Graphs(ABC):
 class DecodeGraphs(Graphs):
     counted = "rows"
 
-    def __init__(self, model: CausalModel, cache: KVCache, rows: Rows, policy: CapturePolicy, record: Record) -> None:
-        super().__init__(model, cache, rows, policy, record)
+    def __init__(
+        self, model: CausalModel, cache: KVCache, rows: Rows, policy: CapturePolicy, record: Record, shard: Shard
+    ) -> None:
+        super().__init__(model, cache, rows, policy, record, shard)
         self._row_numbers = torch.full((policy.sizes[-1],), rows.padding, dtype=torch.int32, device=rows.device)
 
     def run(self, row_numbers: list[int]) -> Decoded | None:

@@ -14,6 +14,7 @@ import torch
 
 from legato.kernels.sample import greedy_sample
 from legato.layers.kv_cache import KVCache
+from legato.layers.shard import Shard
 from legato.layers.step import ChunkSpans, Step
 from legato.models.registry import CausalModel
 from legato.server.graphs.captures import CapturePolicy
@@ -54,8 +55,10 @@ class MixedInputs(Generic[Numbers]):
 class MixedGraphs(Graphs):
     counted = "tokens"
 
-    def __init__(self, model: CausalModel, cache: KVCache, rows: Rows, policy: CapturePolicy, record: Record) -> None:
-        super().__init__(model, cache, rows, policy, record)
+    def __init__(
+        self, model: CausalModel, cache: KVCache, rows: Rows, policy: CapturePolicy, record: Record, shard: Shard
+    ) -> None:
+        super().__init__(model, cache, rows, policy, record, shard)
         self._max_rows = rows.padding
         self._host = np.zeros(8 * policy.sizes[-1] + 4 * MOST_CHUNKS, dtype=np.int32)
         self._there = to_device(self._host, rows.device)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from legato.layers.kv_cache import KVCache
+from legato.layers.shard import Shard
 from legato.models.registry import CausalModel
 from legato.server.graphs.captures import CapturePolicy, decode_sizes
 from legato.server.graphs.decode import Decoded, DecodeGraphs, Graphs, Record
@@ -22,14 +23,15 @@ class StepGraphs:
         sizes: Sequence[int],  # of decodes, as `decode_sizes` takes them
         mixed: Sequence[int],  # of steps with prompts, in tokens; none: those have no graphs
         record: Record,
+        shard: Shard,
     ) -> None:
         policy = CapturePolicy(decode_sizes(rows.padding, sizes), are_given=bool(sizes))
         self._rows = rows
-        self._decodes = DecodeGraphs(model, cache, rows, policy, record)
+        self._decodes = DecodeGraphs(model, cache, rows, policy, record, shard)
         self._mixed: MixedGraphs | None = None
         if mixed:
             policy = CapturePolicy(mixed, small=mixed[0])
-            self._mixed = MixedGraphs(model, cache, rows, policy, record)
+            self._mixed = MixedGraphs(model, cache, rows, policy, record, shard)
 
     @property
     def kinds(self) -> list[Graphs]:
@@ -39,12 +41,12 @@ class StepGraphs:
         """What became of the parts that sample, if a graph fits; else None, and nothing has happened. Decodes first."""
         row_numbers = [part.row for part in parts]
         if all(part.decode for part in parts):
-            return self._decodes.run(row_numbers) if self._rows.adrift.isdisjoint(row_numbers) else None
+            return self._decodes.run(row_numbers) if self._rows.out_of_sync.isdisjoint(row_numbers) else None
         if self._mixed is None or any(map(self._rows.wants_scores, parts)):
             return None
         done = self._mixed.run(parts)
         if done is not None:
-            self._rows.adrift.difference_update(row_numbers)
+            self._rows.out_of_sync.difference_update(row_numbers)
         return done
 
     # ---- captures, between steps ----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from legato.text.stopping import StopMatcher
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-class Places:
+class RowAndBlockAllocator:
     """Rows, and blocks that the shard hands out or that callers choose for themselves."""
 
     def __init__(self, capacity: Capacity) -> None:
@@ -53,7 +53,7 @@ class Places:
         self.blocks.difference_update(blocks)
         return blocks
 
-    def give_back(self, row: int, blocks: list[int]) -> None:
+    def free(self, row: int, blocks: list[int]) -> None:
         self.rows.add(row)
         for block in blocks:
             self._sharers[block] -= 1
@@ -84,7 +84,7 @@ class Member:
         return len(self.input_ids) + self.num_generated - self.num_computed
 
 
-class Batch:
+class UnaryBatch:
     def __init__(self, batch_id: int, members: list[Member]) -> None:
         self.id = batch_id
         self.members = members
@@ -93,17 +93,17 @@ class Batch:
         return len(self.members)
 
     @classmethod
-    def concatenate(cls, batches: list[Batch]) -> Batch:
+    def concatenate(cls, batches: list[UnaryBatch]) -> UnaryBatch:
         return cls(batches[0].id, [member for batch in batches for member in batch.members])
 
-    def filter(self, request_ids: Iterable[int]) -> tuple[Batch, list[Member]]:
+    def filter(self, request_ids: Iterable[int]) -> tuple[UnaryBatch, list[Member]]:
         """The members to keep, and those that leave."""
         kept = set(request_ids)
         missing = kept - {member.request.id for member in self.members}
         if missing:
             raise RequestRefused(f"batch {self.id} has no request {min(missing)}")
         leaving = [member for member in self.members if member.request.id not in kept]
-        return Batch(self.id, [member for member in self.members if member.request.id in kept]), leaving
+        return UnaryBatch(self.id, [member for member in self.members if member.request.id in kept]), leaving
 
     def to_pb(self) -> pb.CachedBatch:
         total = sum(len(m.input_ids) + m.request.stopping_parameters.max_new_tokens for m in self.members)
@@ -116,11 +116,11 @@ class Batch:
         )
 
 
-class Cache:
+class BatchCache:
     """Batches between two calls, by id."""
 
     def __init__(self) -> None:
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, UnaryBatch] = {}
 
     def __contains__(self, batch_id: int) -> bool:
         return batch_id in self._batches
@@ -128,16 +128,16 @@ class Cache:
     def __iter__(self) -> Iterator[int]:
         return iter(self._batches)
 
-    def set(self, batch: Batch) -> None:
+    def set(self, batch: UnaryBatch) -> None:
         assert batch.id not in self._batches, f"batch {batch.id} would be lost with its rows"
         self._batches[batch.id] = batch
 
-    def get(self, batch_id: int) -> Batch:
+    def get(self, batch_id: int) -> UnaryBatch:
         if batch_id not in self._batches:
             raise RequestRefused(f"batch {batch_id} is not cached", grpc.StatusCode.NOT_FOUND)
         return self._batches[batch_id]
 
-    def pop(self, batch_ids: Iterable[int]) -> list[Batch]:
+    def pop(self, batch_ids: Iterable[int]) -> list[UnaryBatch]:
         """All of them or, if one is not there, none. A batch that is named twice is one batch."""
         batches = {batch_id: self.get(batch_id) for batch_id in batch_ids}
         for batch_id in batches:
@@ -146,7 +146,7 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class TokenOfMember:
     """One token of one request of a batch, and the whole text with the last one."""
 
     member: Member

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
 from legato.server.interceptor import RequestRefused
-from legato.server.legacy.batch import Batch, Cache, Generation, Member, Places
+from legato.server.legacy.batch import BatchCache, Member, RowAndBlockAllocator, TokenOfMember, UnaryBatch
 from legato.server.model import Model
-from legato.server.vision.prompts import Prompts
+from legato.server.vision.prompts import PromptReader
 from legato.text.detokenize import Vocabulary
 from legato.text.stopping import StopMatcher
 
@@ -23,11 +23,11 @@ ALREADY_EXISTS = grpc.StatusCode.ALREADY_EXISTS
 class UnaryBatches:
     def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
         self._model = model
-        self._prompts = Prompts(tokenizer, model.image_rules)
+        self._prompts = PromptReader(tokenizer, model.image_rules)
         self._vocabulary = Vocabulary(tokenizer)
         self._eos = set(model.eos_token_ids)
-        self._cache = Cache()
-        self._places = Places(model.capacity)
+        self._cache = BatchCache()
+        self._allocator = RowAndBlockAllocator(model.capacity)
         self._steps = 0
 
     def prefill(self, request: pb.PrefillRequest) -> pb.PrefillResponse:
@@ -42,22 +42,22 @@ class UnaryBatches:
             total_ns=time.perf_counter_ns() - started,
         )
 
-    def _begin(self, request: pb.PrefillRequest) -> Batch:
+    def _begin(self, request: pb.PrefillRequest) -> UnaryBatch:
         if request.batch.id in self._cache:
             raise RequestRefused(f"batch {request.batch.id} exists already: decode it or clear it", ALREADY_EXISTS)
         return self._from_pb(request.batch)
 
-    def _join(self, request: pb.PrefillRequest) -> Batch:
+    def _join(self, request: pb.PrefillRequest) -> UnaryBatch:
         """The newcomers and a batch that decodes, as one. If they cannot come in, that batch stays as it is."""
         self._cache.get(request.cached_batch.id)
         newcomers = self._from_pb(request.batch)
-        return Batch.concatenate([*self._cache.pop([request.cached_batch.id]), newcomers])
+        return UnaryBatch.concatenate([*self._cache.pop([request.cached_batch.id]), newcomers])
 
     def decode(self, request: pb.DecodeRequest) -> pb.DecodeResponse:
         started = time.perf_counter_ns()
         if not request.batches:
             raise RequestRefused("Decode needs at least one batch")
-        batch = Batch.concatenate(self._cache.pop([cached.id for cached in request.batches]))
+        batch = UnaryBatch.concatenate(self._cache.pop([cached.id for cached in request.batches]))
         generations, forward_ns = self.generate_token(batch)
         return pb.DecodeResponse(
             generations=generations,
@@ -80,7 +80,7 @@ class UnaryBatches:
         for batch in self._cache.pop([batch_id for batch_id in wanted if batch_id in self._cache]):
             self._leave(batch.members)
 
-    def generate_token(self, batch: Batch) -> tuple[list[pb.Generation], int]:
+    def generate_token(self, batch: UnaryBatch) -> tuple[list[pb.Generation], int]:
         """One step over all members. Those that end leave the batch. If the step fails, all of them do."""
         self._steps += 1
         chunks = [self._chunk(member) for member in batch.members]
@@ -143,7 +143,7 @@ class UnaryBatches:
 
     def _generation(
         self, member: Member, response: pb.StepResponse, index: int, top: tuple[list[int], list[float]] | None
-    ) -> Generation:
+    ) -> TokenOfMember:
         token_id, logprob = response.token_ids[index], response.logprobs[index]
         member.num_generated += 1
         text = member.stops.feed(member.detokenizer.push(token_id))
@@ -152,7 +152,7 @@ class UnaryBatches:
             text += member.detokenizer.flush()
         member.pieces.append(text)
         shown = self._vocabulary.special.get(token_id, text)
-        return Generation(member, token_id, logprob, shown, top, reason)
+        return TokenOfMember(member, token_id, logprob, shown, top, reason)
 
     def _finish_reason(self, member: Member, token_id: int) -> pb.FinishReason | None:
         stopping = member.request.stopping_parameters
@@ -162,7 +162,7 @@ class UnaryBatches:
             return pb.FINISH_REASON_EOS_TOKEN
         return pb.FINISH_REASON_STOP_SEQUENCE if member.stops.stopped else None
 
-    def _from_pb(self, batch: pb.Batch) -> Batch:
+    def _from_pb(self, batch: pb.Batch) -> UnaryBatch:
         members: list[Member] = []
         try:
             for request in batch.requests:
@@ -172,7 +172,7 @@ class UnaryBatches:
             raise
         if not members:
             raise RequestRefused("Prefill needs at least one request")
-        return Batch(batch.id, members)
+        return UnaryBatch(batch.id, members)
 
     def _member(self, request: pb.Request) -> Member:
         prompt = self._prompts.read(request)
@@ -182,12 +182,14 @@ class UnaryBatches:
         stopping = request.stopping_parameters
         # The keys and values of the last token are never needed.
         needed = -(-max(len(ids), len(ids) + stopping.max_new_tokens - 1) // self._model.block_size)
-        row = self._places.take_row()
+        row = self._allocator.take_row()
         try:
             own = not request.blocks
-            blocks = self._places.take_blocks(needed) if own else self._places.share_blocks([*request.blocks], needed)
+            blocks = (
+                self._allocator.take_blocks(needed) if own else self._allocator.share_blocks([*request.blocks], needed)
+            )
         except RequestRefused:
-            self._places.give_back(row, [])
+            self._allocator.free(row, [])
             raise
         context = ids if start is None else ()  # a decoder's text begins afresh
         detokenizer, stops = self._vocabulary.detokenizer(context), StopMatcher(stopping.stop_sequences)
@@ -208,7 +210,7 @@ class UnaryBatches:
             return
         raise RequestRefused(f"request {request.id}: {problem}")
 
-    def _keep(self, batch: Batch) -> pb.CachedBatch | None:
+    def _keep(self, batch: UnaryBatch) -> pb.CachedBatch | None:
         if not batch.members:
             return None
         self._cache.set(batch)
@@ -216,4 +218,4 @@ class UnaryBatches:
 
     def _leave(self, members: Sequence[Member]) -> None:
         for member in members:
-            self._places.give_back(member.row, member.blocks)
+            self._allocator.free(member.row, member.blocks)

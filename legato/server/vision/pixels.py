@@ -1,4 +1,4 @@
-"""From a picture to the numbers that a tower reads, as the processors of transformers have them.
+"""From an image to the numbers that a vision tower reads, as the processors of transformers make them.
 
 Pillow resizes, because its filters are the definition: others differ in the last bits of every pixel.
 """
@@ -20,7 +20,7 @@ def pixels_of(picture: Image, rules: ImageRules) -> np.ndarray:
 
 
 def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
-    """Shape of what `pixels_of` makes of a picture that has this shape in the language model."""
+    """Shape of what `pixels_of` makes of an image that has this shape in the language model."""
     if not isinstance(rules, QwenRules):
         form = rules.best(shape)
         return 1 + form.height * form.width // rules.tile**2, 3, rules.tile, rules.tile
@@ -40,7 +40,7 @@ def qwen_patches(picture: Image, rules: QwenRules) -> np.ndarray:
 
 
 def llava_tiles(picture: Image, rules: LlavaNextRules) -> np.ndarray:
-    """[1 + n, 3, tile, tile] float32: the whole picture, then its format row by row. Padding is black."""
+    """[1 + n, 3, tile, tile] float32: the whole image, then its tiles row by row. Padding is black."""
     size, tile = Size(picture.height, picture.width), rules.tile
     form, fitted = rules.best(size), rules.resized(size)
     top, left = (form.height - fitted.height) // 2, (form.width - fitted.width) // 2

@@ -1,6 +1,6 @@
-"""Prompts with pictures, of callers without a router: they are read, counted and given the places of their tokens here.
+"""Prompts with images, of callers without a router: images are decoded and their tokens placed here.
 
-Our own router has done all that before a shard hears of a picture; TGI's unary calls bring chunks of text and pictures.
+Legato's router has done that before a shard gets an image; TGI's unary calls bring chunks of text and images.
 """
 
 from __future__ import annotations
@@ -14,69 +14,69 @@ from legato.server.interceptor import RequestRefused
 from legato.vision.files import InvalidImage, decode, has_decoder
 from legato.vision.rules import ImageRules, Size, UnsupportedImageShape, expand_placeholders
 
-# Of one picture, as a router allows that was not told otherwise (--max-image-pixels).
+# Of one image: the default of --max-image-pixels.
 MAX_PIXELS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class UnaryPrompt:
     input_ids: list[int]
     images: list[pb.AdmittedImage] = field(default_factory=list)
 
 
-class Prompts:
-    """`rules` are None for a model that does not see."""
+class PromptReader:
+    """`rules` are None for a model without vision."""
 
     def __init__(self, tokenizer: Tokenizer, rules: ImageRules | None) -> None:
         self._tokenizer = tokenizer
         self._rules = rules
 
-    def read(self, request: pb.Request) -> Prompt:
-        """Chunks say more than `inputs`, which repeats them in one string, but only where one of them is a picture."""
+    def read(self, request: pb.Request) -> UnaryPrompt:
+        """`inputs` repeats the chunks in one string: they are read only where one of them is an image."""
         chunks = request.input_chunks.chunks
-        pictures = [chunk.image for chunk in chunks if chunk.HasField("image")]
-        if pictures and self._rules is None:
+        images = [chunk.image for chunk in chunks if chunk.HasField("image")]
+        if images and self._rules is None:
             raise RequestRefused(f"request {request.id}: this model takes text only, and `input_chunks` has an image")
         marker = "" if self._rules is None else self._rules.marker
         ids = list(request.input_ids)
         if not ids:
             spelled = "".join(marker if chunk.HasField("image") else chunk.text for chunk in chunks)
-            text = spelled if pictures else request.inputs or spelled
+            text = spelled if images else request.inputs or spelled
             ids = self._tokenizer.encode(text, add_special_tokens=request.add_special_tokens).ids
-        prompt = Prompt(ids) if self._rules is None else _placed(request, ids, pictures, self._rules)
+        prompt = UnaryPrompt(ids) if self._rules is None else _placed(request, ids, images, self._rules)
         if not request.truncate or len(prompt.input_ids) <= request.truncate:
             return prompt
-        if pictures:
+        if images:
             raise RequestRefused(
                 f"request {request.id}: `truncate` cannot cut {len(prompt.input_ids)} tokens to {request.truncate},"
                 " because some of them are an image"
             )
-        return Prompt(prompt.input_ids[-request.truncate :])
+        return UnaryPrompt(prompt.input_ids[-request.truncate :])
 
 
-def _placed(request: pb.Request, ids: list[int], pictures: list[pb.Image], rules: ImageRules) -> Prompt:
-    """Each mark becomes as many as its picture has tokens."""
-    if (marks := ids.count(rules.token_id)) != len(pictures):
+def _placed(request: pb.Request, ids: list[int], images: list[pb.Image], rules: ImageRules) -> UnaryPrompt:
+    """Each image token is repeated as often as its image has tokens."""
+    if (marks := ids.count(rules.token_id)) != len(images):
         raise RequestRefused(
-            f"request {request.id}: the prompt has {len(pictures)} images and {marks} places for them: the text itself"
-            " has the token that stands for an image, or `input_ids` has not one for each"
+            f"request {request.id}: the prompt has {len(images)} images and {marks} image tokens: the text itself has"
+            " the token that stands for an image, or `input_ids` does not have one for each"
         )
-    counts = [_num_tokens(request, number, picture, rules) for number, picture in enumerate(pictures)]
+    counts = [_num_tokens(request, number, image, rules) for number, image in enumerate(images)]
     placed, starts = expand_placeholders(ids, rules.token_id, counts)
-    images = [
-        pb.AdmittedImage(image=picture, start=start, num_tokens=count)
-        for picture, start, count in zip(pictures, starts, counts, strict=True)
+    admitted = [
+        pb.AdmittedImage(image=image, start=start, num_tokens=count)
+        for image, start, count in zip(images, starts, counts, strict=True)
     ]
-    return Prompt(placed, images)
+    return UnaryPrompt(placed, admitted)
 
 
-def _num_tokens(request: pb.Request, number: int, picture: pb.Image, rules: ImageRules) -> int:
-    """Read once before it is admitted: later a picture that cannot be read would cost others their step."""
+def _num_tokens(request: pb.Request, number: int, image: pb.Image, rules: ImageRules) -> int:
+    """Decoded once before it is admitted: an image that cannot be read would fail a whole step."""
     if not has_decoder():
         raise RequestRefused("this server cannot read images: it lacks Pillow (pip install 'legato[vision]')")
     try:
-        seen = decode(picture.data, MAX_PIXELS)
-        return rules.num_tokens(Size(seen.height, seen.width))
+        decoded = decode(image.data, MAX_PIXELS)
+        return rules.num_tokens(Size(decoded.height, decoded.width))
     except InvalidImage as error:
         problem = str(error)
     except UnsupportedImageShape as error:

@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.pb import generate_pb2 as pb
-from legato.server.capacity import Wishes
+from legato.server.capacity import RequestedLimits
 from legato.server.model import Model
-from legato.server.rehearsal import SMALL_STEP, _ladder, ordinary_steps
+from legato.server.warmup import SMALL_STEP, _ladder, ordinary_steps
 from tests.server.shard import OPTIONS, load_model
 from tests.tiny_models import tiny_llama
 
 
-def wishes(**request: int) -> Wishes:
-    return Wishes(pb.WarmupRequest(**request), 4096, 16, 1024)
+def requested(**request: int) -> RequestedLimits:
+    return RequestedLimits(pb.WarmupRequest(**request), 4096, 16, 1024)
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 7, 512])
 @pytest.mark.parametrize("longest", [2, 100, 300, 4096])
 def test_ordinary_steps_are_steps_that_a_router_may_send(max_rows: int, longest: int) -> None:
-    asked = wishes(max_rows=max_rows, max_total_tokens=longest, max_prefill_tokens=8192)
+    asked = requested(max_rows=max_rows, max_total_tokens=longest, max_prefill_tokens=8192)
     known: set[int] = set()
     for step in ordinary_steps(asked):
         known |= {admission.row for admission in step.admitted}
@@ -35,7 +35,7 @@ def test_ordinary_steps_are_steps_that_a_router_may_send(max_rows: int, longest:
 
 
 def test_ordinary_steps_have_prompts_from_the_largest_step_to_what_runs_as_graphs() -> None:
-    asked = wishes(max_prefill_tokens=8192)
+    asked = requested(max_prefill_tokens=8192)
     sizes = [sum(step.num_tokens) for step in ordinary_steps(asked) if max(step.num_tokens) > 1]
     assert max(sizes) == 8192
     assert all(2 * smaller > 0.9 * larger for larger, smaller in pairwise(sorted(sizes, reverse=True)))
@@ -43,7 +43,7 @@ def test_ordinary_steps_have_prompts_from_the_largest_step_to_what_runs_as_graph
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000))
-def test_every_second_size_of_decodes_is_rehearsed(max_rows: int, num_rows: int) -> None:
+def test_warmup_runs_every_second_size_of_decodes(max_rows: int, num_rows: int) -> None:
     """Up to one and a half times as many rows."""
     sizes = _ladder(max_rows)
     assert sizes[0] == 1 and sizes[-1] == max_rows and sizes == sorted(set(sizes))
@@ -53,7 +53,7 @@ def test_every_second_size_of_decodes_is_rehearsed(max_rows: int, num_rows: int)
 @pytest.mark.parametrize("max_rows", [1, 2, 32])
 def test_ordinary_steps_run(tmp_path: Path, max_rows: int) -> None:
     model = Model(load_model(tiny_llama(tmp_path, max_position_embeddings=512)), OPTIONS)
-    asked = wishes(max_rows=max_rows, max_total_tokens=512, max_prefill_tokens=2048)
+    asked = requested(max_rows=max_rows, max_total_tokens=512, max_prefill_tokens=2048)
     decodes = [len(step.rows) for step in ordinary_steps(asked) if not step.admitted]
     assert decodes[-1] == max_rows or decodes == [1, 2, 1, 1]
-    model._rehearse(asked)
+    model._run_largest_steps(asked)

@@ -1,4 +1,4 @@
-"""Steps that nobody asked for: warm-up runs them to measure memory and to have everything run once."""
+"""The steps of warm-up: they measure memory, and compile and load everything before the first request."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterator
 
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
-from legato.server.capacity import RESERVED_BLOCKS, Capacity, Wishes
+from legato.server.capacity import RESERVED_BLOCKS, Capacity, RequestedLimits
 from legato.server.memory import largest_step
 
-# Whatever takes memory for each row and each token of the vocabulary.
+# All parameters that take memory for each row and each token of the vocabulary.
 COSTLY = pb.NextTokenChooserParameters(
     temperature=0.9, top_k=50, top_p=0.9, typical_p=0.9, do_sample=True, seed=1,
     repetition_penalty=1.1, frequency_penalty=0.1, min_p=0.01,
 )  # fmt: skip
 TOP_TOKENS = 5
-# Tokens of an ordinary prompt, and of the smallest step with prompts that is rehearsed: those below run as graphs.
+# Tokens of an ordinary prompt, and of the smallest step with prompts that warm-up runs: smaller ones are CUDA graphs.
 PROMPT, SMALL_STEP = 128, 1024
 
 
-def full_step(wishes: Wishes) -> pb.StepRequest:
+def full_step(requested: RequestedLimits) -> pb.StepRequest:
     """The largest step that a router may send. All rows share one block: what is in it does not matter here."""
-    counts = largest_step(wishes.max_rows, wishes.longest, wishes.step_tokens)
-    num_blocks = [wishes.num_blocks(count) for count in counts]
+    counts = largest_step(requested.max_rows, requested.longest, requested.step_tokens)
+    num_blocks = [requested.num_blocks(count) for count in counts]
     admissions = [
         pb.Admission(
             row=row,
@@ -42,24 +42,24 @@ def full_step(wishes: Wishes) -> pb.StepRequest:
     )
 
 
-def ordinary_steps(wishes: Wishes) -> Iterator[pb.StepRequest]:
+def ordinary_steps(requested: RequestedLimits) -> Iterator[pb.StepRequest]:
     """Short prompts for all rows, decodes of few and of many rows, then longer prompts beside decodes.
 
     Our kernels are compiled anew and libraries choose other ones for other sizes. For whatever is compiled or loaded
     here no request has to wait: it may take a second. All rows share one block, as in the largest step.
     """
-    if wishes.longest < 2 * PROMPT:
+    if requested.longest < 2 * PROMPT:
         return
-    all_rows = range(wishes.max_rows)
-    yield _step(wishes, prompts=all_rows, length=max(1, min(PROMPT, wishes.step_tokens // wishes.max_rows)))
-    for count in _ladder(wishes.max_rows):
-        yield _step(wishes, decodes=all_rows[:count])
-    size = wishes.step_tokens
+    all_rows = range(requested.max_rows)
+    yield _step(requested, prompts=all_rows, length=max(1, min(PROMPT, requested.step_tokens // requested.max_rows)))
+    for count in _ladder(requested.max_rows):
+        yield _step(requested, decodes=all_rows[:count])
+    size = requested.step_tokens
     while size >= SMALL_STEP:
-        count = max(1, min(size // PROMPT, wishes.max_rows // 2))
-        yield _step(wishes, prompts=all_rows[:count], length=PROMPT)
+        count = max(1, min(size // PROMPT, requested.max_rows // 2))
+        yield _step(requested, prompts=all_rows[:count], length=PROMPT)
         if decodes := all_rows[count : 2 * count]:
-            yield _step(wishes, prompts=all_rows[: count - 1], length=PROMPT, decodes=decodes)
+            yield _step(requested, prompts=all_rows[: count - 1], length=PROMPT, decodes=decodes)
         size //= 2
 
 
@@ -69,9 +69,11 @@ def _ladder(highest: int) -> list[int]:
     return [*sorted({count for count in steps if count < highest}), highest]
 
 
-def _step(wishes: Wishes, prompts: range = range(0), length: int = 0, decodes: range = range(0)) -> pb.StepRequest:
+def _step(
+    requested: RequestedLimits, prompts: range = range(0), length: int = 0, decodes: range = range(0)
+) -> pb.StepRequest:
     """Prompts of that length, each with room for an answer, and the next token of rows that have had theirs."""
-    num_blocks = wishes.num_blocks(length + PROMPT)
+    num_blocks = requested.num_blocks(length + PROMPT)
     return pb.StepRequest(
         admitted=[pb.Admission(row=row, input_ids=pack_token_ids([0] * length)) for row in prompts],
         rows=[*decodes, *prompts],

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts: some layers or all have them, and beside them a gated one that all tokens read."""
+"""Qwen 1.5, 2 and 3 with experts in some layers or in all; until Qwen 2 with a gated one beside them that all read."""
 
 from __future__ import annotations
 
@@ -66,3 +66,14 @@ class Qwen2Moe(QwenExperts):
             parts.mlp(f"{name}.shared_expert", self.shared_size, reduce=False),
             weights.linear(f"{name}.shared_expert_gate", 1, parts.shape.hidden_size),
         )
+
+
+class Qwen3Moe(QwenExperts):
+    num_experts = 128
+    num_chosen = 8
+    expert_size = 768
+
+    def read(self, config: ModelConfig) -> LlamaShape:
+        keys = config.keys
+        window = keys.count("sliding_window", default=4096) if keys.flag("use_sliding_window") else 0
+        return replace(super().read(config), has_head_norms=True, windows=(window,) * config.num_layers)

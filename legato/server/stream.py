@@ -1,0 +1,89 @@
+"""What the service of every shard has, whatever computes its steps: discovery, health, and the stream of one router."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeAlias
+
+import grpc
+
+from legato.pb import generate_pb2 as pb
+from legato.pb import generate_pb2_grpc as pb_grpc
+from legato.server.interceptor import RequestRefused
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Answer: TypeAlias = Awaitable[pb.StepResponse]
+
+# How long a router that still has something to compute may take to send its next step.
+QUIET_SECONDS = 1.0
+
+
+class StepStreamService(pb_grpc.TextGenerationServiceServicer):
+    def __init__(self, server_urls: list[str]) -> None:
+        self._server_urls = server_urls
+        # Steps on their way to a router, in order. While there is a queue, that router owns all rows and blocks.
+        self._answers: asyncio.Queue[Answer | None] | None = None
+        self._in_flight = 0
+        self._last_step = 0.0
+
+    @abstractmethod
+    def _begin_stream(self) -> None:
+        """A router takes over. RequestRefused before warm-up."""
+
+    @abstractmethod
+    def _submit(self, request: pb.StepRequest) -> Answer:
+        """Run a step behind those that were submitted before it. Called from the event loop; does not wait."""
+
+    async def stop(self) -> None:
+        """End a router's stream once it sends no more steps: it may have got the same signal and be finishing."""
+        while self._answers is not None and (self._in_flight or time.monotonic() < self._last_step + QUIET_SECONDS):
+            await asyncio.sleep(0.02)
+        if self._answers is not None:
+            self._answers.put_nowait(None)
+
+    async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
+        """Answers from the event loop: a long step must not look like a dead shard."""
+        return pb.HealthResponse()
+
+    async def ServiceDiscovery(
+        self, request: pb.ServiceDiscoveryRequest, context: Context
+    ) -> pb.ServiceDiscoveryResponse:
+        return pb.ServiceDiscoveryResponse(urls=self._server_urls)
+
+    async def Tokens(
+        self, request_iterator: AsyncIterator[pb.StepRequest], context: Context
+    ) -> AsyncIterator[pb.StepResponse]:
+        """Steps are submitted as they arrive, so that the next one starts the moment the last has been launched."""
+        try:
+            self._refuse_while_streaming("Tokens")
+            self._begin_stream()
+        except RequestRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        answers: asyncio.Queue[Answer | None] = asyncio.Queue()
+        self._answers = answers
+        feeder = asyncio.create_task(self._feed(request_iterator, answers))
+        try:
+            while (answer := await answers.get()) is not None:
+                yield await answer
+                self._in_flight -= 1
+                self._last_step = time.monotonic()
+        finally:
+            feeder.cancel()
+            self._answers, self._in_flight = None, 0
+
+    async def _feed(self, requests: AsyncIterator[pb.StepRequest], answers: asyncio.Queue[Answer | None]) -> None:
+        try:
+            async for request in requests:
+                self._in_flight += 1
+                answers.put_nowait(self._submit(request))
+        finally:
+            answers.put_nowait(None)
+
+    def _refuse_while_streaming(self, method: str) -> None:
+        if self._answers is not None:
+            raise RequestRefused(
+                f"{method} is not possible while a router drives this shard", grpc.StatusCode.FAILED_PRECONDITION
+            )
