@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.streams import EVENT, READ_SIZE, prompts
-from legato.benchmark.machine import circumstances
+from legato.benchmark.report import environment
 
 HOST = "127.0.0.1"
 PROMPT_TOKENS = 64
@@ -138,7 +138,7 @@ def main() -> None:
         print("{}: {:.1f} tokens/s free, {:.1f} constrained, ratio {:.3f}".format(name, *rates, each["ratio"]))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**circumstances(), "work": asdict(work), **figures}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**environment(), "work": asdict(work), **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

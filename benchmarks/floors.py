@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.children import BenchmarkFailed, figures_of, leave_nothing_behind
-from legato.benchmark.machine import circumstances
-from legato.benchmark.tables import markdown
+from legato.benchmark.report import environment, markdown
 from legato.modelfiles.shapes import SHAPES
 from legato.plan.shape import SIZES, Shape
 
@@ -154,7 +153,7 @@ def main(words: Sequence[str] | None = None, benchmark: Benchmark = run_benchmar
         parser.error("--repeat is at least 1, and --bandwidth more than 0")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-    around = {**circumstances(), "workload": WORKLOAD, "bandwidth_tb_per_second": options.bandwidth}
+    around = {**environment(), "workload": WORKLOAD, "bandwidth_tb_per_second": options.bandwidth}
     results: dict[str, Figures | BenchmarkFailed] = {}
     for name in options.model:
         print(f"{name}:", file=sys.stderr, flush=True)

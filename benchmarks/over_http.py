@@ -24,8 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from legato.benchmark.machine import circumstances
-from legato.benchmark.tables import markdown
+from legato.benchmark.report import environment, markdown
 from legato.modelfiles.shapes import SHAPES, write_shape
 
 # Streams, processes of the load, requests.
@@ -109,7 +108,7 @@ def main() -> None:
         cached = cached_tokens(port)
     print(markdown(HEADER, rows), f"\nPrompt tokens found in the prefix cache: {cached:.0f}", sep="\n")
     if given.out:
-        report = {**circumstances(), "model": given.model, "cached_tokens": cached, "runs": results}
+        report = {**environment(), "model": given.model, "cached_tokens": cached, "runs": results}
         given.out.write_text(json.dumps(report, indent=2) + "\n")
 
 

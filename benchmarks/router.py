@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from benchmarks.load import Load, generate_stream, health, percentile
-from legato.benchmark.machine import circumstances
+from legato.benchmark.report import environment
 
 SCRIPTS = Path(sys.executable).parent
 START_PATIENCE = 60.0
@@ -298,7 +298,7 @@ def main() -> None:
         print(name, json.dumps(figures[name]), flush=True)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**circumstances(), **figures}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**environment(), **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from legato.benchmark.machine import circumstances
+from legato.benchmark.report import environment
 
 WORDS = ("river", "stone", "lantern", "winter", "orchard", "violin", "copper", "harbour", "meadow", "thunder", "candle")
 READ_SIZE = 1 << 16
@@ -137,7 +137,7 @@ def main() -> None:
     print(f"ratio: {figures['ratio']:.2f}")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**circumstances(), "work": asdict(work), **figures}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**environment(), "work": asdict(work), **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

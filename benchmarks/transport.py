@@ -41,9 +41,7 @@ from benchmarks.transport_shard import (
     serve_framed,
     serve_sync,
 )
-from legato.benchmark.machine import circumstances
-from legato.benchmark.stats import percentile
-from legato.benchmark.tables import markdown
+from legato.benchmark.report import environment, markdown, percentile
 from legato.pb import generate_pb2 as pb
 
 BATCHES = (1, 64, 256, 512)
@@ -356,7 +354,7 @@ def main() -> None:
     if options.out is not None:
         figures = {name: [asdict(each) for each in listed] for name, listed in found.items()}
         paces = {str(rows): pace * 1e3 for rows, pace in PACES.items()}
-        content = {**circumstances(), "step_ms_by_rows": paces, **figures}
+        content = {**environment(), "step_ms_by_rows": paces, **figures}
         options.out.write_text(json.dumps(content, indent=1) + "\n")
 
 

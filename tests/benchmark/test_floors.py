@@ -79,11 +79,11 @@ def test_shares_are_those_of_the_whole_run_and_of_the_median_step() -> None:
     assert figures.all_tokens_per_second == [200.0, 100.0]
 
 
-def test_a_shape_is_measured_and_written_with_its_circumstances(tmp_path: Path) -> None:
+def test_a_shape_is_measured_and_written_with_its_environment(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "benchmarks.floors", "--model=tiny", "--repeat=2", f"--out={tmp_path}/new/out.json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "G1: done, 2 requests" in done.stderr, "the progress of the benchmark"
+    assert "the fastest of 2 runs" in done.stderr, "the progress of the benchmark"
     assert [line.split("|")[1].strip(" -") for line in done.stdout.splitlines()] == ["Shape", "", "tiny"]
     written = json.loads((tmp_path / "new" / "out.json").read_text())
     assert {"date", "command", "commit", "machine"} <= set(written)

@@ -9,17 +9,16 @@ import pytest
 
 from legato.benchmark.options import BenchmarkOptions
 from legato.benchmark.shard import ShardFailed, running
-from legato.benchmark.tgi.cli import benchmark
-from legato.benchmark.tgi.prompts import FILLER, text_prompts
-from legato.benchmark.tgi.unary import Measured
+from legato.benchmark.tgi.cli import FILLER, benchmark, text_prompts
+from legato.benchmark.tgi.unary import BatchResult
 from legato.common.errors import OptionError
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import write_shape
 from tests.benchmark.fake_shard import BLOCK_SIZE, VOCAB, FakeService, listening
 
 
-def measure(service: FakeService, options: BenchmarkOptions) -> list[Measured]:
-    results: list[Measured] = []
+def measure(service: FakeService, options: BenchmarkOptions) -> list[BatchResult]:
+    results: list[BatchResult] = []
 
     async def conversation() -> None:
         async with listening(service):
