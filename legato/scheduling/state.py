@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from msgspec import Struct
 
@@ -19,7 +19,7 @@ _PIECE_BITS = 62
 _PICTURES = 1 << _PIECE_BITS
 
 
-class FinishReason(Enum):
+class FinishReason(StrEnum):
     """Why a generation ended, in TGI's words."""
 
     LENGTH = "length"
