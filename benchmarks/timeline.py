@@ -172,8 +172,8 @@ async def record(batch: int, shard: ShardProcess, wanted: Path, trace: Path, log
     try:
         async with opened(shards, info, options) as session:
             work = custom(batch, PROMPT, NEW, info.vocab_size)
-            await session.run(work, lambda count: None)  # captures graphs
-            running = asyncio.ensure_future(session.run(work, lambda count: None))
+            await session.run(work)  # captures graphs
+            running = asyncio.ensure_future(session.run(work))
             await asyncio.sleep(SETTLED if batch > 1 else SETTLED / 2)
             wanted.touch()
             await running
