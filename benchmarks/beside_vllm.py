@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import BenchmarkFailed, figures_of, leave_nothing_behind
+from benchmarks.processes import BenchmarkFailed, figures_of, leave_nothing_behind
 from legato.benchmark.report import environment, markdown
 from legato.modelfiles.shapes import SHAPES
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models
 
-from benchmarks.children import leave_nothing_behind, stop
+from benchmarks.processes import leave_nothing_behind, stop
 from legato.benchmark.report import environment, markdown
 from legato.common.logging import parse
 from legato.modelfiles.shapes import SHAPES

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.beside_vllm import main, rate, ratio
-from benchmarks.children import BenchmarkFailed
+from benchmarks.processes import BenchmarkFailed
 from legato.benchmark.engine.workloads import make_workloads
 from legato.modelfiles.shapes import SHAPES
 
