@@ -68,7 +68,7 @@ def api() -> None:
 @legato.command()
 def models() -> None:
     """Print the reference page of the models, in Markdown."""
-    from legato.models.catalogue import reference_page
+    from legato.docgen.models import reference_page
 
     click.echo(reference_page(), nl=False)
 

@@ -11,20 +11,20 @@ INTRODUCTION = """\
 
 <!-- Written by `legato options > docs/launcher.md`. Edit legato/common/options.py instead. -->
 
-Every option is a flag and an environment variable; the flag wins, and an empty variable counts as unset. Flags without
-a value take `true` or `false` (also `1` or `0`) as a variable. Lists are separated by commas.
+Every option is a flag and an environment variable. The flag takes precedence; an empty variable counts as unset. Flags
+without a value take `true` or `false` (or `1` or `0`) as a variable. Lists are separated by commas.
 
-The launcher passes on what concerns the router and the model server, which have flags of the same name where the last
-column says so. There, `--model-id` is `--tokenizer-name` for the router and the first argument for the server.
+The launcher forwards options to the router and the model server, as the last column says. There,
+`--model-id` is `--tokenizer-name` for the router and the first argument for the server.
 
-Options that are not available in this version exist so that an old command line fails with a sentence about the
-feature that is missing, instead of serving something else.
+Options for features that this version does not have are accepted by the parser and refused with an error that names
+the feature.
 
 | exit code | meaning |
 |---|---|
 | 0 | stopped by SIGINT, SIGTERM or SIGHUP after running requests had finished |
 | 1 | an error: one line on stderr says which flag, file or process and what to do |
-| 2 | a command line that makes no sense |
+| 2 | invalid command line |
 | 130 | interrupted a second time, or before anything ran |
 """
 
