@@ -43,7 +43,7 @@ MANY, MANY_TOKENS = 2000, 1000
 PACED_TOKENS, PACED_STEP_MS = 200, 100
 SLOW, BYTES_PER_SECOND = 100, 1
 WORKERS = (1, 2, 3)
-# Where we may, whoever asks for the health does not wait for a core: the load has taken them all, not the server.
+# If permitted, the health probe has priority: it should wait for the server, not for a core that the load uses.
 PROBE_NICENESS = -10
 
 
@@ -79,8 +79,8 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def elsewhere_seconds() -> float:
-    """Of the processors, that somebody else has had so far: neighbours here, and other machines on the same iron. A
-    figure from a machine that was not ours alone says little."""
+    """CPU time that other processes, or other virtual machines on the same host, have had so far: figures from a busy
+    machine say little."""
     times = psutil.cpu_times()
     idle = times.idle + times.iowait + times.guest + times.guest_nice  # what guests take is counted twice
     return float(sum(times) - idle) - cpu_seconds(psutil.Process())

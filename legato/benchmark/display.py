@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -21,15 +21,16 @@ class Display:
         self._task = bars.add_task("", total=1.0, status="")
         self._shown = time.monotonic()
 
-    def update(self, name: str, share: float, status: str) -> None:
-        """How much is done. Redraws the bar, or prints a line every few seconds where there is no terminal."""
+    def update(self, name: str, share: float, status: Callable[[], str]) -> None:
+        """How much is done. Redraws the bar, or prints a line every few seconds where there is no terminal; only then
+        the status is asked for."""
         if time.monotonic() - self._shown < (REDRAW_SECONDS if self._is_live else LINE_SECONDS):
             return
         self._shown = time.monotonic()
         if self._is_live:
-            self._bars.update(self._task, description=name, completed=share, status=status, refresh=True)
+            self._bars.update(self._task, description=name, completed=share, status=status(), refresh=True)
         else:
-            self.line(f"{name}: {status}")
+            self.line(f"{name}: {status()}")
 
     def line(self, text: str) -> None:
         """A line that stays."""

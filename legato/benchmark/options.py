@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from legato.common.errors import OptionError
@@ -13,6 +14,8 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 DEFAULT_WORKLOADS = ("G1", "G2", "G3", "G4")
 DEFAULT_CONCURRENCY = 16
 DEFAULT_REQUESTS = 100
+# Those that are not TGI's have no environment variable.
+flag = partial(option, env=None)
 SHAPE_NAMES = ", ".join(f"`{name}`" for name in SHAPES)
 
 
@@ -20,7 +23,7 @@ SHAPE_NAMES = ", ".join(f"`{name}`" for name in SHAPES)
 class OutputOptions(Options):
     """Results"""
 
-    json: str | None = option(None, "Write all figures to this file.", env=None)
+    json: str | None = flag(None, "Write all figures to this file.")
 
 
 # ---- text-generation-benchmark --------------------------------------------------------------------------------------
@@ -79,13 +82,12 @@ class BenchmarkOptions(BatchOptions, SamplingOptions, OutputOptions):
     master_shard_uds_path: str = option(
         "/tmp/text-generation-server-0", "Unix socket of the (first) shard to measure.", short="m"
     )
-    spawn: str | None = option(
+    spawn: str | None = flag(
         None,
         "Start a shard for this model instead, with the arguments after `--`, and stop it afterwards. Takes what"
         f" text-generation-server serves, or one of {SHAPE_NAMES} for random weights of that shape.",
-        env=None,
     )
-    no_tui: bool = option(False, "Print plain lines even on a terminal.", env=None)
+    no_tui: bool = flag(False, "Print plain lines even on a terminal.")
 
 
 # ---- legato bench engine --------------------------------------------------------------------------------------------
@@ -95,23 +97,21 @@ class BenchmarkOptions(BatchOptions, SamplingOptions, OutputOptions):
 class WorkloadOptions(Options):
     """Workload"""
 
-    workload: tuple[str, ...] = option(
+    workload: tuple[str, ...] = flag(
         DEFAULT_WORKLOADS,
         "`G1` one stream, `G2` 256 streams, `G3` long prompts, `G4` mixed lengths, `prefix` shared prefixes, or `all`;"
         " repeat the flag or separate values by commas.",
-        env=None,
     )
-    repeat: int = option(3, "Runs of each workload; the fastest is reported.", env=None, minimum=1)
-    duration: int | None = option(
+    repeat: int = flag(3, "Runs of each workload; the fastest is reported.", minimum=1)
+    duration: int | None = flag(
         None,
         "Repeat the workloads for this many seconds instead, and fail if the shard's memory has grown. Finds leaks.",
-        env=None,
         minimum=1,
     )
-    scale: int = option(1, "Divide the workloads' counts and lengths by this, for small machines.", env=None, minimum=1)
-    requests: int | None = option(None, "Custom workload: number of requests.", env=None, minimum=1)
-    prompt: int | None = option(None, "Custom workload: prompt length in tokens.", env=None, minimum=1)
-    new: int | None = option(None, "Custom workload: tokens to generate for each prompt.", env=None, minimum=1)
+    scale: int = flag(1, "Divide the workloads' counts and lengths by this, for small machines.", minimum=1)
+    requests: int | None = flag(None, "Custom workload: number of requests.", minimum=1)
+    prompt: int | None = flag(None, "Custom workload: prompt length in tokens.", minimum=1)
+    new: int | None = flag(None, "Custom workload: tokens to generate for each prompt.", minimum=1)
 
     @property
     def is_custom(self) -> bool:
@@ -122,18 +122,15 @@ class WorkloadOptions(Options):
 class EngineOptions(WorkloadOptions, OutputOptions):
     """Shard"""
 
-    model: str | None = option(
+    model: str | None = flag(
         None,
         f"Model to serve: a folder, a GGUF file, a Hub id, or one of {SHAPE_NAMES} for random weights of that shape."
         " Default: the default model.",
-        env=None,
     )
-    socket: str | None = option(None, "Measure the shard on this unix socket instead of starting one.", env=None)
-    max_rows: int = option(512, "Maximum requests running at once.", env=None, minimum=1)
-    max_total_tokens: int = option(4096, "Maximum tokens of a prompt and its answer together.", env=None, minimum=2)
-    step_tokens: int | None = option(
-        None, "Maximum tokens of one step. Default: the router's default.", env=None, minimum=1
-    )
+    socket: str | None = flag(None, "Measure the shard on this unix socket instead of starting one.")
+    max_rows: int = flag(512, "Maximum requests running at once.", minimum=1)
+    max_total_tokens: int = flag(4096, "Maximum tokens of a prompt and its answer together.", minimum=2)
+    step_tokens: int | None = flag(None, "Maximum tokens of one step. Default: the router's default.", minimum=1)
 
 
 # ---- legato bench serve ---------------------------------------------------------------------------------------------
@@ -143,88 +140,78 @@ class EngineOptions(WorkloadOptions, OutputOptions):
 class TargetOptions(Options):
     """Server"""
 
-    url: str = option("http://127.0.0.1:3000", "Address of the server.", env=None)
-    api: Literal["tgi", "completions", "chat"] = option(
-        "tgi", "Route: `tgi` is /generate_stream, `completions` and `chat` are OpenAI's.", env=None
+    url: str = flag("http://127.0.0.1:3000", "Address of the server.")
+    api: Literal["tgi", "completions", "chat"] = flag(
+        "tgi", "Route: `tgi` is /generate_stream, `completions` and `chat` are OpenAI's."
     )
-    model: str | None = option(
-        None, "Model name for OpenAI's routes. Default: the first that the server lists.", env=None
-    )
+    model: str | None = flag(None, "Model name for OpenAI's routes. Default: the first that the server lists.")
     api_key: str | None = option(None, "Sent as a bearer token.", env="LEGATO_API_KEY", secret=True)
-    extra_body: str | None = option(
-        None, 'Fields to add to every request or to replace in it, as a JSON object: `{"top_p": 0.9}`.', env=None
+    extra_body: str | None = flag(
+        None, 'Fields to add to every request or to replace in it, as a JSON object: `{"top_p": 0.9}`.'
     )
-    timeout: float = option(600.0, "Seconds after which a request counts as failed.", env=None, minimum=0.1)
+    timeout: float = flag(600.0, "Seconds after which a request counts as failed.", minimum=0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(Options):
     """Load"""
 
-    concurrency: tuple[int, ...] = option(
+    concurrency: tuple[int, ...] = flag(
         (),
         "Closed loop: concurrent requests; each answer is followed by the next request. Several values, separated by"
         f" commas, are measured one after the other. Default, without `--rate`: {DEFAULT_CONCURRENCY}.",
         short="c",
-        env=None,
     )
-    rate: tuple[float, ...] = option(
+    rate: tuple[float, ...] = flag(
         (),
         "Open loop instead: mean requests per second, arriving at random (Poisson) whether the server keeps up or not."
         " Several values, separated by commas, are measured one after the other.",
         short="r",
-        env=None,
     )
-    num_requests: int | None = option(
-        None,
-        f"Requests of each measurement. Default, without `--duration`: {DEFAULT_REQUESTS}.",
-        short="n",
-        env=None,
-        minimum=1,
+    num_requests: int | None = flag(
+        None, f"Requests of each measurement. Default, without `--duration`: {DEFAULT_REQUESTS}.", short="n", minimum=1
     )
-    duration: float | None = option(
-        None, "Stop sending after this many seconds; requests in flight are completed.", env=None, minimum=0.1
+    duration: float | None = flag(
+        None, "Stop sending after this many seconds; requests in flight are completed.", minimum=0.1
     )
-    warmups: int = option(1, "Warm-up requests, one after the other, not measured.", env=None)
-    processes: int | None = option(
-        None, "Client processes. Default: as many as the load needs, up to half of the cores.", env=None, minimum=1
+    warmups: int = flag(1, "Warm-up requests, one after the other, not measured.")
+    processes: int | None = flag(
+        None, "Client processes. Default: as many as the load needs, up to half of the cores.", minimum=1
     )
-    seed: int = option(0, "Seed of prompts, lengths and arrivals.", env=None)
+    seed: int = flag(0, "Seed of prompts, lengths and arrivals.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(Options):
     """Prompts and answers"""
 
-    input_len: int = option(128, "Prompt length in tokens; prompts are random words.", env=None, minimum=1)
-    input_spread: float = option(
-        0.0, "Vary the prompt length by this share: 0.5 is from 0.5 to 1.5 times.", env=None, minimum=0, maximum=1
+    input_len: int = flag(128, "Prompt length in tokens; prompts are random words.", minimum=1)
+    input_spread: float = flag(
+        0.0, "Vary the prompt length by this share: 0.5 is from 0.5 to 1.5 times.", minimum=0, maximum=1
     )
-    output_len: int = option(128, "Tokens to generate.", env=None, minimum=1)
-    output_spread: float = option(0.0, "Vary the output length by this share.", env=None, minimum=0, maximum=1)
-    dataset: str | None = option(
+    output_len: int = flag(128, "Tokens to generate.", minimum=1)
+    output_spread: float = flag(0.0, "Vary the output length by this share.", minimum=0, maximum=1)
+    dataset: str | None = flag(
         None,
         'Read prompts from this JSON Lines file instead: `{"prompt": "...", "output_len": 200}` on each line.'
         " Default of `output_len`: `--output-len`.",
-        env=None,
     )
-    tokenizer: str | None = option(
+    tokenizer: str | None = flag(
         None,
         "Folder, GGUF file or Hub id of the model, to use only words that are a single token. Default: common words,"
         " which mostly are; `tgi` truncates prompts to their length in any case.",
-        env=None,
     )
-    ignore_eos: bool = option(True, "Generate all tokens that were asked for.", env=None)
+    ignore_eos: bool = flag(True, "Generate all tokens that were asked for.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(TargetOptions, LoadOptions, PromptOptions, OutputOptions):
     """Goodput and progress"""
 
-    slo_ttft: float | None = option(
-        None, "A request is good if its first token comes within this many milliseconds.", env=None, minimum=0
+    slo_ttft: float | None = flag(
+        None, "A request is good if its first token comes within this many milliseconds.", minimum=0
     )
-    slo_itl: float | None = option(
-        None, "A request is good if its mean time between tokens is at most this in milliseconds.", env=None, minimum=0
+    slo_itl: float | None = flag(
+        None, "A request is good if its mean time between tokens is at most this in milliseconds.", minimum=0
     )
-    no_tui: bool = option(False, "Print plain lines even on a terminal.", env=None)
+    no_tui: bool = flag(False, "Print plain lines even on a terminal.")

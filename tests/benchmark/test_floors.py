@@ -1,4 +1,4 @@
-"""benchmarks/floors.py: what a token reads is counted right, and a shape that fails costs nobody else their figures."""
+"""benchmarks/floors.py: what a token reads is counted right, and a shape that fails does not affect the others."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_an_api_key_opens_a_closed_server(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "localhost:3000", "ftp://host", "http://"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="http://host:port"):
         Client(url)
 
@@ -246,18 +246,18 @@ def test_an_answer_of_a_proxy(driver: Driver) -> None:
         assert caught.value.status == 502
 
 
-def test_an_answer_that_is_something_else(driver: Driver) -> None:
+def test_a_response_of_another_shape(driver: Driver) -> None:
     with canned(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}") as (url, _), pytest.raises(errors.UnknownError):
         driver.ask(url, "generate", "hi")
 
 
 @pytest.mark.parametrize("answer", [b"", b"hello\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}"])
-def test_something_that_is_no_answer(driver: Driver, answer: bytes) -> None:
+def test_a_malformed_response(driver: Driver, answer: bytes) -> None:
     with canned(answer) as (url, _), pytest.raises(errors.ConnectionFailed):
         driver.ask(url, "generate", "hi")
 
 
-def test_nobody_there(driver: Driver) -> None:
+def test_a_refused_connection(driver: Driver) -> None:
     with pytest.raises(errors.ConnectionFailed, match="cannot be reached"):
         driver.ask(unused_url(), "generate", "hi")
 

@@ -98,10 +98,10 @@ MODELS: dict[str, Make] = {
 def test_every_shard_has_the_whole_vision_encoder(make: Make, language: tuple[str, ...], tmp_path: Path) -> None:
     make(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    eyes = 4 * sum(tensor.numel() for name, tensor in tensors.items() if not name.startswith(language))
+    vision = 4 * sum(tensor.numel() for name, tensor in tensors.items() if not name.startswith(language))
     one, two = make_plan(PlanOptions(model_id=str(tmp_path), memory="1GiB", dtype="float32")).fits[:2]
-    assert 0 < eyes < one.weights
-    assert two.weights - eyes < 0.7 * (one.weights - eyes)
+    assert 0 < vision < one.weights
+    assert two.weights - vision < 0.7 * (one.weights - vision)
     assert two.weights == bytes_read(tmp_path, Shard(1, 2))
 
 

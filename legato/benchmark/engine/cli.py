@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from legato.benchmark.display import display
+from legato.benchmark.display import Display, display
 from legato.benchmark.engine.session import RunFigures, Session, connect, opened
 from legato.benchmark.engine.soak import MemoryGrew, Soak, soak, wait_for_captures
 from legato.benchmark.engine.workloads import Workload, check_names, custom, make_workloads
@@ -89,7 +89,8 @@ async def benchmark(options: EngineOptions, names: Sequence[str], shard: ShardPr
             await session.run(PROBE)
             found = EngineResults([], _describe(info, session), ready, time.perf_counter() - started)
             if options.duration is None:
-                found.workloads = await _repeat(session, workloads, options.repeat)
+                with display() as shown:
+                    found.workloads = [await _repeat(session, each, options.repeat, shown) for each in workloads]
             else:
                 await wait_for_captures(num_uncaptured)
                 found.workloads, found.soak = await _soak(session, workloads, options.duration, shard)
@@ -98,17 +99,13 @@ async def benchmark(options: EngineOptions, names: Sequence[str], shard: ShardPr
         await shards.close()
 
 
-async def _repeat(session: Session, workloads: Sequence[Workload], repeat: int) -> list[WorkloadResult]:
-    """Every workload `repeat` times."""
-    results = [WorkloadResult(workload, []) for workload in workloads]
-    with display() as shown:
-        for result in results:
-            name = result.workload.name
-            while len(result.runs) < repeat:
-                result.runs.append(await session.run(result.workload))
-                shown.update(name, len(result.runs) / repeat, f"{len(result.runs)}/{repeat} runs")
-            shown.line(f"{name}: {result.best.seconds:.3f} s, the fastest of {repeat} runs")
-    return results
+async def _repeat(session: Session, workload: Workload, repeat: int, shown: Display) -> WorkloadResult:
+    result = WorkloadResult(workload, [])
+    for number in range(1, repeat + 1):
+        result.runs.append(await session.run(workload))
+        shown.update(workload.name, number / repeat, lambda: f"{len(result.runs)}/{repeat} runs")
+    shown.line(f"{workload.name}: {result.best.seconds:.3f} s, the fastest of {repeat} runs")
+    return result
 
 
 async def _soak(
@@ -123,7 +120,7 @@ async def _soak(
             for result in results:
                 result.runs.append(await session.run(result.workload))
             seconds = time.perf_counter() - started
-            shown.update("soak", min(1.0, seconds / duration), f"{seconds:.0f} of {duration} s")
+            shown.update("soak", min(1.0, seconds / duration), lambda: f"{seconds:.0f} of {duration} s")
             return [result.runs[-1].blocks_held for result in results]
 
         return results, await soak(run_all, duration, shard.socket)

@@ -60,10 +60,14 @@ def measure(
     for level in levels:
         run, processes = LevelRun(level), num_processes(level, options.processes)
         try:
-            run_level(target, source, run, processes, lambda run: shown.update(run.level.name, run.share, _status(run)))
+            run_level(target, source, run, processes, lambda run: _show(shown, run))
         finally:
             if run.records:
                 results.append(LevelResult(level, processes, LoadFigures.of(run, slo), run.records))
+
+
+def _show(shown: Display, run: LevelRun) -> None:
+    shown.update(run.level.name, run.share, lambda: _status(run))
 
 
 def _status(run: LevelRun) -> str:

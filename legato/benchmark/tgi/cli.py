@@ -123,7 +123,7 @@ def _sampling(options: BenchmarkOptions) -> pb.NextTokenChooserParameters:
 
 def _show(shown: Display, result: BatchResult, share: float) -> None:
     if share < 1:
-        shown.update(f"batch size {result.batch_size}", share, f"{len(result.prefills)} runs measured")
+        shown.update(f"batch size {result.batch_size}", share, lambda: f"{len(result.prefills)} runs measured")
     else:
         shown.line(describe(result))
 
