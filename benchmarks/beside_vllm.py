@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import BenchmarkFailed, figures_of, leave_nothing_behind
-from legato.benchmark.machine import circumstances
-from legato.benchmark.tables import markdown
+from benchmarks.processes import BenchmarkFailed, figures_of, leave_nothing_behind
+from legato.benchmark.report import environment, markdown
 from legato.modelfiles.shapes import SHAPES
 
 HEADER = ("Workload", "Tok/s", "Legato", "vLLM", "Legato again", "Best Legato / best vLLM")
@@ -91,11 +90,11 @@ def main(words: Sequence[str] | None = None, benchmark: Benchmark = figures_of) 
         ("vllm", ["-m", "benchmarks.in_vllm", *work], theirs),
         ("legato_again", ["-m", "legato.cli", "bench", "engine", *work], None),
     ]
-    around, figures = circumstances(), {}
-    for engine, program, environment in turns:
+    around, figures = environment(), {}
+    for engine, program, variables in turns:
         print(f"{engine}:", file=sys.stderr, flush=True)
         try:
-            figures[engine] = benchmark(program, environment)
+            figures[engine] = benchmark(program, variables)
         except BenchmarkFailed as error:
             print(f"error: {engine}: {error}", file=sys.stderr)
             return 1

@@ -12,24 +12,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
+import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.streams import EVENT, READ_SIZE, prompts
-from legato.benchmark.machine import circumstances
+from benchmarks.load import EVENT, READ_SIZE, generate_stream
+from benchmarks.processes import HOST, launched
+from legato.benchmark.report import environment
 
-HOST = "127.0.0.1"
 PROMPT_TOKENS = 64
-START_SECONDS = 120.0
+WORDS = ("river", "stone", "lantern", "winter", "orchard", "violin", "copper", "harbour", "meadow", "thunder", "candle")
 # Longer than the tokens that are asked for: a finished text has nothing to choose from and would cost less.
 STORY = {
     "type": "object",
@@ -51,12 +48,16 @@ class Work:
     pairs: int
 
 
+def prompts(length: int) -> Iterator[str]:
+    """Different from the first word on. Long enough: the server truncates them to the tokens wanted."""
+    rng = random.Random(0)
+    while True:
+        yield " ".join(rng.choice(WORDS) for _ in range(2 * length))
+
+
 async def stream(work: Work, prompt: str, grammar: dict[str, Any] | None) -> None:
-    parameters = {"max_new_tokens": work.new_tokens, "ignore_eos": True, "truncate": PROMPT_TOKENS, "grammar": grammar}
-    body = json.dumps({"inputs": prompt, "parameters": parameters}).encode()
     reader, writer = await asyncio.open_connection(HOST, work.port)
-    head = f"POST /generate_stream HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    writer.write(generate_stream(prompt, work.new_tokens, truncate=PROMPT_TOKENS, grammar=grammar, close=True))
     received = b""
     while chunk := await reader.read(READ_SIZE):
         received += chunk
@@ -90,34 +91,6 @@ async def measure(work: Work) -> dict[str, Any]:
     return {name: await compare(work, texts, grammar) for name, grammar in GRAMMARS.items()}
 
 
-@contextmanager
-def server() -> Iterator[int]:
-    """The default model on a free port, as a person would start it."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = int(probe.getsockname()[1])
-    launcher = str(Path(sys.executable).parent / "text-generation-launcher")
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+") as log:
-        place = (f"--hostname={HOST}", f"--port={port}", f"--shard-uds-path={folder}/shard")
-        program = subprocess.Popen([launcher, *place], stdout=log, stderr=log)
-        try:
-            _wait_for(port, program, Path(folder) / "log")
-            yield port
-        finally:
-            program.terminate()
-            program.wait()
-
-
-def _wait_for(port: int, program: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and program.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST, port)) == 0:
-                return
-        time.sleep(0.2)
-    sys.exit(f"the server did not start:\n{log.read_text()[-2000:]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Streams under a grammar against free ones, over HTTP.")
     parser.add_argument("--port", type=int, help="of a server on this machine; without it one is started")
@@ -126,19 +99,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="passes of each kind that count")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     options = parser.parse_args()
-    if options.port is not None:
-        work = Work(options.port, options.streams, options.new_tokens, options.pairs)
+    with launched() if options.port is None else nullcontext((options.port, None)) as (port, _):
+        work = Work(port, options.streams, options.new_tokens, options.pairs)
         figures = asyncio.run(measure(work))
-    else:
-        with server() as port:
-            work = Work(port, options.streams, options.new_tokens, options.pairs)
-            figures = asyncio.run(measure(work))
     for name, each in figures.items():
         rates = (statistics.median(each[kind]) for kind in ("free", "constrained"))
         print("{}: {:.1f} tokens/s free, {:.1f} constrained, ratio {:.3f}".format(name, *rates, each["ratio"]))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**circumstances(), "work": asdict(work), **figures}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**environment(), "work": asdict(work), **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

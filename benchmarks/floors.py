@@ -15,15 +15,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import BenchmarkFailed, figures_of, leave_nothing_behind
-from legato.benchmark.machine import circumstances
-from legato.benchmark.tables import markdown
+from benchmarks.processes import BenchmarkFailed, figures_of, leave_nothing_behind
+from legato.benchmark.report import environment, markdown
 from legato.modelfiles.shapes import SHAPES
-from legato.plan.shape import SIZES, Shape
+from legato.models.sizes import Sizes
+from legato.plan.counting import CountedModel
+from legato.plan.memory import SIZES
 
 WORKLOAD = "G1"
 MODELS = "llama-8b,qwen3-8b,falcon-7b,starcoder-15b,mixtral-8x7b"
@@ -41,10 +42,10 @@ class Floor:
     tokens_per_second: float
 
     @classmethod
-    def of(cls, shape: Shape, dtype: str, context: float, bandwidth: float) -> Floor:
+    def of(cls, config: dict[str, Any], dtype: str, context: float, bandwidth: float) -> Floor:
         """`context` tokens of keys and values, `bandwidth` in TB/s."""
-        weights = num_active(shape) * SIZES[dtype]
-        kv = shape.bytes_per_token(dtype) * context
+        weights = num_active(config) * SIZES[dtype]
+        kv = CountedModel(config, dtype).shard_size(1).kv_numbers * SIZES[dtype] * context
         return cls(weights, kv, bandwidth * 1e12 / (weights + kv))
 
 
@@ -60,7 +61,7 @@ class Figures:
     all_tokens_per_second: list[float]  # of every run
 
     @classmethod
-    def of(cls, shape: Shape, measured: dict[str, Any], bandwidth: float) -> Figures:
+    def of(cls, config: dict[str, Any], measured: dict[str, Any], bandwidth: float) -> Figures:
         """From the file of `legato bench engine`."""
         shard, work = measured["shard"], measured["workloads"][WORKLOAD]
         best, dtype = work["best"], shard["dtype"].removeprefix("torch.")
@@ -68,7 +69,7 @@ class Figures:
         return cls(
             dtype=dtype,
             device=shard["device"],
-            floor=Floor.of(shape, dtype, context, bandwidth),
+            floor=Floor.of(config, dtype, context, bandwidth),
             tokens_per_second=best["out_per_second"],
             step_p50_ms=best["step_ms"]["p50"],
             all_tokens_per_second=[run["out_per_second"] for run in work["runs"]],
@@ -86,19 +87,14 @@ class Figures:
         return {**asdict(self), "share": self.share, "step_share": self.step_share}
 
 
-def num_active(shape: Shape) -> int:
-    """Parameters that a decoded token reads, as `legato plan` counts them: all but those of the experts that it does
-    not go to, and but the embedding, of which it takes a row, unless that is the head too."""
-    count = shape.num_parameters()
-    if not shape.is_tied:
-        count -= shape.vocab_size * shape.hidden_size
-    if shape.experts is not None:
-        chosen = replace(shape, experts=replace(shape.experts, count=shape.experts.chosen))
-        idle = shape.experts.count - shape.experts.chosen
-        # The router weighs every expert before it leaves one out.
-        routing = shape.num_layers * idle * shape.hidden_size
-        count -= shape.num_parameters() - chosen.num_parameters() - routing
-    return count
+def num_active(config: dict[str, Any]) -> int:
+    """Parameters that a decoded token reads: all but those of the experts that it is not sent to, and but the
+    embedding, of which it takes a row, unless that is the head too."""
+    numbers, sizes = CountedModel(config, "float16").numbers, Sizes.of(config)
+    count = sizes.keys.count("num_local_experts", default=1)
+    chosen = sizes.keys.count("num_experts_per_tok", default=1)
+    active = sum(num * chosen // count if ".experts." in name else num for name, num in numbers.items())
+    return active - (sizes.vocab_size * sizes.hidden_size if "lm_head.weight" in numbers else 0)
 
 
 def run_benchmark(name: str, repeat: int) -> dict[str, Any]:
@@ -110,7 +106,7 @@ def run_benchmark(name: str, repeat: int) -> dict[str, Any]:
 
 def measure(name: str, repeat: int, bandwidth: float, benchmark: Benchmark) -> Figures | BenchmarkFailed:
     try:
-        return Figures.of(Shape.of(SHAPES[name]), benchmark(name, repeat), bandwidth)
+        return Figures.of(SHAPES[name], benchmark(name, repeat), bandwidth)
     except BenchmarkFailed as error:
         return error
 
@@ -139,7 +135,7 @@ def shape_names(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in SHAPES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no shape; there are {', '.join(SHAPES)}")
+            raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(SHAPES)}")
     return names
 
 
@@ -154,7 +150,7 @@ def main(words: Sequence[str] | None = None, benchmark: Benchmark = run_benchmar
         parser.error("--repeat is at least 1, and --bandwidth more than 0")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-    around = {**circumstances(), "workload": WORKLOAD, "bandwidth_tb_per_second": options.bandwidth}
+    around = {**environment(), "workload": WORKLOAD, "bandwidth_tb_per_second": options.bandwidth}
     results: dict[str, Figures | BenchmarkFailed] = {}
     for name in options.model:
         print(f"{name}:", file=sys.stderr, flush=True)

@@ -28,7 +28,7 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER
 
 class VLLM:
     def __init__(self, model: str, folder: Path) -> None:
-        # Not an import at the top: nobody who has only Legato should need it for `--help`.
+        # Imported late: `--help` must work without it.
         self._vllm: Any = import_module("vllm")
         self.version: str = self._vllm.__version__
         self._engine = self._vllm.LLM(
@@ -44,13 +44,13 @@ class VLLM:
 
     def seconds(self, workload: Workload) -> float:
         """Greedy, every answer as long as the workload says."""
-        wishes = [
+        params = [
             self._vllm.SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False)
             for new in workload.new_tokens
         ]
         prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
         started = time.perf_counter()
-        answers = self._engine.generate(prompts, wishes, use_tqdm=False)
+        answers = self._engine.generate(prompts, params, use_tqdm=False)
         taken = time.perf_counter() - started
         lengths = [len(answer.outputs[0].token_ids) for answer in answers]
         assert lengths == workload.new_tokens, "vLLM answered with another number of tokens"

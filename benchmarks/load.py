@@ -1,7 +1,5 @@
-"""A load of streams that costs little: raw sockets, one epoll, events counted and not parsed.
-
-On a small machine the load runs on the server's own cores, so whatever it takes is taken from the figure.
-"""
+"""A load of streams that costs little CPU: raw sockets, one epoll, events counted and not parsed. On a small machine it
+shares the server's cores."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 READ_SIZE = 1 << 18
 # In the text of a token a line break is escaped, so this is always the beginning of an event.
@@ -20,14 +19,13 @@ EVENT = b"\ndata:"
 END = b"\r\n0\r\n\r\n"
 
 
-def post(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
-def generate_stream(prompt: str, new_tokens: int) -> bytes:
-    body = {"inputs": prompt, "parameters": {"max_new_tokens": new_tokens, "ignore_eos": True}}
-    return post("/generate_stream", json.dumps(body).encode())
+def generate_stream(prompt: str, new_tokens: int, *, close: bool = False, **parameters: Any) -> bytes:
+    """A request that never ends early."""
+    parameters |= {"max_new_tokens": new_tokens, "ignore_eos": True}
+    body = json.dumps({"inputs": prompt, "parameters": parameters}).encode()
+    connection = "close" if close else "keep-alive"
+    head = f"POST /generate_stream HTTP/1.1\r\nHost: localhost\r\nConnection: {connection}\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 @dataclass
@@ -116,10 +114,6 @@ class Load:
             stream.connection.close()
         else:
             stream.connection.sendall(next(self._requests))
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
 def health(port: int) -> Iterator[float]:

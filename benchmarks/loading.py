@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models
 
-from benchmarks.children import leave_nothing_behind, stop
-from legato.benchmark.machine import circumstances
-from legato.benchmark.tables import markdown
+from benchmarks.processes import leave_nothing_behind, stop
+from legato.benchmark.report import environment, markdown
 from legato.common.logging import parse
 from legato.modelfiles.shapes import SHAPES
 
@@ -150,7 +149,7 @@ def written(checkpoint: Checkpoint, keep: Path | None) -> Iterator[Path]:
 
 
 def _is_there(checkpoint: Checkpoint, folder: Path) -> bool:
-    """Whether an earlier run has left it. Nothing of anybody else's is written over."""
+    """Whether an earlier run has left it. Other files are never overwritten."""
     try:
         if not any(folder.iterdir()):
             return False
@@ -362,12 +361,12 @@ def main() -> None:
         for number in range(1, options.repeat + 1):
             runs.append(serve(folder, options.device, options.timeout))
             print(f"Run {number} of {options.repeat}: {runs[-1].seconds:.2f} s", file=sys.stderr, flush=True)
-        # Last, because whoever holds a GPU makes it quicker to open for the next.
+        # Last: a GPU that is in use is opened faster by the next process.
         figures = (Files.of(paths), runs, reading, copy_rate(options.device))
     print(summary(*figures))
     if options.out is not None:
         work = {**asdict(checkpoint), "device": options.device, "repeat": options.repeat}
-        options.out.write_text(json.dumps({**circumstances(), "work": work, **to_json(*figures)}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**environment(), "work": work, **to_json(*figures)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

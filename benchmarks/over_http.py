@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,49 +23,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from legato.benchmark.machine import circumstances
-from legato.benchmark.tables import markdown
+from benchmarks.processes import launched
+from legato.benchmark.report import environment, markdown
 from legato.modelfiles.shapes import SHAPES, write_shape
 
 # Streams, processes of the load, requests.
 LEVELS = ((1, 1, 8), (64, 8, 256), (256, 8, 1024), (512, 8, 2048))
 LONGEST = 4096
-START_SECONDS, RUN_SECONDS = 180.0, 180.0
+RUN_SECONDS = 180.0
 HEADER = ("Run", "Streams", "Tok/s", "TTFT p50 ms", "p95", "Gap p50 ms", "p95", "p99")
 
 
 @contextmanager
 def serving(model: str) -> Iterator[int]:
-    """The port of a server that is ready, and gone afterwards. If it does not come up, its last words are ours."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-        free.close()
-        log = Path(folder) / "log"
+    """The port of a server of this shape."""
+    with tempfile.TemporaryDirectory() as folder:
         words = ["--model-id", str(write_shape(model, Path(folder) / model)), "--load-format", "dummy"]
-        words += ["--port", str(port), "--max-total-tokens", str(LONGEST)]
-        with log.open("w") as output:
-            server = subprocess.Popen(
-                [sys.executable, "-m", "legato.launcher.cli", *words], stdout=output, stderr=output
-            )
-        try:
-            started = time.monotonic()
-            while not _answers(port):
-                if server.poll() is not None or time.monotonic() - started > START_SECONDS:
-                    sys.exit(f"the server did not come up:\n{log.read_text()[-3000:]}")
-                time.sleep(0.1)
+        started = time.monotonic()
+        with launched(*words, "--max-total-tokens", str(LONGEST)) as (port, _):
             print(f"up after {time.monotonic() - started:.1f} s", flush=True)
             yield port
-        finally:
-            server.terminate()
-            server.wait(60)
-
-
-def _answers(port: int) -> bool:
-    try:
-        return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).status == 200)
-    except OSError:
-        return False
 
 
 def cached_tokens(port: int) -> float:
@@ -109,7 +85,7 @@ def main() -> None:
         cached = cached_tokens(port)
     print(markdown(HEADER, rows), f"\nPrompt tokens found in the prefix cache: {cached:.0f}", sep="\n")
     if given.out:
-        report = {**circumstances(), "model": given.model, "cached_tokens": cached, "runs": results}
+        report = {**environment(), "model": given.model, "cached_tokens": cached, "runs": results}
         given.out.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -13,13 +13,12 @@ workers      `throughput` and `many` with one, two and three workers; only when 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,47 +28,23 @@ from typing import Any
 
 import psutil
 
-from benchmarks.load import Load, generate_stream, health, percentile
-from legato.benchmark.machine import circumstances
+from benchmarks.load import Load, generate_stream, health
+from benchmarks.processes import free_port, launched, serving
+from legato.benchmark.report import environment, percentile
 
-SCRIPTS = Path(sys.executable).parent
-START_PATIENCE = 60.0
+APP_EVENTS = 32
+APP_EVENT = (
+    b'data: {"index":1,"token":{"id":1234,"text":" hello","logprob":-1.2345678,"special":false},'
+    b'"generated_text":null,"details":null}\n\n'
+)
 STREAMS, NEW_TOKENS = 64, 256
 MANY, MANY_TOKENS = 2000, 1000
 # All of them in every step: 20,000 tokens a second.
 PACED_TOKENS, PACED_STEP_MS = 200, 100
 SLOW, BYTES_PER_SECOND = 100, 1
 WORKERS = (1, 2, 3)
-# Where we may, whoever asks for the health does not wait for a core: the load has taken them all, not the server.
+# If permitted, the health probe has priority: it should wait for the server, not for a core that the load uses.
 PROBE_NICENESS = -10
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def until_answering(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_PATIENCE
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise SystemExit("the server did not start: its words are above")
-
-
-@contextmanager
-def started(port: int, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    try:
-        until_answering(port, process)
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @contextmanager
@@ -77,16 +52,17 @@ def router(
     max_requests: int, workers: int | None, model: str | None, *extra: str
 ) -> Iterator[tuple[int, psutil.Process]]:
     """A launcher with a fake shard; the port, and the router's first process."""
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        words = [f"--port={port}", "--hostname=127.0.0.1", f"--shard-uds-path={folder}/shard", "--fake"]
-        words += [f"--max-concurrent-requests={max_requests}", "--logger-level=warn", *extra]
-        words += [f"--http-workers={workers}"] if workers else []
-        words += [f"--model-id={model}"] if model else []
-        with started(port, str(SCRIPTS / "text-generation-launcher"), *words) as launcher:
-            next(health(port))
-            children = psutil.Process(launcher.pid).children()
-            yield port, next(child for child in children if "text-generation-router" in " ".join(child.cmdline()))
+    words = ["--fake", f"--max-concurrent-requests={max_requests}", "--logger-level=warn", *extra]
+    words += [f"--http-workers={workers}"] if workers else []
+    words += [f"--model-id={model}"] if model else []
+    with launched(*words) as (port, launcher):
+        children = psutil.Process(launcher.pid).children()
+        yield port, next(child for child in children if is_router(child))
+
+
+def is_router(process: psutil.Process) -> bool:
+    line = " ".join(process.cmdline())
+    return "text-generation-router" in line or "legato.router.cli" in line
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
@@ -103,8 +79,8 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def elsewhere_seconds() -> float:
-    """Of the processors, that somebody else has had so far: neighbours here, and other machines on the same iron. A
-    figure from a machine that was not ours alone says little."""
+    """CPU time that other processes, or other virtual machines on the same host, have had so far: figures from a busy
+    machine say little."""
     times = psutil.cpu_times()
     idle = times.idle + times.iowait + times.guest + times.guest_nice  # what guests take is counted twice
     return float(sum(times) - idle) - cpu_seconds(psutil.Process())
@@ -113,11 +89,22 @@ def elsewhere_seconds() -> float:
 # ---- the scenarios ---------------------------------------------------------------------------------------------------
 
 
-def yardstick(seconds: float) -> float:
-    """Events per second of the bare application."""
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """A bare ASGI application: one event per turn of the event loop."""
+    while (await receive()).get("more_body", False):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for _ in range(APP_EVENTS):
+        await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": APP_EVENT, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def bare_asgi(seconds: float) -> float:
+    """Events per second of `app` on uvicorn."""
     port = free_port()
     words = ["--port", str(port), "--http", "httptools", "--loop", "uvloop", "--no-access-log", "--log-level", "error"]
-    with started(port, sys.executable, "-m", "uvicorn", "benchmarks.paced:app", *words):
+    with serving(port, [sys.executable, "-m", "uvicorn", "benchmarks.router:app", *words], "/"):
         load = Load(port, STREAMS, lambda number: generate_stream("hello", NEW_TOKENS))
         load.run(1)
         counted = load.run(seconds)
@@ -126,7 +113,7 @@ def yardstick(seconds: float) -> float:
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    bare = yardstick(options.seconds)
+    bare = bare_asgi(options.seconds)
     figures = _throughput(options)
     return {
         **figures,
@@ -222,7 +209,8 @@ def measure_gaps(port: int, seconds: float) -> list[float]:
 
 
 def gaps_of(values: list[float]) -> dict[str, float]:
-    return {name: round(percentile(values, share) * 1000, 2) for name, share in (("p50", 0.5), ("p99", 0.99))}
+    ordered = sorted(values)
+    return {f"p{percent}": round(percentile(ordered, percent) * 1000, 2) for percent in (50, 99)}
 
 
 # ---- what happens meanwhile, in a process of its own -----------------------------------------------------------------
@@ -298,7 +286,7 @@ def main() -> None:
         print(name, json.dumps(figures[name]), flush=True)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**circumstances(), **figures}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**environment(), **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from legato.benchmark.engine.session import connect, opened
 from legato.benchmark.engine.workloads import custom
-from legato.benchmark.machine import circumstances
-from legato.benchmark.shard import Shard
+from legato.benchmark.report import environment
+from legato.benchmark.shard import ShardProcess
 from legato.common.errors import LegatoError
 from legato.common.options import RouterOptions
 from legato.modelfiles.shapes import write_shape
@@ -160,7 +160,7 @@ def run_shard(model: str, socket: str, wanted: str, trace: str) -> None:
     main()
 
 
-async def record(batch: int, shard: Shard, wanted: Path, trace: Path, log: Path) -> Timeline:
+async def record(batch: int, shard: ShardProcess, wanted: Path, trace: Path, log: Path) -> Timeline:
     shards, info = await connect(shard)
     tokens = batch * (PROMPT + NEW + info.block_size)
     options = RouterOptions(
@@ -172,8 +172,8 @@ async def record(batch: int, shard: Shard, wanted: Path, trace: Path, log: Path)
     try:
         async with opened(shards, info, options) as session:
             work = custom(batch, PROMPT, NEW, info.vocab_size)
-            await session.run(work, lambda count: None)  # captures graphs
-            running = asyncio.ensure_future(session.run(work, lambda count: None))
+            await session.run(work)  # captures graphs
+            running = asyncio.ensure_future(session.run(work))
             await asyncio.sleep(SETTLED if batch > 1 else SETTLED / 2)
             wanted.touch()
             await running
@@ -201,7 +201,7 @@ def timeline(model: str, batch: int) -> Timeline:
         command += [str(wanted), str(trace)]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
-        shard = Shard(f"{folder}/shard-0", process, log)
+        shard = ShardProcess(f"{folder}/shard-0", process, log)
         try:
             return asyncio.run(record(batch, shard, wanted, trace, log))
         except LegatoError:
@@ -275,7 +275,7 @@ def main() -> None:
     figures = [each.figures() for each in timelines]
     print(json.dumps(figures, indent=2))
     if options.json:
-        Path(options.json).write_text(json.dumps(circumstances() | {"timelines": figures}, indent=2) + "\n")
+        Path(options.json).write_text(json.dumps(environment() | {"timelines": figures}, indent=2) + "\n")
     if options.picture:
         Path(options.picture).write_text(picture(timelines))
 

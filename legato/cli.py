@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 import click
 
 from legato.common.program import run_program, with_version
 
-# Programs that are also subcommands: name -> (module, command).
-PROGRAMS = {
-    "serve": ("legato.launcher.cli", "COMMAND"),
-    "bench": ("legato.benchmark.commands", "bench"),
-    "plan": ("legato.plan.cli", "COMMAND"),
-}
+SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 class _Group(click.Group):
-    """The commands below and the programs above."""
+    """A group that also has `programs`: modules with a `COMMAND`, imported when they are used."""
+
+    def __init__(self, *args: Any, programs: dict[str, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, context_settings=SETTINGS)
+        self._programs = programs
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*PROGRAMS, *super().list_commands(ctx)]
+        return [*self._programs, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in PROGRAMS:
+        if name not in self._programs:
             return super().get_command(ctx, name)
-        module, attribute = PROGRAMS[name]
-        return cast(click.Command, getattr(import_module(module), attribute))
+        return cast(click.Command, import_module(self._programs[name]).COMMAND)
 
 
 @with_version
-@click.group("legato", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("legato", cls=_Group, programs={"serve": "legato.launcher.cli", "plan": "legato.plan.cli"})
 def legato() -> None:
     """A text-generation server in Python."""
+
+
+PROGRAMS = {"engine": "legato.benchmark.engine.cli", "serve": "legato.benchmark.serve.cli"}
+bench = _Group("bench", programs=PROGRAMS, help="Measure Legato.")
+legato.add_command(bench)
 
 
 @legato.command()
@@ -64,7 +67,7 @@ def api() -> None:
 @legato.command()
 def models() -> None:
     """Print the reference page of the models, in Markdown."""
-    from legato.models.catalogue import reference_page
+    from legato.docgen.models import reference_page
 
     click.echo(reference_page(), nl=False)
 

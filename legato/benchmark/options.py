@@ -1,12 +1,10 @@
-"""The options of both benchmarks. Those of text-generation-benchmark up to `top_n_tokens` are TGI's."""
+"""The options of the three benchmarks. Those of text-generation-benchmark up to `top_n_tokens` are TGI's."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
-
-import click
+from functools import partial
+from typing import Literal
 
 from legato.common.errors import OptionError
 from legato.common.option import Options, option
@@ -14,26 +12,40 @@ from legato.modelfiles.shapes import SHAPES
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 DEFAULT_WORKLOADS = ("G1", "G2", "G3", "G4")
+DEFAULT_CONCURRENCY = 16
+DEFAULT_REQUESTS = 100
+# Those that are not TGI's have no environment variable.
+flag = partial(option, env=None)
 SHAPE_NAMES = ", ".join(f"`{name}`" for name in SHAPES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work(Options):
+class OutputOptions(Options):
+    """Results"""
+
+    json: str | None = flag(None, "Write all figures to this file.")
+
+
+# ---- text-generation-benchmark --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(Options):
     """What to measure"""
 
     tokenizer_name: str | None = option(
         None,
-        "Folder or Hub id of the model whose tokenizer makes the prompts. Without it prompts are random token ids.",
+        "Folder or Hub id of the model whose tokenizer makes the prompts. Default: prompts are random token ids.",
         short="t",
     )
     revision: str = option("main", "Branch, tag or commit of the tokenizer's Hub repository.")
     batch_size: tuple[int, ...] = option(
-        BATCH_SIZES, "Requests computed together; repeat it or separate by commas.", short="b"
+        BATCH_SIZES, "Requests in a batch; repeat the flag or separate values by commas.", short="b"
     )
-    sequence_length: int = option(10, "Tokens of each prompt.", short="s", minimum=1)
+    sequence_length: int = option(10, "Prompt length in tokens.", short="s", minimum=1)
     decode_length: int = option(8, "Tokens to generate for each prompt.", short="d", minimum=1)
     runs: int = option(10, "Measured runs for each batch size.", short="r", minimum=1)
-    warmups: int = option(1, "Runs before those, not measured.", short="w")
+    warmups: int = option(1, "Warm-up runs for each batch size, not measured.", short="w")
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -45,59 +57,61 @@ class Work(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choosing(Options):
-    """How tokens are chosen"""
+class SamplingOptions(Options):
+    """Sampling"""
 
     temperature: float | None = option(None, "Divides the logits.", minimum=0)
-    top_k: int | None = option(None, "Keep the k most probable tokens.")
-    top_p: float | None = option(None, "Keep the most probable tokens that reach this share.", minimum=0, maximum=1)
-    typical_p: float | None = option(None, "Keep the most typical tokens that reach this share.", minimum=0, maximum=1)
-    repetition_penalty: float | None = option(None, "Makes tokens that were there before less likely.", minimum=0)
-    frequency_penalty: float | None = option(None, "The same, the more the oftener they were there.")
-    watermark: bool = option(False, "Mark the text as generated.")
-    do_sample: bool = option(False, "Draw tokens at random instead of taking the most probable one.")
-    top_n_tokens: int | None = option(None, "Also ask for the n most probable tokens at every step.")
+    top_k: int | None = option(None, "Sample from the k most probable tokens.")
+    top_p: float | None = option(
+        None, "Sample from the most probable tokens whose probabilities add up to this.", minimum=0, maximum=1
+    )
+    typical_p: float | None = option(
+        None, "Sample from the most typical tokens whose probabilities add up to this.", minimum=0, maximum=1
+    )
+    repetition_penalty: float | None = option(None, "Penalty for tokens that occurred before. 1 is none.", minimum=0)
+    frequency_penalty: float | None = option(None, "Penalty for tokens by how often they occurred before. 0 is none.")
+    watermark: bool = option(False, "Watermark the generated text.")
+    do_sample: bool = option(False, "Sample. Default: greedy decoding.")
+    top_n_tokens: int | None = option(None, "Also return the n most probable tokens at every step.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkOptions(Work, Choosing):
-    """Shard and results"""
+class BenchmarkOptions(BatchOptions, SamplingOptions, OutputOptions):
+    """Shard"""
 
     master_shard_uds_path: str = option(
         "/tmp/text-generation-server-0", "Unix socket of the (first) shard to measure.", short="m"
     )
-    spawn: str | None = option(
+    spawn: str | None = flag(
         None,
-        "Start a shard for this model instead, with the arguments after `--`, and end it afterwards. Takes what"
+        "Start a shard for this model instead, with the arguments after `--`, and stop it afterwards. Takes what"
         f" text-generation-server serves, or one of {SHAPE_NAMES} for random weights of that shape.",
-        env=None,
     )
-    json: str | None = option(None, "Write all figures to this file.", env=None)
-    html: str | None = option(None, "Write a page with curves to this file.", env=None)
-    no_tui: bool = option(False, "Plain lines even on a terminal.", env=None)
+    no_tui: bool = flag(False, "Print plain lines even on a terminal.")
+
+
+# ---- legato bench engine --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineWork(Options):
-    """What to run"""
+class WorkloadOptions(Options):
+    """Workload"""
 
-    workload: tuple[str, ...] = option(
+    workload: tuple[str, ...] = flag(
         DEFAULT_WORKLOADS,
         "`G1` one stream, `G2` 256 streams, `G3` long prompts, `G4` mixed lengths, `prefix` shared prefixes, or `all`;"
-        " repeat it or separate by commas.",
-        env=None,
+        " repeat the flag or separate values by commas.",
     )
-    repeat: int = option(3, "Runs of each workload; the best is reported.", env=None, minimum=1)
-    duration: int | None = option(
+    repeat: int = flag(3, "Runs of each workload; the fastest is reported.", minimum=1)
+    duration: int | None = flag(
         None,
-        "Repeat all of it for so many seconds instead, and fail if the shard's memory has grown. For leaks, not speed.",
-        env=None,
+        "Repeat the workloads for this many seconds instead, and fail if the shard's memory has grown. Finds leaks.",
         minimum=1,
     )
-    scale: int = option(1, "Divide the workloads' counts and lengths by this, for small machines.", env=None, minimum=1)
-    requests: int | None = option(None, "A workload of your own: how many requests.", env=None, minimum=1)
-    prompt: int | None = option(None, "A workload of your own: tokens of each prompt.", env=None, minimum=1)
-    new: int | None = option(None, "A workload of your own: tokens to generate for each.", env=None, minimum=1)
+    scale: int = flag(1, "Divide the workloads' counts and lengths by this, for small machines.", minimum=1)
+    requests: int | None = flag(None, "Custom workload: number of requests.", minimum=1)
+    prompt: int | None = flag(None, "Custom workload: prompt length in tokens.", minimum=1)
+    new: int | None = flag(None, "Custom workload: tokens to generate for each prompt.", minimum=1)
 
     @property
     def is_custom(self) -> bool:
@@ -105,42 +119,99 @@ class EngineWork(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(EngineWork):
-    """Shard and results"""
+class EngineOptions(WorkloadOptions, OutputOptions):
+    """Shard"""
 
-    model: str | None = option(
+    model: str | None = flag(
         None,
-        f"What the shard serves: a folder, a GGUF file, a Hub id, or one of {SHAPE_NAMES} for random weights of that"
-        " shape. Without it the default model.",
-        env=None,
+        f"Model to serve: a folder, a GGUF file, a Hub id, or one of {SHAPE_NAMES} for random weights of that shape."
+        " Default: the default model.",
     )
-    socket: str | None = option(None, "Measure the shard on this unix socket instead of starting one.", env=None)
-    max_rows: int = option(512, "Requests that run at once.", env=None, minimum=1)
-    max_total_tokens: int = option(4096, "Longest prompt and answer together.", env=None, minimum=2)
-    step_tokens: int | None = option(
-        None, "Tokens that one step may compute. Without it the router's own default.", env=None, minimum=1
+    socket: str | None = flag(None, "Measure the shard on this unix socket instead of starting one.")
+    max_rows: int = flag(512, "Maximum requests running at once.", minimum=1)
+    max_total_tokens: int = flag(4096, "Maximum tokens of a prompt and its answer together.", minimum=2)
+    step_tokens: int | None = flag(None, "Maximum tokens of one step. Default: the router's default.", minimum=1)
+
+
+# ---- legato bench serve ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(Options):
+    """Server"""
+
+    url: str = flag("http://127.0.0.1:3000", "Address of the server.")
+    api: Literal["tgi", "completions", "chat"] = flag(
+        "tgi", "Route: `tgi` is /generate_stream, `completions` and `chat` are OpenAI's."
     )
-    json: str | None = option(None, "Write all figures to this file.", env=None)
+    model: str | None = flag(None, "Model name for OpenAI's routes. Default: the first that the server lists.")
+    api_key: str | None = option(None, "Sent as a bearer token.", env="LEGATO_API_KEY", secret=True)
+    extra_body: str | None = flag(
+        None, 'Fields to add to every request or to replace in it, as a JSON object: `{"top_p": 0.9}`.'
+    )
+    timeout: float = flag(600.0, "Seconds after which a request counts as failed.", minimum=0.1)
 
 
-def takes_shard_arguments(command: click.Command) -> click.Command:
-    """Let the command take `-- ARGUMENTS...` for the shard that it starts."""
-    command.params.append(click.Argument(["shard_args"], nargs=-1, type=click.UNPROCESSED))
-    return command
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(Options):
+    """Load"""
+
+    concurrency: tuple[int, ...] = flag(
+        (),
+        "Closed loop: concurrent requests; each answer is followed by the next request. Several values, separated by"
+        f" commas, are measured one after the other. Default, without `--rate`: {DEFAULT_CONCURRENCY}.",
+        short="c",
+    )
+    rate: tuple[float, ...] = flag(
+        (),
+        "Open loop instead: mean requests per second, arriving at random (Poisson) whether the server keeps up or not."
+        " Several values, separated by commas, are measured one after the other.",
+        short="r",
+    )
+    num_requests: int | None = flag(
+        None, f"Requests of each measurement. Default, without `--duration`: {DEFAULT_REQUESTS}.", short="n", minimum=1
+    )
+    duration: float | None = flag(
+        None, "Stop sending after this many seconds; requests in flight are completed.", minimum=0.1
+    )
+    warmups: int = flag(1, "Warm-up requests, one after the other, not measured.")
+    processes: int | None = flag(
+        None, "Client processes. Default: as many as the load needs, up to half of the cores.", minimum=1
+    )
+    seed: int = flag(0, "Seed of prompts, lengths and arrivals.")
 
 
-def shard_arguments(starts_shard: bool, cure: str) -> tuple[str, ...]:
-    """What came after `--` on the command line of the command that is running."""
-    words: tuple[str, ...] = click.get_current_context().params["shard_args"]
-    if words and not starts_shard:
-        raise OptionError(f"{words[0]!r} is for a shard that the benchmark starts: {cure}")
-    return words
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(Options):
+    """Prompts and answers"""
+
+    input_len: int = flag(128, "Prompt length in tokens; prompts are random words.", minimum=1)
+    input_spread: float = flag(
+        0.0, "Vary the prompt length by this share: 0.5 is from 0.5 to 1.5 times.", minimum=0, maximum=1
+    )
+    output_len: int = flag(128, "Tokens to generate.", minimum=1)
+    output_spread: float = flag(0.0, "Vary the output length by this share.", minimum=0, maximum=1)
+    dataset: str | None = flag(
+        None,
+        'Read prompts from this JSON Lines file instead: `{"prompt": "...", "output_len": 200}` on each line.'
+        " Default of `output_len`: `--output-len`.",
+    )
+    tokenizer: str | None = flag(
+        None,
+        "Folder, GGUF file or Hub id of the model, to use only words that are a single token. Default: common words,"
+        " which mostly are; `tgi` truncates prompts to their length in any case.",
+    )
+    ignore_eos: bool = flag(True, "Generate all tokens that were asked for.")
 
 
-def check_writable(flag: str, path: str | None) -> None:
-    """A wrong path should end the benchmark before it has run, not after."""
-    if path is None:
-        return
-    folder = Path(path).resolve().parent
-    if Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise OptionError(f"--{flag} {path}: {folder} has no place for such a file that this user may write")
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(TargetOptions, LoadOptions, PromptOptions, OutputOptions):
+    """Goodput and progress"""
+
+    slo_ttft: float | None = flag(
+        None, "A request is good if its first token comes within this many milliseconds.", minimum=0
+    )
+    slo_itl: float | None = flag(
+        None, "A request is good if its mean time between tokens is at most this in milliseconds.", minimum=0
+    )
+    no_tui: bool = flag(False, "Print plain lines even on a terminal.")

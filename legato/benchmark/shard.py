@@ -1,4 +1,4 @@
-"""The shard under test: one that runs already, or one of our own for as long as the benchmark takes."""
+"""The shard under test: one that is running, or one that is started for the benchmark and stopped after it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+import click
+
 from legato.common.errors import LegatoError, OptionError
 from legato.modelfiles.shapes import SHAPES, write_shape
 
@@ -22,7 +24,7 @@ T = TypeVar("T")
 # Enough for the end of a traceback.
 SHOWN_LINES = 12
 STOP_SECONDS = 10.0
-# Somebody else's shard is there or it is not; one of our own may have to download its model first.
+# A shard that was running before is there or it is not; one that we start may have to download its model first.
 CONNECT_SECONDS = 10.0
 
 
@@ -30,7 +32,7 @@ class ShardFailed(LegatoError):
     """The shard under test ended, or refuses to be measured."""
 
 
-class Shard:
+class ShardProcess:
     """Where the shard listens, and its process if it is ours."""
 
     def __init__(self, socket: str, process: subprocess.Popen[bytes] | None = None, log: Path | None = None) -> None:
@@ -54,7 +56,7 @@ class Shard:
             task.cancel()
 
     def check_alive(self, patience: float = 0.0) -> None:
-        """Raise with the last words of a shard of ours that has ended, or does within `patience` seconds."""
+        """Raise with the last log lines if our shard has ended, or ends within `patience` seconds."""
         if self._process is None:
             return
         try:
@@ -63,7 +65,8 @@ class Shard:
             return
         assert self._log is not None
         lines = self._log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-        how = f"code {self._process.returncode}" if self._process.returncode >= 0 else _signal_name(self._process)
+        code = self._process.returncode
+        how = f"code {code}" if code >= 0 else signal.Signals(-code).name
         raise ShardFailed("\n  ".join([f"the shard ended with {how}" + ("; its last lines:" if lines else ""), *lines]))
 
     def stop(self) -> None:
@@ -77,29 +80,49 @@ class Shard:
             self._process.wait()
 
 
-def running(socket: str) -> Shard:
-    """A shard that somebody started."""
+def takes_shard_arguments(command: click.Command) -> click.Command:
+    """Let the command take `-- ARGUMENTS...` for the shard that it starts."""
+    command.params.append(click.Argument(["shard_args"], nargs=-1, type=click.UNPROCESSED))
+    return command
+
+
+@contextmanager
+def shard_under_test(socket: str | None, model: str | None, cure: str) -> Iterator[ShardProcess]:
+    """The shard that runs on `socket`, or else a new one for `model`, with the arguments after `--` of the running
+    command. `cure` says how to have one started."""
+    words: tuple[str, ...] = click.get_current_context().params["shard_args"]
+    if socket is None:
+        with spawned(model, words) as shard:
+            yield shard
+    elif words:
+        raise OptionError(f"{words[0]!r} is an argument of a shard that the benchmark starts: {cure}")
+    else:
+        yield running(socket)
+
+
+def running(socket: str) -> ShardProcess:
+    """A shard that was started before."""
     if not os.path.exists(socket):
         raise OptionError(
             f"no shard listens on {socket}: start one with `text-generation-server serve`, or let the benchmark do it"
         )
-    return Shard(socket)
+    return ShardProcess(socket)
 
 
 @contextmanager
-def spawned(model: str | None, arguments: Sequence[str]) -> Iterator[Shard]:
-    """A shard of our own: `model` is what the server takes, the name of a shape, or None for the default model."""
+def spawned(model: str | None, arguments: Sequence[str]) -> Iterator[ShardProcess]:
+    """A new shard. `model` is what the server takes, the name of a shape, or None for the default model."""
     with tempfile.TemporaryDirectory(prefix="legato-bench-") as folder:
         log = Path(folder) / "shard.log"
         with log.open("wb") as output, _terminable():
             process = subprocess.Popen(
                 _command(model, arguments, Path(folder)), stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
-            shard = Shard(f"{folder}/shard-0", process, log)
+            shard = ShardProcess(f"{folder}/shard-0", process, log)
             try:
                 yield shard
             except LegatoError:
-                # Sockets close before a process is gone, and its own words say more than a broken stream.
+                # Sockets close before a process ends, and its own log says more than a broken stream.
                 shard.check_alive(patience=0.5)
                 raise
             finally:
@@ -119,11 +142,11 @@ def _command(model: str | None, arguments: Sequence[str], folder: Path) -> list[
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does, so that it does not leave the shard behind."""
+    """Handle SIGTERM like Ctrl-C, so that the shard is stopped."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler):  # a shell lets the jobs in its background ignore Ctrl-C
+        if not callable(handler):  # shells start background jobs with SIGINT ignored
             raise KeyboardInterrupt
         handler(number, frame)
 
@@ -132,7 +155,3 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _signal_name(process: subprocess.Popen[bytes]) -> str:
-    return signal.Signals(-process.returncode).name

@@ -9,5 +9,6 @@ for item in client.generate_stream("The capital of France is", max_new_tokens=20
 
 from legato.client.aio import AsyncClient
 from legato.client.sync import Client
+from legato.client.types import *  # noqa: F403 - TGI's names
 
 __all__ = ["AsyncClient", "Client"]

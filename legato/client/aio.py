@@ -1,4 +1,4 @@
-"""`AsyncClient`: on asyncio's streams, with as much of HTTP/1.1 as answers to our requests use."""
+"""`AsyncClient`: on asyncio's streams, with the part of HTTP/1.1 that servers use to answer our requests."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """A server at a URL. `timeout` is the longest silence in seconds: of a stream between two events, of any other
-    request until its answer. A stream that is closed, or left by its last reference, is cancelled at the server."""
+    """A client of one server. `timeout` in seconds limits the time between two events of a stream, and until the answer
+    of any other request. A stream that is closed or garbage-collected is cancelled at the server."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class AsyncClient:
         cookies: Mapping[str, str] | None = None,
         timeout: float = wire.TIMEOUT,
     ) -> None:
-        self._server = wire.Server.at(base_url, headers, cookies, timeout)
+        self._server = wire.ServerAddress.at(base_url, headers, cookies, timeout)
 
     async def generate(self, prompt: str, **parameters: Unpack[Parameters]) -> Response:
         return await self._ask("POST", "/generate", Response, generate_body(prompt, parameters))
@@ -86,7 +86,7 @@ class AsyncClient:
         return await self._ask("GET", "/info", Info)
 
     async def health(self) -> bool:
-        """Whether the server can be reached and the model computes."""
+        """Whether the server can be reached and is healthy."""
         try:
             async with self._open("GET", "/health") as answer:
                 return answer.status == 200
@@ -125,21 +125,21 @@ class AsyncClient:
                 await asyncio.wait_for(writer.drain(), server.timeout)
             yield await _Answer.begin(reader, server)
         finally:
-            # Aborted, not closed: closing waits for what is still to be sent, and nobody wants that any more.
+            # Aborted, not closed: closing would wait until everything is sent.
             writer.transport.abort()
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer whose head has come."""
+    """An answer after its head was read."""
 
     status: int
     headers: dict[str, str]
     _reader: asyncio.StreamReader
-    _server: wire.Server
+    _server: wire.ServerAddress
 
     @staticmethod
-    async def begin(reader: asyncio.StreamReader, server: wire.Server) -> _Answer:
+    async def begin(reader: asyncio.StreamReader, server: wire.ServerAddress) -> _Answer:
         with server.errors():
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), server.timeout)
             line, _, rest = head.partition(b"\r\n")
@@ -153,7 +153,7 @@ class _Answer:
         return b"".join([piece async for piece in self.pieces()])
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes: in chunks, or of a length that was said, or until the end of the connection."""
+        """The body as it arrives: chunked, of a given length, or until the connection is closed."""
         if "chunked" in self.headers.get("transfer-encoding", ""):
             while size := await self._chunk_size():
                 yield (await self._wait(self._reader.readexactly(size + 2)))[:-2]

@@ -1,17 +1,17 @@
-"""What can go wrong with a request, as a tree.
+"""Errors of a request.
 
     ClientError
-    ├── ConnectionFailed               nobody there, or gone before the answer was complete
-    │   └── TimedOut                   silent for longer than the client's timeout
-    └── AnswerError                    an answer that is an error; `status` is its HTTP status
-        ├── ValidationError            the request cannot be served
+    ├── ConnectionFailed               refused, or closed before the answer was complete
+    │   └── RequestTimeout             nothing received for longer than the client's timeout
+    └── AnswerError                    the answer is an error; `status` is its HTTP status
+        ├── ValidationError            the request is invalid
         ├── GenerationError            the model failed
-        ├── IncompleteGenerationError  a stream ended before its text did
+        ├── IncompleteGenerationError  a stream ended before its last event
         ├── BadRequestError            400
-        ├── UnauthorizedError          401   no API key, or a wrong one
+        ├── UnauthorizedError          401   API key missing or wrong
         ├── NotFoundError              404
         ├── RateLimitExceededError     429
-        │   └── OverloadedError              ... because the server has enough to do; see `retry_after`
+        │   └── OverloadedError              the server is overloaded; see `retry_after`
         ├── UnavailableError           503
         ├── ShardNotReadyError         403, 424
         ├── ShardTimeoutError          504
@@ -36,7 +36,7 @@ class ConnectionFailed(ClientError):
     pass
 
 
-class TimedOut(ConnectionFailed, TimeoutError):
+class RequestTimeout(ConnectionFailed, TimeoutError):
     pass
 
 
@@ -44,7 +44,7 @@ class AnswerError(ClientError):
     def __init__(self, message: str, status: int, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
-        # Seconds after which the server would like to be asked again, where it says.
+        # Seconds after which to try again, if the server says so.
         self.retry_after = retry_after
 
 
@@ -120,7 +120,7 @@ _BY_STATUS: dict[int, type[AnswerError]] = {
 
 
 class _ErrorObject(msgspec.Struct):
-    """OpenAI's; the status is what TGI adds to it within streams."""
+    """OpenAI's; TGI adds the status within streams."""
 
     message: str
     http_status_code: int | None = None
@@ -132,11 +132,11 @@ class _ErrorBody(msgspec.Struct):
 
 
 def error_from(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> AnswerError:
-    """The error that an answer is. Proxies answer too, so the body may be anything."""
+    """The exception for an error response. It may come from a proxy, so the body may be anything."""
     try:
         found = msgspec.json.decode(body, type=_ErrorBody)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        found = _ErrorBody(error=body.decode(errors="replace")[:500] or f"an empty answer with status {status}")
+        found = _ErrorBody(error=body.decode(errors="replace")[:500] or f"an empty response with status {status}")
     if isinstance(found.error, str):
         message = found.error
     else:
@@ -146,5 +146,5 @@ def error_from(status: int, body: bytes, headers: Mapping[str, str] | None = Non
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """None too if the header holds a date, which none of our servers sends."""
+    """None for a date as well, which neither TGI nor Legato sends."""
     return float(retry_after) if retry_after is not None and retry_after.isdecimal() else None

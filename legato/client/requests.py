@@ -1,4 +1,4 @@
-"""What the clients send: the keyword arguments of their methods, and the bodies made of them."""
+"""Request bodies, and the keyword arguments that they are made of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from legato.client.types import Grammar, Message
 
-# What TGI's client asks for where nobody says.
+# The default of TGI's client.
 MAX_NEW_TOKENS = 20
 
 

@@ -26,8 +26,8 @@ _PIECE = 64 * 1024
 
 
 class Client:
-    """A server at a URL. `timeout` is the longest silence in seconds: of a stream between two events, of any other
-    request until its answer. A stream that is closed, or left by its last reference, is cancelled at the server."""
+    """A client of one server. `timeout` in seconds limits the time between two events of a stream, and until the answer
+    of any other request. A stream that is closed or garbage-collected is cancelled at the server."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Client:
         cookies: Mapping[str, str] | None = None,
         timeout: float = wire.TIMEOUT,
     ) -> None:
-        self._server = wire.Server.at(base_url, headers, cookies, timeout)
+        self._server = wire.ServerAddress.at(base_url, headers, cookies, timeout)
 
     def generate(self, prompt: str, **parameters: Unpack[Parameters]) -> Response:
         return self._ask("POST", "/generate", Response, generate_body(prompt, parameters))
@@ -84,7 +84,7 @@ class Client:
         return self._ask("GET", "/info", Info)
 
     def health(self) -> bool:
-        """Whether the server can be reached and the model computes."""
+        """Whether the server can be reached and is healthy."""
         try:
             connection, response = self._open("GET", "/health")
             connection.close()

@@ -1,4 +1,5 @@
-"""What the server answers. The names and fields are those of TGI's client; fields that a server leaves out are None."""
+"""What the server answers: structs of `legato.api` where they fit, and more tolerant ones where servers leave fields
+out, which are None then. The aliases at the end are the names of TGI's client."""
 
 from __future__ import annotations
 
@@ -7,76 +8,52 @@ from typing import Any
 
 from msgspec import Struct
 
+from legato.api.native import Info, StreamDetails, Token
+from legato.api.native import PrefillToken as InputToken
+from legato.api.openai.responses import CalledFunction as Function
+from legato.api.openai.responses import PromptTokensDetails, ToolCall
+from legato.scheduling.state import FinishReason
+
 # ---- the native API --------------------------------------------------------------------------------------------------
 
 
-class FinishReason(StrEnum):
-    LENGTH = "length"
-    EOS_TOKEN = "eos_token"
-    STOP_SEQUENCE = "stop_sequence"
-
-
-class GrammarType(StrEnum):
+class GrammarFormat(StrEnum):
     JSON = "json"
     REGEX = "regex"
     JSON_SCHEMA = "json_schema"
 
 
-class Grammar(Struct):
-    """What a text must look like, for the parameter `grammar`."""
+class GrammarParameter(Struct):
+    """The parameter `grammar`: what the text must look like."""
 
-    type: GrammarType
+    type: GrammarFormat
     value: str | dict[str, Any]
 
 
-class InputToken(Struct):
-    id: int
-    text: str
-    # None for the first token, which nothing predicts.
-    logprob: float | None = None
+class SequenceDetails(Struct, kw_only=True):
+    finish_reason: FinishReason
+    generated_tokens: int
+    # None without sampling.
+    seed: int | None = None
+    prefill: list[InputToken] = []
+    tokens: list[Token] = []
+    top_tokens: list[list[Token]] | None = None
 
 
-class Token(Struct):
-    id: int
-    text: str
-    logprob: float | None = None
-    special: bool = False
-
-
-class BestOfSequence(Struct):
+class AlternativeSequence(SequenceDetails, kw_only=True):
     generated_text: str
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None = None
-    prefill: list[InputToken] = []
-    tokens: list[Token] = []
-    top_tokens: list[list[Token]] | None = None
 
 
-class Details(Struct):
-    finish_reason: FinishReason
-    generated_tokens: int
-    # None when nothing was random.
-    seed: int | None = None
-    prefill: list[InputToken] = []
-    tokens: list[Token] = []
-    top_tokens: list[list[Token]] | None = None
-    best_of_sequences: list[BestOfSequence] | None = None
+class GenerationDetails(SequenceDetails, kw_only=True):
+    best_of_sequences: list[AlternativeSequence] | None = None
 
 
 class Response(Struct):
     generated_text: str
-    details: Details
+    details: GenerationDetails
 
 
-class StreamDetails(Struct):
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None = None
-    input_length: int | None = None
-
-
-class StreamResponse(Struct):
+class StreamItem(Struct):
     """One token. The last one has the whole text and the details."""
 
     token: Token
@@ -86,48 +63,24 @@ class StreamResponse(Struct):
     details: StreamDetails | None = None
 
 
-class Info(Struct):
-    model_id: str
-    max_input_tokens: int
-    max_total_tokens: int
-    version: str
-    model_sha: str | None = None
-    model_pipeline_tag: str | None = None
-    max_concurrent_requests: int | None = None
-    max_best_of: int | None = None
-    max_stop_sequences: int | None = None
-    validation_workers: int | None = None
-    max_client_batch_size: int | None = None
-    router: str | None = None
-    sha: str | None = None
-    docker_label: str | None = None
-
-
 # ---- OpenAI's API ----------------------------------------------------------------------------------------------------
 
 
-class Function(Struct):
-    """A call: in the chunks of a stream the name comes once and the arguments piece by piece."""
+class StreamedFunction(Struct):
+    """A call in the chunks of a stream: the name comes once, the arguments (JSON) in pieces."""
 
     name: str | None = None
-    # JSON.
     arguments: str | None = None
-
-
-class ToolCall(Struct):
-    id: str
-    function: Function
-    type: str = "function"
 
 
 class ChoiceDeltaToolCall(Struct):
     index: int
-    function: Function
+    function: StreamedFunction
     id: str | None = None
     type: str | None = None
 
 
-class Message(Struct, omit_defaults=True):
+class ChatTurn(Struct, omit_defaults=True):
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
@@ -135,28 +88,18 @@ class Message(Struct, omit_defaults=True):
     tool_call_id: str | None = None
 
 
-class Usage(Struct):
+class TokenUsage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: dict[str, int] | None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class ChatCompletionComplete(Struct):
     index: int
-    message: Message
+    message: ChatTurn
     finish_reason: str
     logprobs: dict[str, Any] | None = None
-
-
-class ChatComplete(Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatCompletionComplete]
-    usage: Usage
-    object: str = "chat.completion"
-    system_fingerprint: str | None = None
 
 
 class ChoiceDelta(Struct):
@@ -165,21 +108,11 @@ class ChoiceDelta(Struct):
     tool_calls: list[ChoiceDeltaToolCall] | None = None
 
 
-class Choice(Struct):
+class ChunkChoice(Struct):
     index: int
     delta: ChoiceDelta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
-
-
-class ChatCompletionChunk(Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[Choice]
-    object: str = "chat.completion.chunk"
-    system_fingerprint: str | None = None
-    usage: Usage | None = None
 
 
 class CompletionComplete(Struct):
@@ -190,13 +123,67 @@ class CompletionComplete(Struct):
     finish_reason: str | None = None
 
 
-class Completion(Struct):
-    """The answer, or in a stream a piece of it."""
+class OpenAIAnswer(Struct, kw_only=True):
+    """Fields of every answer and of every chunk of a stream."""
 
     id: str
     created: int
     model: str
-    choices: list[CompletionComplete]
-    object: str = "text_completion"
+    object: str
     system_fingerprint: str | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
+
+
+class ChatComplete(OpenAIAnswer, kw_only=True):
+    choices: list[ChatCompletionComplete]
+    usage: TokenUsage
+
+
+class ChatChunk(OpenAIAnswer, kw_only=True):
+    choices: list[ChunkChoice]
+
+
+class TextCompletion(OpenAIAnswer, kw_only=True):
+    """The answer, or in a stream a piece of it."""
+
+    choices: list[CompletionComplete]
+
+
+# ---- TGI's names -----------------------------------------------------------------------------------------------------
+
+GrammarType = GrammarFormat
+Grammar = GrammarParameter
+BestOfSequence = AlternativeSequence
+Details = GenerationDetails
+StreamResponse = StreamItem
+Message = ChatTurn
+Usage = TokenUsage
+Choice = ChunkChoice
+ChatCompletionChunk = ChatChunk
+Completion = TextCompletion
+
+__all__ = [
+    "BestOfSequence",
+    "ChatComplete",
+    "ChatCompletionChunk",
+    "ChatCompletionComplete",
+    "Choice",
+    "ChoiceDelta",
+    "ChoiceDeltaToolCall",
+    "Completion",
+    "CompletionComplete",
+    "Details",
+    "FinishReason",
+    "Function",
+    "Grammar",
+    "GrammarType",
+    "Info",
+    "InputToken",
+    "Message",
+    "Response",
+    "StreamDetails",
+    "StreamResponse",
+    "Token",
+    "ToolCall",
+    "Usage",
+]

@@ -1,7 +1,5 @@
-"""What both clients know of HTTP: whom to ask, what an answer is, and how the bytes of a stream become its items.
-
-No I/O: one client reads with http.client, the other with asyncio.
-"""
+"""HTTP of both clients without I/O: the address, decoding of answers, and server-sent events. One client reads with
+http.client, the other with asyncio."""
 
 from __future__ import annotations
 
@@ -16,23 +14,22 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from legato.client.errors import ConnectionFailed, IncompleteGenerationError, TimedOut, UnknownError, error_from
+from legato.client.errors import ConnectionFailed, IncompleteGenerationError, RequestTimeout, UnknownError, error_from
 from legato.client.types import ChatCompletionChunk, Completion, StreamResponse
 
 T = TypeVar("T")
 
-# Longer than the 15 seconds after which a server with nothing to say says so.
+# Longer than the 15 seconds after which servers send a keep-alive comment.
 TIMEOUT = 60.0
 _DONE = b"[DONE]"
 
 
 @dataclass(frozen=True)
-class Server:
-    """Where requests go, and what they all carry."""
+class ServerAddress:
+    """Where requests go, and the headers of all of them."""
 
     url: str
-    # None: plain HTTP.
-    tls: ssl.SSLContext | None
+    tls: ssl.SSLContext | None  # None for plain HTTP
     host: str
     port: int
     prefix: str
@@ -42,22 +39,22 @@ class Server:
     @staticmethod
     def at(
         base_url: str, headers: Mapping[str, str] | None, cookies: Mapping[str, str] | None, timeout: float
-    ) -> Server:
+    ) -> ServerAddress:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{base_url!r} is no URL of a server: it must look like http://host:port")
+            raise ValueError(f"{base_url!r} is not a server URL: it must look like http://host:port")
         tls = ssl.create_default_context() if parts.scheme == "https" else None
-        carried = {"content-type": "application/json"}
-        carried |= {name.lower(): value for name, value in (headers or {}).items()}
+        all_headers = {"content-type": "application/json"}
+        all_headers |= {name.lower(): value for name, value in (headers or {}).items()}
         if cookies:
-            carried["cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
-        for name, value in carried.items():
+            all_headers["cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
+        for name, value in all_headers.items():
             if any(character in "\r\n" for character in name + value):
                 raise ValueError(f"the header {name!r} must not contain a line break")
-        # A connection for each request: streams may be left at any point, and threads share nothing.
-        carried |= {"host": parts.netloc.rpartition("@")[2], "connection": "close"}
+        # A connection for each request: streams may be abandoned at any point, and threads share nothing.
+        all_headers |= {"host": parts.netloc.rpartition("@")[2], "connection": "close"}
         port = parts.port or (443 if tls else 80)
-        return Server(base_url, tls, parts.hostname, port, parts.path.rstrip("/"), carried, timeout)
+        return ServerAddress(base_url, tls, parts.hostname, port, parts.path.rstrip("/"), all_headers, timeout)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -65,25 +62,25 @@ class Server:
         try:
             yield
         except TimeoutError:
-            raise TimedOut(f"{self.url} was silent for {self.timeout} s") from None
+            raise RequestTimeout(f"{self.url} sent nothing for {self.timeout} s") from None
         except (EOFError, http.client.HTTPException, asyncio.LimitOverrunError) as error:
-            raise ConnectionFailed(f"{self.url} ended its answer too early: {error}") from None
+            raise ConnectionFailed(f"{self.url} closed the connection too early: {error}") from None
         except OSError as error:
             raise ConnectionFailed(f"{self.url} cannot be reached: {error}") from None
 
 
 def result(status: int, headers: Mapping[str, str], body: bytes, kind: type[T]) -> T:
-    """A complete answer, or the error that it is."""
+    """Decode a complete answer, or raise the error that it is."""
     if status != 200:
         raise error_from(status, body, headers)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UnknownError(f"the answer is not what was asked for: {error}", status) from None
+        raise UnknownError(f"the response cannot be decoded: {error}", status) from None
 
 
-class Events:
-    """Cuts bytes into server-sent events. Comments, which keep connections alive, and event names are dropped."""
+class EventParser:
+    """Splits bytes into server-sent events. Comments, which keep connections alive, and event names are dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -101,10 +98,10 @@ class Events:
 
 
 class Items(Generic[T]):
-    """The items of a stream: `feed` it what arrives until it is `done`; call `end` where nothing more arrives."""
+    """Decodes a stream: `feed` it bytes until it is `done`; call `end` at the end of the body."""
 
     def __init__(self, kind: type[T], is_last: Callable[[T], bool] = lambda item: False) -> None:
-        self._events = Events()
+        self._events = EventParser()
         self._decoder = msgspec.json.Decoder(kind)
         self._is_last = is_last
         self.done = False
@@ -120,7 +117,7 @@ class Items(Generic[T]):
 
     def end(self) -> None:
         if not self.done:
-            raise IncompleteGenerationError("the stream ended before its text did", 200)
+            raise IncompleteGenerationError("the stream ended before its last event", 200)
 
     def _item(self, event: bytes) -> T:
         try:

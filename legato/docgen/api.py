@@ -19,14 +19,14 @@ INTRODUCTION = """\
 
 A running server has the same reference as a page at `/docs`, and as an OpenAPI document at `/api-doc/openapi.json`.
 
-Bodies are JSON in UTF-8; no content type is asked for. Fields that are not listed are ignored, and `null` means the
-default everywhere. Streams are server-sent events: a line `data: {{...}}` and an empty line for each, and a comment
-line `:` after {keep_alive:g} seconds of silence. Closing the connection cancels the request.
+Bodies are JSON in UTF-8; the content type is not checked. Unknown fields are ignored, and `null` means the default
+everywhere. Streams are server-sent events: a line `data: {{...}}` and an empty line for each event, and a comment line
+`:` after {keep_alive:g} seconds without an event. Closing the connection cancels the request.
 
-What differs from text-generation-inference is in [compatibility.md](compatibility.md).
+Differences from text-generation-inference: [compatibility.md](compatibility.md).
 """
 _REFERENCE = re.compile(r'"#/components/schemas/(\w+)"')
-# How to say the bounds of JSON Schema.
+# Bounds of JSON Schema for the reader.
 _BOUNDS = {"exclusiveMinimum": "> {}", "minimum": ">= {}", "exclusiveMaximum": "< {}", "maximum": "<= {}"}
 
 
@@ -42,8 +42,8 @@ def reference_page() -> str:
     sections += ["## Routes\n", _table(("route", "purpose"), _routes(api))]
     sections += [_operation(path, method, operation) for path, method, operation in _operations(api)]
     sections += ["## Errors\n", _table(("status", "meaning", "routes", "body"), _errors(api))]
-    sections += ["## What requests are made of\n", *(_taken(name, types[name]) for name in types if name in taken)]
-    sections += ["## What answers are made of\n", *(_given(name, types[name]) for name in types if name not in taken)]
+    sections += ["## Request types\n", *(_request_type(name, types[name]) for name in types if name in taken)]
+    sections += ["## Response types\n", *(_response_type(name, types[name]) for name in types if name not in taken)]
     return "\n".join(sections)
 
 
@@ -95,7 +95,7 @@ def _answers(responses: Json) -> Iterator[tuple[str, str]]:
 
 
 def _errors(api: Json) -> Iterator[tuple[str, ...]]:
-    """Every error once, with the routes that answer it: native ones and OpenAI's differ in body and status."""
+    """Every error once, with its routes: native ones and OpenAI's differ in body and status."""
     seen: dict[tuple[str, str, str], list[str]] = {}
     for path, method, operation in _operations(api):
         for status, response in operation["responses"].items():
@@ -106,8 +106,8 @@ def _errors(api: Json) -> Iterator[tuple[str, ...]]:
         yield status, description, ", ".join(f"`{title}`" for title in titles), f"`` {example} ``"
 
 
-def _taken(name: str, schema: Json) -> str:
-    """A type that clients write: `null` is as good as nothing anywhere, so what counts is the default."""
+def _request_type(name: str, schema: Json) -> str:
+    """A type that clients write: `null` equals absent everywhere, so the default is shown."""
     required = schema.get("required", [])
     rows = (
         (f"`{each}`", _bounded(field), _default(field, each in required), field.get("description", ""))
@@ -116,8 +116,8 @@ def _taken(name: str, schema: Json) -> str:
     return _heading(name, schema) + _table(("field", "type", "default", "meaning"), rows)
 
 
-def _given(name: str, schema: Json) -> str:
-    """A type that clients read: what counts is what may be null or missing."""
+def _response_type(name: str, schema: Json) -> str:
+    """A type that clients read: shows what may be null or missing."""
     if "properties" not in schema:
         return f"{_heading(name, schema)}{_name(schema)}\n"
     required = schema.get("required", [])
@@ -168,7 +168,7 @@ def _or_null(schema: Json) -> str:
 
 
 def _inner(schema: Json) -> str:
-    """A type in a list or an object, where null is never as good as nothing."""
+    """A type in a list or an object, where null does not equal absent."""
     name = _name(schema) + _or_null(schema)
     return f"({name})" if " or " in name else name
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from legato.common.errors import UnsupportedModel
-from legato.modelfiles.gguf.file import GgufFile
+from legato.modelfiles.gguf.file import GgufFile, GgufTensor
 from legato.quantization.gguf import dequantize
 
 # GGUF name -> Hugging Face name; {} is the layer.
@@ -108,12 +108,16 @@ class GgufSource:
     def nbytes(self) -> int:
         return sum(4 * math.prod(tensor.shape) for tensor in self._file.tensors.values())
 
+    def stored(self, name: str) -> GgufTensor:
+        """By its name in Hugging Face's checkpoints."""
+        return self._file.tensors[self._gguf_names[name]]
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[self._gguf_names[name]].shape
+        return self.stored(name).shape
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Rows are whole numbers of blocks. Columns that are not are cut after decoding."""
-        stored = self._file.tensors[self._gguf_names[name]]
+        stored = self.stored(name)
         size = stored.type.block_size
         index += (slice(None),) * (len(stored.shape) - len(index))
         columns, in_blocks = index[-1], slice(None)

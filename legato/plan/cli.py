@@ -1,4 +1,4 @@
-"""`legato plan MODEL`: says beforehand whether and how a model fits."""
+"""`legato plan MODEL`: whether and how a model fits, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.huggingface import cached_hub_model
 from legato.modelfiles.index import PREFIX, cached_package_model
 from legato.modelfiles.shapes import SHAPES
-from legato.plan.memory import Device, Fit, Plan, Stored, choose_dtype, stored_in
-from legato.plan.shape import Shape
+from legato.plan.memory import Device, Fit, MemoryPlan, choose_dtype
 from legato.scheduling.budget import step_sizes
 from legato.server.capacity import HOST_SHARE
 
@@ -41,18 +40,18 @@ class PlanOptions(ModelOptions):
 
     memory: str | None = option(
         None,
-        "Memory of each GPU, such as `80GiB`. Without it that of the GPU found here, or of this machine.",
+        "Memory of each GPU, such as `80GiB`. Default: that of the GPU of this machine, or of the machine.",
         env=None,
     )
     dtype: Literal["float16", "bfloat16", "float32"] | None = option(
-        None, "Number format of weights and activations. Without it the one a shard would choose.", env=None
+        None, "Data type of weights and activations. Default: the one that a shard would choose.", env=None
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
-        None, "Number format of the KV cache. Without it that of the model.", env=None
+        None, "Data type of the KV cache. Default: that of the model.", env=None
     )
-    max_concurrent_requests: int = option(128, "Requests at once.", env=None, minimum=1)
+    max_concurrent_requests: int = option(128, "Maximum requests running at once.", env=None, minimum=1)
     max_batch_prefill_tokens: int | None = option(
-        None, "Tokens of one step. Without it what the router would choose.", env=None, minimum=1
+        None, "Maximum tokens of one step. Default: the router's default.", env=None, minimum=1
     )
     json: bool = option(False, "Print the plan as JSON.", env=None)
 
@@ -67,20 +66,19 @@ def run(options: PlanOptions) -> int:
     return 0 if made.best else 1
 
 
-def make_plan(options: PlanOptions) -> Plan:
-    if options.model_id in SHAPES:
-        shape = Shape.of(SHAPES[options.model_id])
-        stored = Stored(num_floats=shape.num_parameters())
-    else:
-        files = ModelFiles.open(find(options))
-        shape = Shape.of(files.config())
-        stored = stored_in(files, shape)
+def make_plan(options: PlanOptions) -> MemoryPlan:
+    files = None if options.model_id in SHAPES else ModelFiles.open(find(options))
+    config = SHAPES[str(options.model_id)] if files is None else files.config()
     device = _device(options.memory)
-    dtype = choose_dtype(options.dtype, shape, device)
-    return Plan(
+    dtype = choose_dtype(options.dtype, config, device)
+    from legato.plan.counting import CountedModel  # brings in torch; mistakes are found before
+
+    model = CountedModel(config, dtype, files)
+    return MemoryPlan(
         model=options.model_id or hub.DEFAULT_MODEL,
-        shape=shape,
-        stored=stored,
+        shape=model.shape,
+        formats=model.formats,
+        sizes=[model.shard_size(count) for count in model.shape.shard_counts],
         dtype=dtype,
         kv_dtype=options.kv_cache_dtype or dtype,
         device=device,
@@ -90,7 +88,7 @@ def make_plan(options: PlanOptions) -> Plan:
 
 
 def find(options: PlanOptions) -> Path:
-    """The model on this machine: nothing is downloaded for a plan."""
+    """The model on this machine; nothing is downloaded."""
     if options.weights_cache_override is not None:
         return Path(options.weights_cache_override)
     cache = Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
@@ -141,8 +139,8 @@ def _free_host_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def command_for(plan: Plan, options: PlanOptions) -> str | None:
-    """What to type, if there is something: shapes without weights run in benchmarks only, which know one shard."""
+def command_for(plan: MemoryPlan, options: PlanOptions) -> str | None:
+    """The command to run, if there is one: shapes without weights run in benchmarks only, which start one shard."""
     formats = ["--dtype", options.dtype] if options.dtype else []
     formats += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
     if options.model_id not in SHAPES:
@@ -154,9 +152,9 @@ def command_for(plan: Plan, options: PlanOptions) -> str | None:
     return f"{line} -- {shlex.join(formats)}" if formats else line
 
 
-def show(plan: Plan, line: str | None, console: Console) -> None:
-    stored, shape = plan.stored, plan.shape
-    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in sorted(stored.types.items())) or "no files"
+def show(plan: MemoryPlan, line: str | None, console: Console) -> None:
+    shape = plan.shape
+    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in sorted(plan.formats.items())) or "no files"
     console.print(
         f"{plan.model}: {shape.num_layers} layers, up to {shape.max_positions:,} tokens; in files: {kinds}",
         soft_wrap=True,
@@ -166,14 +164,14 @@ def show(plan: Plan, line: str | None, console: Console) -> None:
         f" {plan.num_rows} requests, steps of {plan.step_tokens:,} tokens",
         soft_wrap=True,
     )
-    table = Table("Shards", "Weights", "Step (estimate)", "KV bytes/token", "Tokens", "Texts of full length")
+    table = Table("Shards", "Weights", "Step (estimate)", "KV bytes/token", "Tokens", "Sequences of full length")
     for fit in plan.fits:
         full = f"{fit.tokens / shape.max_positions:.1f}" if fit.tokens else "does not fit"
         sizes = (_gib(fit.weights), _gib(fit.step), f"{fit.bytes_per_token:,}", f"{fit.tokens:,}")
         table.add_row(str(fit.num_shards), *sizes, full)
     console.print(table)
     if plan.best is None:
-        verdict = "It does not fit: take a quantised version, a smaller --max-batch-prefill-tokens, or larger devices."
+        verdict = "It does not fit: reduce --max-batch-prefill-tokens, or use larger devices or a smaller model."
     else:
         count = plan.best.num_shards
         verdict = f"It fits on {count} shard{'s' if count > 1 else ''}." + (
@@ -182,11 +180,11 @@ def show(plan: Plan, line: str | None, console: Console) -> None:
     console.print(verdict, soft_wrap=True, highlight=False)
 
 
-def to_json(plan: Plan, line: str | None) -> dict[str, Any]:
+def to_json(plan: MemoryPlan, line: str | None) -> dict[str, Any]:
     best: Fit | None = plan.best
     return {
         **asdict(plan),
-        "file_bytes": plan.stored.file_bytes,
+        "file_bytes": sum(plan.formats.values()),
         "shards": [{**asdict(fit), "tokens": fit.tokens, "fits": fit.tokens > 0} for fit in plan.fits],
         "best": None if best is None else best.num_shards,
         "command": line,

@@ -1,57 +1,78 @@
-"""Whether and how a model fits: weights, KV cache and the room of a step, before anything is loaded.
+"""Whether and how a model fits: weights, KV cache and the memory of a step, before anything is loaded.
 
-Reads configurations and the headers of weight files, neither weights nor torch. Weights and cache are counted; what a
-step takes is estimated here and measured by a shard's warm-up (`server/memory.py`).
+Weights and cache are counted (`counting.py`); what a step takes is estimated here and measured by a shard's warm-up
+(`server/memory.py`).
 """
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from legato.modelfiles.files import GgufModel, ModelFiles
-from legato.plan.shape import SIZES, Shape
-from legato.server.capacity import reserve
+from legato.models.keys import Keys
+from legato.server.capacity import LAYER_GRAPH_BYTES, reserve
+from legato.server.graphs.captures import kept_rows
 
 SHARDS = (1, 2, 4, 8)
 BLOCK_SIZE = 16
-# Floating-point formats of safetensors, which are loaded in the model's number format; others stay as they are.
-FLOATS = {"F64", "F32", "F16", "BF16"}
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3fn": 1, "fp8_e5m2": 1}
+# Copies of the logits in float32 that sampling with filters and penalties makes.
+SAMPLING_COPIES = 6
 # What a process takes of a GPU before it computes anything.
 CONTEXT_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """What a model loads of its weight files."""
+class ModelShape:
+    """The sizes that decide about the memory of a step."""
 
-    num_floats: int = 0  # numbers that are loaded in the model's number format
-    packed_bytes: int = 0  # quantised tensors that stay as they are
-    types: dict[str, int] = field(default_factory=dict)  # format -> bytes in the files
-    num_whole: int = 0  # of the floats, those that every shard has
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int  # of all experts that one token is sent to
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    # Whether Legato computes it. Others run through transformers: in one shard, and without CUDA graphs.
+    is_native: bool
 
     @property
-    def file_bytes(self) -> int:
-        return sum(self.types.values())
+    def shard_counts(self) -> list[int]:
+        """Numbers of shards that leave none without a head."""
+        most = self.num_heads if self.is_native else 1
+        return [count for count in SHARDS if count <= most]
 
-    def loaded_bytes(self, dtype: str) -> int:
-        return self.num_floats * SIZES[dtype] + self.packed_bytes
+    def step_bytes(self, num_tokens: int, num_rows: int, dtype: str, num_shards: int) -> int:
+        """The residual stream, one layer's projections, and the logits with the copies that sampling makes."""
+        heads = self.num_heads + 2 * self.num_kv_heads
+        projections = (heads * self.head_dim + 3 * self.intermediate_size) // num_shards
+        layer = num_tokens * (3 * self.hidden_size + projections) * SIZES[dtype]
+        return layer + num_rows * self.vocab_size * (SIZES[dtype] + 4 * SAMPLING_COPIES)
 
-    def bytes_of_each(self, dtype: str, num_shards: int) -> int:
-        whole = self.num_whole * SIZES[dtype]
-        return whole + -(-(self.loaded_bytes(dtype) - whole) // num_shards)
+    def graph_bytes(self, num_rows: int, dtype: str) -> int:
+        if not self.is_native:
+            return 0
+        kept = kept_rows(num_rows)
+        return sum(kept) * self.vocab_size * SIZES[dtype] + len(kept) * self.num_layers * LAYER_GRAPH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSize:
+    """What one of `num_shards` shards holds."""
+
+    num_shards: int
+    weights: int  # bytes
+    kv_numbers: int  # of each token in the KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     kind: str  # "cuda" or "cpu"
     name: str
-    memory: int  # bytes that may be used
+    memory: int  # bytes that can be used
 
     def room(self, num_shards: int) -> int:
         """Bytes of one shard for weights, steps and cache. Shards on a CPU share its memory."""
@@ -72,16 +93,17 @@ class Fit:
 
     @property
     def tokens(self) -> int:
-        """That the KV cache holds, in whole blocks; 0 if it does not fit."""
+        """Capacity of the KV cache, in whole blocks; 0 if the model does not fit."""
         left = self.room - self.weights - self.step
         return max(0, left // self.bytes_per_token // BLOCK_SIZE * BLOCK_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     model: str
-    shape: Shape
-    stored: Stored
+    shape: ModelShape
+    formats: dict[str, int]  # format -> bytes in the weight files
+    sizes: list[ShardSize]  # one for each number of shards
     dtype: str
     kv_dtype: str
     device: Device
@@ -90,31 +112,24 @@ class Plan:
 
     @property
     def fits(self) -> list[Fit]:
-        """For every number of shards that leaves none without a head. transformers' own models know but one."""
-        most = self.shape.num_heads if self.shape.is_native else 1
-        return [self._fit(count) for count in SHARDS if count <= most]
+        return [self._fit(size) for size in self.sizes]
 
-    def _fit(self, count: int) -> Fit:
+    def _fit(self, size: ShardSize) -> Fit:
+        count = size.num_shards
         step = self.shape.step_bytes(self.step_tokens, self.num_rows, self.dtype, count)
         if self.device.kind == "cuda":
             step += self.shape.graph_bytes(self.num_rows, self.dtype)
-        return Fit(
-            count,
-            self.stored.bytes_of_each(self.dtype, count),
-            step,
-            self.shape.bytes_per_token(self.kv_dtype, count),
-            self.device.room(count),
-        )
+        return Fit(count, size.weights, step, size.kv_numbers * SIZES[self.kv_dtype], self.device.room(count))
 
     @property
     def best(self) -> Fit | None:
-        """The fewest shards that hold the longest text, else the fewest that hold anything."""
+        """The fewest shards that hold a sequence of full length, else the fewest that hold anything."""
         serving = [fit for fit in self.fits if fit.tokens]
         whole = [fit for fit in serving if fit.tokens >= self.shape.max_positions]
         return next(iter(whole or serving), None)
 
     def command(self, spelled: list[str]) -> str | None:
-        """What to type. `spelled` are the words for the model and the formats that were chosen."""
+        """The command that serves it. `spelled` are the words for the model and the formats that were chosen."""
         if self.best is None:
             return None
         words = list(spelled)
@@ -125,48 +140,12 @@ class Plan:
         return shlex.join(words)
 
 
-def stored_in(files: ModelFiles, shape: Shape) -> Stored:
-    """By the headers of the weight files, whatever the architecture: experts, biases and all."""
-    files.check_weights()
-    if isinstance(files, GgufModel):
-        tensors = [tensor for name, tensor in files.gguf.tensors.items() if shape.reads(name)]
-        types: Counter[str] = Counter()
-        for tensor in tensors:
-            types[tensor.type.name] += tensor.nbytes
-        # Blocks are decoded when they are loaded.
-        return Stored(sum(math.prod(tensor.shape) for tensor in tensors), 0, dict(types))
-    return _stored_in_safetensors(files.weight_files(), shape)
-
-
-def _stored_in_safetensors(paths: list[Path], shape: Shape) -> Stored:
-    num_floats = num_whole = packed = 0
-    types: Counter[str] = Counter()
-    for path in paths:
-        for name, tensor in _header(path).items():
-            if name == "__metadata__" or not shape.reads(name):
-                continue
-            begin, end = tensor["data_offsets"]
-            kind = str(tensor.get("dtype"))
-            types[kind] += end - begin
-            if kind in FLOATS:
-                num_floats += math.prod(tensor["shape"])
-                num_whole += math.prod(tensor["shape"]) if shape.is_whole(name) else 0
-            else:
-                packed += end - begin
-    return Stored(num_floats, packed, dict(types), num_whole)
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """`check_weights` has found it well-formed."""
-    with path.open("rb") as file:
-        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return header
-
-
-def choose_dtype(asked: str | None, shape: Shape, device: Device) -> str:
+def choose_dtype(asked: str | None, config: dict[str, Any], device: Device) -> str:
     """As a shard chooses it."""
     if asked is not None:
         return asked
     if device.kind == "cpu":
         return "float32"
-    return shape.dtype if shape.dtype in ("float16", "bfloat16") else "float16"
+    keys = Keys({**config, **Keys(config).below("text_config").raw})
+    stored = keys.get("torch_dtype", "dtype")
+    return stored if stored in ("float16", "bfloat16") else "float16"

@@ -31,11 +31,10 @@ class StepSizes:
     max_prompt_tokens: int | None = None
 
     def capped(self, tokens: int | None) -> StepSizes:
-        """By `--max-batch-prefill-tokens`, if given. Every row decodes in every step, so there is room for all rows."""
+        """By `--max-batch-prefill-tokens`, if given."""
         if tokens is None:
             return self
-        mixed = min(tokens, self.mixed_tokens)
-        return replace(self, max_tokens=max(tokens, self.max_rows), mixed_tokens=mixed, max_prompt_tokens=tokens)
+        return replace(self, max_tokens=tokens, mixed_tokens=min(tokens, self.mixed_tokens), max_prompt_tokens=tokens)
 
 
 # Two cores compute about 700 prompt tokens a second, so a step of 256 holds the others up for a third of one. One

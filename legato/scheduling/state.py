@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from msgspec import Struct
 
@@ -13,7 +13,7 @@ LAST_PRIORITY = 9
 DEFAULT_PRIORITY = 5
 
 
-class FinishReason(Enum):
+class FinishReason(StrEnum):
     """Why a generation ended, in TGI's words."""
 
     LENGTH = "length"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.beside_vllm import main, rate, ratio
-from benchmarks.children import BenchmarkFailed
+from benchmarks.processes import BenchmarkFailed
 from legato.benchmark.engine.workloads import make_workloads
 from legato.modelfiles.shapes import SHAPES
 
@@ -26,8 +26,8 @@ __version__ = "0.0.test"
 
 
 class SamplingParams:
-    def __init__(self, **wishes):
-        self.wishes = wishes
+    def __init__(self, **params):
+        self.params = params
 
 
 class LLM:
@@ -35,10 +35,10 @@ class LLM:
         self.config = json.load(open(os.path.join(model, "config.json")))
         self.settings = settings
 
-    def generate(self, prompts, wishes, use_tqdm):
+    def generate(self, prompts, params, use_tqdm):
         with open(os.environ["STAND_IN_LOG"], "a") as log:
-            print(json.dumps([self.config, self.settings, prompts, [each.wishes for each in wishes]]), file=log)
-        lengths = [each.wishes["max_tokens"] - int(os.environ.get("STAND_IN_LACKS", "0")) for each in wishes]
+            print(json.dumps([self.config, self.settings, prompts, [each.params for each in params]]), file=log)
+        lengths = [each.params["max_tokens"] - int(os.environ.get("STAND_IN_LACKS", "0")) for each in params]
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * length)]) for length in lengths]
 """
 
@@ -76,13 +76,13 @@ def test_both_get_the_same_work_and_all_of_it_is_written(
         assert theirs["best"]["seconds"] == min(run["seconds"] for run in theirs["runs"])
 
     _, *calls = map(json.loads, (tmp_path / "log").read_text().splitlines())
-    config, settings, prompts, wishes = calls[-1]
+    config, settings, prompts, params = calls[-1]
     (work,) = make_workloads(["G3"], 16, int(SHAPES["tiny"]["vocab_size"]))
     assert len(calls) == 4, "two runs of two workloads, and the first token before"
     assert config["vocab_size"] == SHAPES["tiny"]["vocab_size"]
     assert settings["enable_prefix_caching"] is False and settings["load_format"] == "dummy"
     assert prompts == [{"prompt_token_ids": prompt} for prompt in work.prompts]
-    assert [(each["min_tokens"], each["max_tokens"]) for each in wishes] == [(new, new) for new in work.new_tokens]
+    assert [(each["min_tokens"], each["max_tokens"]) for each in params] == [(new, new) for new in work.new_tokens]
 
 
 def test_short_answers_are_no_figure(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_an_engine_that_fails_is_named_and_nothing_is_written(
 def test_vllm_is_missed_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Where somebody has it installed there is nothing to be missed.
+    # Where it is installed, nothing is missing.
     monkeypatch.setattr("benchmarks.beside_vllm.sys.executable", fake_python(tmp_path))
     with pytest.raises(SystemExit):
         main([f"--vllm-path={tmp_path}"], lambda words, environment: pytest.fail("nothing may run"))

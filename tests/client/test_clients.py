@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from legato.client import AsyncClient, Client, errors
+import legato.client
+from legato.client import AsyncClient, Client, errors, types
 from legato.client.types import FinishReason, Message
 from legato.scheduling.state import GenerationRequest, Output
 from tests.client.served import canned, served, unused_url
@@ -154,7 +155,11 @@ def test_a_long_answer_comes_whole(driver: Driver) -> None:
 
 
 def test_headers_and_cookies_are_sent(driver: Driver) -> None:
-    body = b'{"model_id":"m","max_input_tokens":1,"max_total_tokens":2,"version":"1"}'
+    body = (
+        b'{"model_id":"m","model_sha":null,"model_pipeline_tag":null,"max_concurrent_requests":1,"max_best_of":1,'
+        b'"max_stop_sequences":4,"max_input_tokens":1,"max_total_tokens":2,"validation_workers":1,'
+        b'"max_client_batch_size":1,"router":"r","version":"1","sha":null,"docker_label":null}'
+    )
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     with canned(answer) as (url, seen):
         client = {"headers": {"X-Team": "blue"}, "cookies": {"a": "1", "b": "2"}}
@@ -177,7 +182,7 @@ def test_an_api_key_opens_a_closed_server(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "localhost:3000", "ftp://host", "http://"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="http://host:port"):
         Client(url)
 
@@ -242,18 +247,18 @@ def test_an_answer_of_a_proxy(driver: Driver) -> None:
         assert caught.value.status == 502
 
 
-def test_an_answer_that_is_something_else(driver: Driver) -> None:
+def test_a_response_of_another_shape(driver: Driver) -> None:
     with canned(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}") as (url, _), pytest.raises(errors.UnknownError):
         driver.ask(url, "generate", "hi")
 
 
 @pytest.mark.parametrize("answer", [b"", b"hello\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}"])
-def test_something_that_is_no_answer(driver: Driver, answer: bytes) -> None:
+def test_a_malformed_response(driver: Driver, answer: bytes) -> None:
     with canned(answer) as (url, _), pytest.raises(errors.ConnectionFailed):
         driver.ask(url, "generate", "hi")
 
 
-def test_nobody_there(driver: Driver) -> None:
+def test_a_refused_connection(driver: Driver) -> None:
     with pytest.raises(errors.ConnectionFailed, match="cannot be reached"):
         driver.ask(unused_url(), "generate", "hi")
 
@@ -262,7 +267,7 @@ def test_nobody_there(driver: Driver) -> None:
 
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKEN = b'data: {"token":{"id":1,"text":"a","logprob":null,"special":false}}\n\n'
-LAST = b'data:{"token":{"id":1,"text":"a"},"generated_text":"aa","details":null}\r\n\r\n'
+LAST = b'data:{"token":{"id":1,"text":"a","logprob":-1.0,"special":false},"generated_text":"aa","details":null}\r\n\r\n'
 
 
 def chunked(*pieces: bytes, end: bool = True) -> bytes:
@@ -283,13 +288,13 @@ def test_comments_keep_a_stream_alive(driver: Driver) -> None:
 
 
 def test_a_stream_that_falls_silent(driver: Driver) -> None:
-    with served(FakeBackend(pause_after=1)) as server, pytest.raises(errors.TimedOut):
+    with served(FakeBackend(pause_after=1)) as server, pytest.raises(errors.RequestTimeout):
         driver.collect(server.url, "generate_stream", "hi", client={"timeout": 0.2})
 
 
 def test_silence_beyond_the_timeout(driver: Driver) -> None:
     with served(FakeBackend(pause_after=0)) as server:
-        with pytest.raises(errors.TimedOut) as caught:
+        with pytest.raises(errors.RequestTimeout) as caught:
             driver.ask(server.url, "generate", "hi", client={"timeout": 0.2})
         assert isinstance(caught.value, TimeoutError)
         server.wait_until(lambda: server.backend.cancelled)
@@ -345,8 +350,13 @@ def test_a_stream_ends_with_its_last_event_even_if_the_connection_does_not(drive
 def test_the_client_needs_nothing_but_msgspec() -> None:
     program = (
         "import sys, legato.client; heavy = {'torch', 'starlette', 'uvicorn', 'tokenizers', 'grpc', 'numpy', 'click'};"
-        "print(sorted(heavy & set(sys.modules)), sorted(m for m in sys.modules if m.startswith('legato.') and"
-        " not m.startswith('legato.client')))"
+        "ours = {m.split('.')[1] for m in sys.modules if m.startswith('legato.')};"
+        "print(sorted(heavy & set(sys.modules)), ours <= {'client', 'api', 'scheduling', 'grammar'})"
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert shown.strip() == "[] []"
+    assert shown.strip() == "[] True"
+
+
+@pytest.mark.parametrize("name", types.__all__)
+def test_the_names_of_tgis_client_are_there(name: str) -> None:
+    assert getattr(legato.client, name) is getattr(types, name)

@@ -14,17 +14,19 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from legato.common.errors import LegatoError, ModelNotFound, OptionError
+from legato.common.errors import LegatoError, ModelFileError, ModelNotFound, OptionError
+from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import SHAPES
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
+from legato.models.sizes import Sizes
 from legato.plan.cli import COMMAND, PlanOptions, make_plan, parse_memory
-from legato.plan.memory import Device, Fit, stored_in
-from legato.plan.shape import Shape
-from tests.models import tiny_experts as experts
-from tests.models import tiny_seeds as seeds
-from tests.models import tiny_today as today
+from legato.plan.counting import CountedModel
+from legato.plan.memory import Device, Fit
+from tests.models.test_architectures import CASES
+from tests.models.test_gguf_families import convert
+from tests.models.tiny_today import tiny_qwen3
 from tests.models.tiny_vision import tiny_llava_next, tiny_qwen2_vl
 from tests.tiny_models import tiny_llama
 
@@ -57,8 +59,9 @@ def _header_bytes(folder: Path) -> int:
 
 def test_a_shape_counts_the_parameters_that_its_files_would_have(folder: Path) -> None:
     files = ModelFiles.open(folder)
-    shape = Shape.of(files.config())
-    assert shape.num_parameters() == stored_in(files, shape).num_floats
+    alone, stored = CountedModel(files.config(), "bfloat16"), CountedModel(files.config(), "bfloat16", files)
+    assert alone.shard_size(1) == stored.shard_size(1)
+    assert alone.formats == {} and stored.formats == {"BF16": stored.shard_size(1).weights}
 
 
 # Parameters that a shard allocates, in billions.
@@ -73,57 +76,74 @@ def test_a_shape_counts_the_parameters_that_its_files_would_have(folder: Path) -
         ("mixtral-8x7b", 46.70),
     ],
 )
-def test_the_parameters_of_shapes_without_files_are_right_within_a_percent(name: str, billions: float) -> None:
-    assert Shape.of(SHAPES[name]).num_parameters() / 1e9 == pytest.approx(billions, rel=0.01)
+def test_the_parameters_of_shapes_without_files_are_those_of_the_models(name: str, billions: float) -> None:
+    parameters = CountedModel(SHAPES[name], "float16").shard_size(1).weights / 2
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.001)
 
 
 Make = Callable[[Path], Path]
+# One case for each function that makes a tiny model, and those whose configuration decides about heads or experts.
+CHOSEN = {case.make.__qualname__: case for case in reversed(CASES)}.values()
+BY_CONFIG = ("falcon-40b", "mpt-grouped-query", "starcoder-multi-head", "deepseek-v2", "bloom-head-copied")
 MODELS: dict[str, Make] = {
-    "gemma3-with-eyes": today.tiny_gemma3_with_eyes,
-    "tied-head-copied": seeds.with_own_head(seeds.tiny_bloom, "transformer.word_embeddings.weight"),
-    "mixtral": experts.tiny_mixtral,
-    "mixtral-fused": experts.fused(experts.tiny_mixtral, "w1", "w3", "w2", "block_sparse_moe"),
-    "qwen2-moe": experts.tiny_qwen2_moe,
-    "qwen3-moe": experts.tiny_qwen3_moe,
-    "deepseek-v2-lite": experts.tiny_deepseek,
-    "deepseek-v2": partial(experts.tiny_deepseek, q_lora_rank=24),
-    "falcon-7b": seeds.tiny_falcon,
-    "falcon-40b": partial(seeds.tiny_falcon, new_decoder_architecture=True, num_kv_heads=3),
-    "starcoder": seeds.tiny_gpt_bigcode,
-    "gpt2": seeds.tiny_gpt2,
-    "opt": seeds.tiny_opt,
+    **{case.name: partial(case.make, **case.changes) for case in CASES if case in CHOSEN or case.name in BY_CONFIG},
     "qwen2-vl": tiny_qwen2_vl,
+    "llava-next": tiny_llava_next,
 }
 
 
 @pytest.mark.parametrize(
     ("make", "language"), [(tiny_qwen2_vl, ("model.", "lm_head.")), (tiny_llava_next, ("language_model.",))]
 )
-def test_every_shard_has_the_eyes_of_a_model_whole(make: Make, language: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_shard_has_the_whole_vision_encoder(make: Make, language: tuple[str, ...], tmp_path: Path) -> None:
     make(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    eyes = 4 * sum(tensor.numel() for name, tensor in tensors.items() if not name.startswith(language))
+    vision = 4 * sum(tensor.numel() for name, tensor in tensors.items() if not name.startswith(language))
     one, two = make_plan(PlanOptions(model_id=str(tmp_path), memory="1GiB", dtype="float32")).fits[:2]
-    assert 0 < eyes < one.weights
-    assert two.weights == eyes + (one.weights - eyes + 1) // 2
+    assert 0 < vision < one.weights
+    assert two.weights - vision < 0.7 * (one.weights - vision)
+    assert two.weights == bytes_read(tmp_path, Shard(1, 2))
+
+
+def bytes_read(folder: Path, shard: Shard) -> int:
+    """What loading a shard reads of its files."""
+    files = ModelFiles.open(folder)
+    read = [0]
+    get_model(
+        files, ModelConfig.from_hf(files.config()), torch.float32, torch.device("cpu"), shard=shard,
+        progress=lambda done, _: read.__setitem__(0, done),
+    )  # fmt: skip
+    return read[0]
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_every_architecture_loads_and_caches_what_was_planned(make: Make, tmp_path: Path) -> None:
     files = ModelFiles.open(make(tmp_path))
     made = make_plan(PlanOptions(model_id=str(tmp_path), memory="1GiB", dtype="float32"))
-    read = [0]
     config = ModelConfig.from_hf(files.config())
-    model = get_model(
-        files, config, torch.float32, torch.device("cpu"), progress=lambda done, _: read.__setitem__(0, done)
-    )
-    assert made.fits[0].weights == read[0]
-    assert made.fits[0].bytes_per_token == model.kv_shape.bytes_per_token
+    for fit in made.fits[:2]:
+        shard = Shard(fit.num_shards - 1, fit.num_shards)
+        read = [0]
+        model = get_model(
+            files, config, torch.float32, torch.device("cpu"), shard=shard,
+            progress=lambda done, _, read=read: read.__setitem__(0, done),
+        )  # fmt: skip
+        assert fit.weights == read[0]
+        assert fit.bytes_per_token == model.kv_shape.bytes_per_token
+
+
+def test_a_gguf_file_is_counted_as_it_is_loaded(tmp_path: Path) -> None:
+    folder = tiny_qwen3(tmp_path / "folder")
+    file = convert(folder, "qwen3", tmp_path / "model.gguf")
+    planned = make_plan(PlanOptions(model_id=str(file), memory="1GiB", dtype="bfloat16"))
+    beside = make_plan(PlanOptions(model_id=str(folder), memory="1GiB", dtype="bfloat16"))
+    assert [fit.weights for fit in planned.fits] == [fit.weights for fit in beside.fits]
+    assert planned.formats == {"F32": 2 * planned.fits[0].weights}
 
 
 def test_sizes_that_a_configuration_leaves_out_are_those_of_the_model() -> None:
     config = {"model_type": "llava_next", "text_config": {"model_type": "llama"}}
-    planned, served = Shape.of(config), ModelConfig.from_hf(config)
+    planned, served = Sizes.of(config), ModelConfig.from_hf(config)
     assert (planned.num_layers, planned.head_dim) == (served.num_layers, served.head_dim) == (32, 128)
 
 
@@ -136,7 +156,7 @@ def test_a_model_that_runs_through_transformers_has_one_shard_and_no_graphs(tmp_
 
     through, own = fits("stablelm"), fits("llama")
     assert [fit.num_shards for fit in through] == [1] and len(own) > 1
-    assert own[0].step - through[0].step == Shape.of(config).graph_bytes(128, "float16") > 0
+    assert own[0].step - through[0].step == CountedModel(config, "float16").shape.graph_bytes(128, "float16") > 0
 
 
 def test_heads_need_no_even_split() -> None:
@@ -220,11 +240,30 @@ def test_a_configuration_without_sense_is_a_typed_error(config: str, folder: Pat
         make_plan(PlanOptions(model_id=str(tmp_path), memory="1GiB"))
 
 
-def test_a_plan_needs_no_torch(folder: Path) -> None:
+def test_mistakes_are_found_before_torch_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from legato.plan.cli import PlanOptions, make_plan\n"
-        f"assert make_plan(PlanOptions(model_id={str(folder)!r}, memory='1GiB')).best\n"
+        "from legato.plan.cli import COMMAND\n"
+        "from legato.common.program import run_program\n"
+        f"assert run_program(COMMAND, [{str(tmp_path / 'nothing')!r}]) == 1\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr.startswith("error:"), done.stderr
+
+
+def test_a_checkpoint_that_does_not_fit_its_configuration_is_refused_as_it_would_be_by_a_shard(tmp_path: Path) -> None:
+    config = json.loads((tiny_llama(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 2 * config["hidden_size"]}))
+    with pytest.raises(ModelFileError, match=r"tensor '.*' has shape .*, the configuration says"):
+        make_plan(PlanOptions(model_id=str(tmp_path), memory="1GiB"))
+
+
+def test_no_weight_is_read(folder: Path, tmp_path: Path) -> None:
+    """Only headers: the data of this file is a hole."""
+    for name in ("config.json", "tokenizer.json"):
+        if (folder / name).exists():
+            (tmp_path / name).write_bytes((folder / name).read_bytes())
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write((folder / "model.safetensors").read_bytes()[: _header_bytes(folder)])
+        file.truncate((folder / "model.safetensors").stat().st_size)
+    assert make_plan(PlanOptions(model_id=str(tmp_path), memory="1GiB")).best

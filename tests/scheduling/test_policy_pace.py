@@ -204,7 +204,7 @@ def next_step(simulation: Simulation) -> list[int]:
 def test_a_cap_below_the_number_of_rows_is_honoured(given: int) -> None:
     sizes = step_sizes("cpu", given)
     limits = SchedulerLimits(
-        num_blocks=400, block_size=4, max_rows=sizes.max_rows, max_step_tokens=sizes.max_tokens,
+        num_blocks=400, block_size=4, max_rows=sizes.max_rows, max_step_tokens=max(sizes.max_tokens, sizes.max_rows),
         max_mixed_tokens=sizes.mixed_tokens, max_prompt_tokens=sizes.max_prompt_tokens,
     )  # fmt: skip
     simulation = Simulation(limits)

@@ -1,40 +1,27 @@
-"""`legato bench engine`: fixed workloads through scheduler, gRPC and engine, the way the router drives a shard."""
+"""`legato bench engine`: fixed workloads through scheduler, gRPC and engine, driven as the router drives a shard."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import click
-
-from legato.benchmark.engine.session import Figures, Session, connect, opened
-from legato.benchmark.engine.soak import MemoryGrew, Soak, settled, soak
+from legato.benchmark.display import Display, display
+from legato.benchmark.engine.session import RunFigures, Session, connect, opened
+from legato.benchmark.engine.soak import MemoryGrew, Soak, soak, wait_for_captures
 from legato.benchmark.engine.workloads import Workload, check_names, custom, make_workloads
-from legato.benchmark.machine import circumstances
-from legato.benchmark.options import (
-    DEFAULT_WORKLOADS,
-    EngineOptions,
-    check_writable,
-    shard_arguments,
-    takes_shard_arguments,
-)
-from legato.benchmark.shard import Shard, running, spawned
-from legato.benchmark.tables import markdown
+from legato.benchmark.options import DEFAULT_WORKLOADS, EngineOptions
+from legato.benchmark.report import check_writable, environment, markdown, write_json
+from legato.benchmark.shard import ShardProcess, shard_under_test, takes_shard_arguments
 from legato.common.errors import OptionError
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command
-from legato.common.progress import progress
 from legato.pb import generate_pb2 as pb
-from legato.router.shards import GrpcShards
 
-# A prompt and an answer that take no time of their own, to see when the first token can be had.
+# The shortest request, to see when the first token can be had.
 PROBE = Workload("probe", [[10]], [1])
 HEADER = (
     "Workload", "Requests", "In", "Out", "Seconds", "Tok/s in", "Tok/s out", "Steps", "ms/step",
@@ -43,28 +30,28 @@ HEADER = (
 
 
 @dataclass
-class Result:
+class WorkloadResult:
     """All runs of one workload."""
 
     workload: Workload
-    runs: list[Figures]
+    runs: list[RunFigures]
 
     @property
-    def best(self) -> Figures:
+    def best(self) -> RunFigures:
         return min(self.runs, key=lambda figures: figures.seconds)
 
 
 @dataclass
-class Results:
-    workloads: list[Result]
+class EngineResults:
+    workloads: list[WorkloadResult]
     shard: dict[str, Any]
-    # Seconds from starting the shard, or from connecting to one that was there.
+    # Seconds from starting the shard, or from connecting to one that was running.
     ready: float
     first_token: float
     soak: Soak | None = None
 
-    def ratio(self, result: Result) -> float | None:
-        """The time of a workload in terms of its baseline's."""
+    def ratio(self, result: WorkloadResult) -> float | None:
+        """The time of a workload over that of its baseline."""
         for other in self.workloads:
             if other.workload is result.workload.baseline:
                 return result.best.seconds / other.best.seconds
@@ -75,59 +62,67 @@ def run(options: EngineOptions) -> None:
     setup("info", False, "bench", stream=sys.stderr)
     check_writable("json", options.json)
     names = _names(options)
-    with _shard(options) as (shard, started):
+    if options.socket is not None and options.model is not None:
+        raise OptionError("--model starts a shard and --socket measures one that is running: give only one of them")
+    started = time.perf_counter()
+    with shard_under_test(options.socket, options.model, "leave out --socket") as shard:
         import uvloop  # the loop that the router runs on
 
         results = uvloop.run(benchmark(options, names, shard, started))
     print(summary(results), flush=True)
-    if options.json:
-        Path(options.json).write_text(json.dumps(to_json(circumstances(), options, results), indent=2) + "\n")
+    write_json(options.json, to_json(environment(), options, results))
     if results.soak is not None and results.soak.problems:
         raise MemoryGrew("; ".join(results.soak.problems))
 
 
-async def benchmark(options: EngineOptions, names: Sequence[str], shard: Shard, started: float) -> Results:
+async def benchmark(options: EngineOptions, names: Sequence[str], shard: ShardProcess, started: float) -> EngineResults:
     shards, info = await connect(shard)
+
+    async def num_uncaptured() -> int:
+        return (await shards.info()).num_uncaptured
+
     try:
         workloads = _workloads(options, names, info)
         async with opened(shards, info, _router_options(options, workloads, info)) as session:
             ready = time.perf_counter() - started
             _check_lengths(workloads, session)
-            await session.run(PROBE, lambda count: None)
-            first_token = time.perf_counter() - started
+            await session.run(PROBE)
+            found = EngineResults([], _describe(info, session), ready, time.perf_counter() - started)
             if options.duration is None:
-                results = [await _repeat(session, workload, options.repeat) for workload in workloads]
-                return Results(results, _describe(info, session), ready, first_token)
-            await settled(lambda: _num_uncaptured(shards))
-            results, soaked = await _soak(session, workloads, options.duration, shard)
-            return Results(results, _describe(info, session), ready, first_token, soaked)
+                with display() as shown:
+                    found.workloads = [await _repeat(session, each, options.repeat, shown) for each in workloads]
+            else:
+                await wait_for_captures(num_uncaptured)
+                found.workloads, found.soak = await _soak(session, workloads, options.duration, shard)
+            return found
     finally:
         await shards.close()
 
 
-async def _num_uncaptured(shards: GrpcShards) -> int:
-    return (await shards.info()).num_uncaptured
-
-
-async def _repeat(session: Session, workload: Workload, repeat: int) -> Result:
-    total = len(workload.prompts) * repeat
-    with progress(workload.name, total, unit="requests") as advance:
-        return Result(workload, [await session.run(workload, advance) for _ in range(repeat)])
+async def _repeat(session: Session, workload: Workload, repeat: int, shown: Display) -> WorkloadResult:
+    result = WorkloadResult(workload, [])
+    for number in range(1, repeat + 1):
+        result.runs.append(await session.run(workload))
+        shown.update(workload.name, number / repeat, lambda: f"{len(result.runs)}/{repeat} runs")
+    shown.line(f"{workload.name}: {result.best.seconds:.3f} s, the fastest of {repeat} runs")
+    return result
 
 
 async def _soak(
-    session: Session, workloads: Sequence[Workload], duration: int, shard: Shard
-) -> tuple[list[Result], Soak]:
-    """All workloads in turn, for as long as it takes."""
-    results = [Result(workload, []) for workload in workloads]
+    session: Session, workloads: Sequence[Workload], duration: int, shard: ShardProcess
+) -> tuple[list[WorkloadResult], Soak]:
+    """All workloads in turn until the time is over."""
+    results = [WorkloadResult(workload, []) for workload in workloads]
+    started = time.perf_counter()
+    with display() as shown:
 
-    async def run_all() -> list[int]:
-        for result in results:
-            result.runs.append(await session.run(result.workload, lambda count: None))
-        advance(len(results))
-        return [result.runs[-1].blocks_held for result in results]
+        async def run_all() -> list[int]:
+            for result in results:
+                result.runs.append(await session.run(result.workload))
+            seconds = time.perf_counter() - started
+            shown.update("soak", min(1.0, seconds / duration), lambda: f"{seconds:.0f} of {duration} s")
+            return [result.runs[-1].blocks_held for result in results]
 
-    with progress("soak", 0, unit="runs") as advance:
         return results, await soak(run_all, duration, shard.socket)
 
 
@@ -135,12 +130,12 @@ def _names(options: EngineOptions) -> list[str]:
     if not options.is_custom:
         return check_names(options.workload or DEFAULT_WORKLOADS)
     if "workload" in options.given:
-        raise OptionError("--workload names fixed work; --requests, --prompt and --new describe your own: give either")
+        raise OptionError("--requests, --prompt and --new describe a custom workload: leave out --workload")
     return []
 
 
 def _workloads(options: EngineOptions, names: Sequence[str], info: pb.InfoResponse) -> list[Workload]:
-    """In the order they run in. A baseline comes right after the work that is compared with it."""
+    """In the order they run in. A baseline follows the workload that is compared with it."""
     if options.is_custom:
         return [custom(options.requests or 1, options.prompt or 128, options.new or 128, info.vocab_size)]
     chosen = make_workloads(names, options.scale, info.vocab_size)
@@ -148,7 +143,7 @@ def _workloads(options: EngineOptions, names: Sequence[str], info: pb.InfoRespon
 
 
 def _router_options(options: EngineOptions, workloads: Sequence[Workload], info: pb.InfoResponse) -> RouterOptions:
-    """Room for the largest workload, and no more: a laptop has other things to hold."""
+    """A cache for the largest workload and no larger: laptops have little memory."""
     needed = max(workload.cache_tokens(info.block_size) for workload in workloads)
     return RouterOptions(
         max_concurrent_requests=options.max_rows,
@@ -165,22 +160,8 @@ def _check_lengths(workloads: Sequence[Workload], session: Session) -> None:
         if workload.longest > limit:
             raise OptionError(
                 f"{workload.name} has a request of {workload.longest} tokens and the shard takes {limit}:"
-                " raise --max-total-tokens if the model allows, or make the work smaller with --scale"
+                " raise --max-total-tokens if the model allows it, or reduce the workload with --scale"
             )
-
-
-@contextmanager
-def _shard(options: EngineOptions) -> Iterator[tuple[Shard, float]]:
-    """The shard, and when we began to wait for it."""
-    arguments = shard_arguments(options.socket is None, "leave out --socket")
-    started = time.perf_counter()
-    if options.socket is None:
-        with spawned(options.model, arguments) as shard:
-            yield shard, started
-    elif options.model is not None:
-        raise OptionError("--model is what a new shard serves and --socket is a shard that runs: give either")
-    else:
-        yield running(options.socket), started
 
 
 def _describe(info: pb.InfoResponse, session: Session) -> dict[str, Any]:
@@ -196,8 +177,8 @@ def _describe(info: pb.InfoResponse, session: Session) -> dict[str, Any]:
     }
 
 
-def summary(results: Results) -> str:
-    """A table with the best run of each workload, and what concerns all of them."""
+def summary(results: EngineResults) -> str:
+    """A table with the best run of each workload, and the figures of the whole benchmark."""
     lines = [markdown(HEADER, [_row(result) for result in results.workloads])]
     lines.append(f"Ready after {results.ready:.1f} s, first token after {results.first_token:.1f} s.")
     if results.soak is not None:
@@ -208,7 +189,7 @@ def summary(results: Results) -> str:
     return "\n\n".join(lines)
 
 
-def _row(result: Result) -> list[str]:
+def _row(result: WorkloadResult) -> list[str]:
     best = result.best
     counts = (len(result.workload.prompts), best.num_in, best.num_out)
     rates = (f"{best.seconds:.3f}", f"{best.in_per_second:,.1f}", f"{best.out_per_second:,.1f}", f"{best.num_steps:,}")
@@ -221,9 +202,9 @@ def _row(result: Result) -> list[str]:
     ]
 
 
-def to_json(around: dict[str, Any], options: EngineOptions, results: Results) -> dict[str, Any]:
+def to_json(environment: dict[str, Any], options: EngineOptions, results: EngineResults) -> dict[str, Any]:
     return {
-        **around,
+        **environment,
         "model": options.model or options.socket or "default",
         "shard": results.shard,
         "scale": options.scale,
@@ -243,17 +224,14 @@ def to_json(around: dict[str, Any], options: EngineOptions, results: Results) ->
     }
 
 
-def _figures(figures: Figures) -> dict[str, Any]:
-    """Summaries are in milliseconds, and say so."""
+def _figures(figures: RunFigures) -> dict[str, Any]:
+    """Summaries are in milliseconds."""
     plain = asdict(figures)
     summaries = {f"{name}_ms": plain.pop(name) for name in ("ttft", "step", "round_trip")}
     rates = {name: getattr(figures, name) for name in ("in_per_second", "out_per_second", "ms_per_step")}
     return {**plain, **rates, **summaries}
 
 
-bench = click.Group("bench", help="Measure Legato.")
-bench.add_command(
-    takes_shard_arguments(
-        command(EngineOptions, run, "engine", "Run fixed workloads through scheduler, gRPC and engine.")
-    )
+COMMAND = takes_shard_arguments(
+    command(EngineOptions, run, "engine", "Run fixed workloads through scheduler, gRPC and engine.")
 )

@@ -1,4 +1,4 @@
-"""Workloads through the router's own scheduler and the shard's own gRPC service; only HTTP and text are left out."""
+"""Runs workloads through the router's scheduler and the shard's gRPC service, without HTTP and text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from legato.benchmark.engine.workloads import Workload
-from legato.benchmark.shard import Shard, ShardFailed
-from legato.benchmark.stats import Summary
+from legato.benchmark.report import Summary
+from legato.benchmark.shard import ShardFailed, ShardProcess
 from legato.common.gc import freeze_gc, unfreeze_gc
 from legato.common.options import RouterOptions
 from legato.grammar.kinds import Grammar
@@ -25,7 +25,7 @@ from legato.telemetry.metrics import StepFigures
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunFigures:
     """One run of one workload."""
 
     seconds: float
@@ -40,7 +40,7 @@ class Figures:
     round_trip: Summary
     num_preempted: int
     num_cached: int  # prompt tokens that came from the prefix cache
-    blocks_held: int  # KV blocks that nobody has given back
+    blocks_held: int  # KV blocks that were never freed
 
     @property
     def in_per_second(self) -> float:
@@ -56,8 +56,8 @@ class Figures:
 
 
 class _Stream:
-    """One Tokens stream for one scheduler after the other. A stream for each would race with the shard, which takes a
-    moment to notice that the last one was closed and refuses a second until then."""
+    """One Tokens stream for all schedulers in turn. A new stream for each would race with the shard, which refuses a
+    second one until it has noticed that the first was closed."""
 
     def __init__(self, shards: GrpcShards) -> None:
         self._shards = shards
@@ -82,12 +82,12 @@ class _Stream:
         await asyncio.gather(self._reading, return_exceptions=True)
 
     def _deliver(self, result: StepResult) -> None:
-        assert self._on_result is not None, f"step {result.id} belongs to nobody"
+        assert self._on_result is not None, f"nobody reads the result of step {result.id}"
         self._on_result(result)
 
 
 class _Receiver:
-    """Takes the tokens of one request."""
+    """Counts the tokens of one request."""
 
     def __init__(self, run: _Run) -> None:
         self._run = run
@@ -105,16 +105,15 @@ class _Receiver:
 
 
 class _Run:
-    """Notes taken while a workload runs: as few as possible, because the scheduler shares our thread."""
+    """Timestamps of a running workload: as few as possible, because the scheduler shares our thread."""
 
-    def __init__(self, num_requests: int, on_end: Callable[[int], None]) -> None:
+    def __init__(self, num_requests: int) -> None:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.first_tokens: list[float] = []
         self.num_tokens = 0
         self.results: list[float] = []
         self.round_trips: list[float] = []
         self._num_left = num_requests
-        self._on_end = on_end
 
     def note_step(self, step: StepFigures) -> None:
         self.results.append(time.perf_counter())
@@ -122,7 +121,6 @@ class _Run:
 
     def end_one(self) -> None:
         self._num_left -= 1
-        self._on_end(1)
         if self._num_left == 0 and not self.finished.done():
             self.finished.set_result(None)
 
@@ -130,18 +128,18 @@ class _Run:
         if not self.finished.done():
             self.finished.set_exception(ShardFailed(error))
 
-    def figures(self, workload: Workload, started: float, scheduler: Scheduler) -> Figures:
+    def figures(self, workload: Workload, started: float, scheduler: Scheduler) -> RunFigures:
         ended = self.results[-1]
         assert self.num_tokens == workload.num_out, f"{self.num_tokens} tokens instead of {workload.num_out}"
         gaps = [after - before for before, after in itertools.pairwise([started, *self.results])]
-        return Figures(
+        return RunFigures(
             seconds=ended - started,
             num_in=workload.num_in,
             num_out=workload.num_out,
             num_steps=len(self.results),
-            ttft=_milliseconds([moment - started for moment in self.first_tokens]),
-            step=_milliseconds(gaps),
-            round_trip=_milliseconds(self.round_trips),
+            ttft=_in_ms([moment - started for moment in self.first_tokens]),
+            step=_in_ms(gaps),
+            round_trip=_in_ms(self.round_trips),
             num_preempted=scheduler.stats.preemptions,
             num_cached=scheduler.stats.cached_tokens,
             blocks_held=scheduler.pool.total - scheduler.pool.available - scheduler.tree.num_evictable,
@@ -149,7 +147,7 @@ class _Run:
 
 
 class Session:
-    """A warm shard with an open stream."""
+    """A shard after warm-up, with an open stream."""
 
     def __init__(self, stream: _Stream, scheduler: Scheduler, limits: ModelLimits) -> None:
         self.limits = limits
@@ -157,11 +155,11 @@ class Session:
         self._stream = stream
         self._ids = itertools.count(1)
 
-    async def run(self, workload: Workload, on_end: Callable[[int], None]) -> Figures:
-        """All requests at once, until the last token of the last. Every run has a scheduler of its own, so it finds
-        nothing in the prefix cache but what it has put there itself."""
+    async def run(self, workload: Workload) -> RunFigures:
+        """Submit all requests at once and wait for their last token. Every run has its own scheduler, and so an empty
+        prefix cache."""
         scheduler = Scheduler(replace(self.step_limits, prefix_caching=workload.prefix_caching, max_requests=None))
-        notes = _Run(len(workload.prompts), on_end)
+        notes = _Run(len(workload.prompts))
         loop = StepLoop(scheduler, self._stream, self.limits, notes.note_step)
         steps = asyncio.ensure_future(loop.run())
         try:
@@ -172,7 +170,7 @@ class Session:
         finally:
             steps.cancel()
             await asyncio.gather(steps, return_exceptions=True)
-        assert scheduler.num_in_flight == 0, "every request ended by length, so no step was in vain"
+        assert scheduler.num_in_flight == 0, "every request ended by length, so no step is left"
         return notes.figures(workload, started, scheduler)
 
     def _requests(self, workload: Workload) -> Iterator[GenerationRequest]:
@@ -180,7 +178,7 @@ class Session:
             yield GenerationRequest(next(self._ids), prompt, new, ignore_eos=True)
 
 
-async def connect(shard: Shard) -> tuple[GrpcShards, pb.InfoResponse]:
+async def connect(shard: ShardProcess) -> tuple[GrpcShards, pb.InfoResponse]:
     shards = await shard.connected(GrpcShards.connect(shard.socket, shard.connect_timeout))
     return shards, await shards.info()
 
@@ -198,7 +196,7 @@ async def opened(shards: GrpcShards, info: pb.InfoResponse, options: RouterOptio
         await stream.close()
 
 
-def _milliseconds(seconds: Sequence[float]) -> Summary:
-    summary = Summary.of([value * 1e3 for value in seconds])
+def _in_ms(seconds: Sequence[float]) -> Summary:
+    summary = Summary.in_ms(seconds)
     assert summary is not None, "nothing was measured"
     return summary

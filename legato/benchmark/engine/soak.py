@@ -1,4 +1,4 @@
-"""A workload for minutes on end: what does a shard hold at the end that it did not hold once it had settled?"""
+"""Repeats workloads for minutes and checks that the shard's memory does not grow."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from typing import Any
 from legato.common.errors import LegatoError
 
 MIB = 2**20
-# The first part of the time is not judged: caches fill.
-SETTLING = 0.25
-# What may come and go without being a leak: fragments of the allocators.
+# Share of the time at the start that is not judged: caches fill.
+WARM_UP_SHARE = 0.25
+# Growth that is no leak: fragmentation of the allocators.
 TOLERANCE = 64 * MIB
-# A shard that captures no further graph for so long while nobody asks for anything will not capture any.
-PATIENCE = 5.0
+# Seconds after which an idle shard that has captured no further graph will capture none.
+CAPTURE_SECONDS = 5.0
 
 
 class MemoryGrew(LegatoError):
-    """The shard holds more than it did."""
+    """The shard uses more memory than before."""
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Bytes; None where nobody can tell."""
+class MemoryUsage:
+    """In bytes; None where it cannot be read."""
 
     seconds: float
     host: int | None  # resident memory of the shard's process
-    device: int | None  # all that is taken of the GPUs
-    blocks: int  # KV blocks that nobody gave back after the last request had ended
+    device: int | None  # used memory of all GPUs
+    blocks: int  # KV blocks that were not freed after the last request
 
 
 @dataclass
 class Soak:
     duration: float
-    usages: list[Usage] = field(default_factory=list)
+    usages: list[MemoryUsage] = field(default_factory=list)
 
     @property
-    def start(self) -> Usage:
-        """Once it had settled. A single reading is both start and end."""
-        settled = [usage for usage in self.usages if usage.seconds >= SETTLING * self.duration]
-        return (settled or self.usages)[0]
+    def start(self) -> MemoryUsage:
+        """The first reading after warm-up. A single reading is both start and end."""
+        warm = [usage for usage in self.usages if usage.seconds >= WARM_UP_SHARE * self.duration]
+        return (warm or self.usages)[0]
 
     @property
-    def end(self) -> Usage:
+    def end(self) -> MemoryUsage:
         return self.usages[-1]
 
     @property
@@ -60,7 +60,7 @@ class Soak:
             if before is not None and after is not None and after > before + TOLERANCE:
                 found.append(f"{name} memory grew from {before // MIB} to {after // MIB} MiB")
         if held := max(usage.blocks for usage in self.usages):
-            found.append(f"{held} KV blocks were never given back")
+            found.append(f"{held} KV blocks were never freed")
         return found
 
     def summary(self) -> str:
@@ -74,9 +74,9 @@ class Soak:
         return {"duration": self.duration, "problems": self.problems, "usages": [asdict(each) for each in self.usages]}
 
 
-async def settled(num_uncaptured: Callable[[], Awaitable[int]], patience: float = PATIENCE) -> None:
-    """Leave a shard alone until it has captured its graphs, as a server does that has had a quiet minute. Otherwise
-    those of rare sizes come some time during the soak, and the memory that they take looks like a leak."""
+async def wait_for_captures(num_uncaptured: Callable[[], Awaitable[int]], patience: float = CAPTURE_SECONDS) -> None:
+    """Leave the shard idle until it has captured its CUDA graphs. Otherwise it would capture rare sizes during the
+    soak, and their memory would look like a leak."""
     left, changed = await num_uncaptured(), time.monotonic()
     while left and time.monotonic() < changed + patience:
         await asyncio.sleep(patience / 10)
@@ -86,13 +86,13 @@ async def settled(num_uncaptured: Callable[[], Awaitable[int]], patience: float 
 
 
 async def soak(run_all: Callable[[], Awaitable[Sequence[int]]], duration: float, path: str) -> Soak:
-    """Repeat `run_all`, which tells how many blocks each of its runs has kept, until the time is over."""
+    """Repeat `run_all`, which returns the blocks held after each of its runs, until the time is over."""
     started = time.perf_counter()
     result = Soak(duration)
     while not result.usages or result.end.seconds < duration:
         held = sum(await run_all())
         result.usages.append(
-            Usage(time.perf_counter() - started, resident_bytes(process_behind(path)), device_bytes(), held)
+            MemoryUsage(time.perf_counter() - started, resident_bytes(process_behind(path)), device_bytes(), held)
         )
     return result
 

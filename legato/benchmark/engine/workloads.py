@@ -1,6 +1,6 @@
-"""Fixed work for the engine: prompts as token ids, and how many tokens to generate for each.
+"""Fixed workloads for the engine: prompts as token ids, and how many tokens to generate for each.
 
-The seeds and the order of the random calls are part of the definition: the same work was given to other engines.
+The seeds and the order of the random calls are part of the definition: other engines were measured with the same.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Workload:
     name: str
     prompts: list[list[int]]
     new_tokens: list[int]
-    # Off unless it is what is measured: a repetition would otherwise find its prompts in the cache.
+    # Off unless it is what is measured: repeated prompts would otherwise be cached.
     prefix_caching: bool = False
-    # Work without the cache that this one should hardly exceed.
+    # The same computation without the cache, which this workload should hardly exceed.
     baseline: Workload | None = None
 
     @property
@@ -43,7 +43,7 @@ class Workload:
         return [len(prompt) + new for prompt, new in zip(self.prompts, self.new_tokens, strict=True)]
 
     def cache_tokens(self, block_size: int) -> int:
-        """Room in which all requests run at once, nobody preempted: whole blocks, and one more each to grow into."""
+        """Cache in which all requests run at once without preemption: whole blocks, and one more for each."""
         return sum(-(-length // block_size) + 1 for length in self.lengths) * block_size
 
 
@@ -82,12 +82,12 @@ def _mixed(scale: Scale) -> Workload:
 
 
 def _prefix(scale: Scale) -> Workload:
-    """Many requests that begin alike. With the cache they should cost little more than one beginning and all ends."""
-    (beginning,) = scale.prompts(1, 2048, 2048, seed=5)[:1]
-    ends = scale.prompts(64, 64, 64, seed=6)
-    parts = [beginning, *ends]
+    """Requests with a common prefix. With the cache they should cost little more than one prefix and all suffixes."""
+    (prefix,) = scale.prompts(1, 2048, 2048, seed=5)[:1]
+    suffixes = scale.prompts(64, 64, 64, seed=6)
+    parts = [prefix, *suffixes]
     baseline = Workload("prefix, its parts", parts, [1] * len(parts))
-    return Workload("prefix", [beginning + end for end in ends], [1] * len(ends), True, baseline)
+    return Workload("prefix", [prefix + suffix for suffix in suffixes], [1] * len(suffixes), True, baseline)
 
 
 WORKLOADS: dict[str, Callable[[Scale], Workload]] = {
@@ -100,10 +100,10 @@ WORKLOADS: dict[str, Callable[[Scale], Workload]] = {
 
 
 def check_names(names: Sequence[str]) -> list[str]:
-    """The workloads that were asked for, each once, `all` spelled out."""
+    """The names without repetition, `all` expanded."""
     for name in names:
         if name not in WORKLOADS and name != "all":
-            raise OptionError(f"--workload {name}: there are {', '.join(WORKLOADS)} and all")
+            raise OptionError(f"--workload {name}: must be one of {', '.join(WORKLOADS)} or all")
     return list(WORKLOADS) if "all" in names else list(dict.fromkeys(names))
 
 

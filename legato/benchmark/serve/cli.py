@@ -1,10 +1,10 @@
-"""`legato bench serve`: load over HTTP, on Legato or any server that speaks TGI's or OpenAI's API."""
+"""`legato bench serve`: load over HTTP on Legato or any other server with TGI's or OpenAI's API."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -13,67 +13,82 @@ from urllib.request import Request, urlopen
 
 import msgspec
 
-from legato.benchmark.machine import circumstances
-from legato.benchmark.options import check_writable
-from legato.benchmark.serve.client import Client
-from legato.benchmark.serve.figures import Figures, Result, Slo
-from legato.benchmark.serve.load import Counts, num_processes, press
-from legato.benchmark.serve.options import ServeOptions
-from legato.benchmark.serve.report import page, summary, to_json
-from legato.benchmark.serve.view import Watch, watching
-from legato.benchmark.serve.work import WORDS, Job, Length, Level, Target, Work
+from legato.benchmark.display import Display, display
+from legato.benchmark.options import DEFAULT_CONCURRENCY, DEFAULT_REQUESTS, ServeOptions
+from legato.benchmark.report import check_writable, environment, percentile, write_json
+from legato.benchmark.serve.client import LoadClient
+from legato.benchmark.serve.load import LevelRun, num_processes, run_level
+from legato.benchmark.serve.report import LevelResult, LoadFigures, Slo, summary, to_json
+from legato.benchmark.serve.work import WORDS, Length, LoadLevel, LoadRequest, RequestSource, Target
 from legato.common.errors import LegatoError, OptionError
 from legato.common.program import command
 
-DEFAULT_CONCURRENCY = 16
-DEFAULT_REQUESTS = 100
-# Long before the first request of the load, so that no warm-up request has a prompt of it.
+# Other prompts than those of the load, which would be in the prefix cache after the warm-up.
 WARMUP_SEED = -1
 
 
 class ServerRefused(LegatoError):
-    """The server does not answer as it must before a load makes sense."""
+    """The server cannot be measured: it does not answer, or answers with an error."""
 
 
 def run(options: ServeOptions) -> None:
     check_writable("json", options.json)
-    check_writable("html", options.html)
-    levels, work, target = levels_of(options), work_of(options), target_of(options)
-    slo = Slo(options.slo_ttft, options.slo_itl)
-    results: list[Result] = []
+    levels, source, target = levels_of(options), source_of(options), target_of(options)
+    results: list[LevelResult] = []
     try:
-        with watching(not options.no_tui) as watch:
-            asyncio.run(measure(options, target, work, levels, slo, results, watch))
+        asyncio.run(warm_up(target, source, options.warmups))
+        with display(not options.no_tui) as shown:
+            measure(options, target, source, levels, results, shown)
     finally:
-        # Also after Ctrl-C: what is done is worth showing.
+        # Also after Ctrl-C: show what was measured until then.
         if results:
             print(summary(results), flush=True)
-            _write_files(options, target, results)
+            around = environment()
+            if options.api_key:
+                around["command"] = around["command"].replace(options.api_key, "...")
+            write_json(options.json, to_json(around, _asked(options, target), results))
     if not any(result.figures.num_succeeded for result in results):
         raise ServerRefused("not a single request succeeded")
 
 
-async def measure(
-    options: ServeOptions, target: Target, work: Work, levels: list[Level], slo: Slo, results: list[Result],
-    watch: Watch,
+def measure(
+    options: ServeOptions, target: Target, source: RequestSource, levels: list[LoadLevel], results: list[LevelResult],
+    shown: Display,
 ) -> None:  # fmt: skip
-    """Fill `results`, one level after the other. A level that is interrupted counts as far as it went."""
-    await warm_up(target, work, options.warmups)
+    """Fill `results`, one level after the other. A level that is interrupted has the figures until then."""
+    slo = Slo(options.slo_ttft, options.slo_itl)
     for level in levels:
-        counts, processes = Counts(level), num_processes(level, options.processes)
+        run, processes = LevelRun(level), num_processes(level, options.processes)
         try:
-            await press(target, work, level, processes, counts, watch)
+            run_level(target, source, run, processes, lambda run: _show(shown, run))
         finally:
-            if counts.records:
-                results.append(Result(level, processes, Figures.of(counts, slo), counts.records))
+            if run.records:
+                results.append(LevelResult(level, processes, LoadFigures.of(run, slo), run.records))
 
 
-async def warm_up(target: Target, work: Work, count: int) -> None:
-    """Also the place where a wrong address or route is noticed, before anything is measured."""
-    client = Client(target, time.perf_counter())
-    before = msgspec.structs.replace(work, seed=WARMUP_SEED)
+def _show(shown: Display, run: LevelRun) -> None:
+    shown.update(run.level.name, run.share, lambda: _status(run))
+
+
+def _status(run: LevelRun) -> str:
+    num_failed = sum(record.error is not None for record in run.records)
+    words = [f"{run.seconds:.0f} s", f"{len(run.records)} done", f"{sum(run.num_open.values())} in flight"]
+    if run.seconds:
+        words.append(f"{sum(run.num_tokens.values()) / run.seconds:,.0f} tokens/s")
+    first_tokens = sorted(record.ttft * 1e3 for record in run.records if record.ttft is not None)
+    if first_tokens:
+        words.append(f"TTFT p50 {percentile(first_tokens, 50):,.0f} ms")
+    if num_failed:
+        words.append(f"{num_failed} failed")
+    return ", ".join(words)
+
+
+async def warm_up(target: Target, source: RequestSource, count: int) -> None:
+    """Also finds a wrong address or route before anything is measured."""
+    client = LoadClient(target, time.perf_counter())
+    source = replace(source, seed=WARMUP_SEED)
     for number in range(count):
-        record = await client.request(before.job(number), time.perf_counter())
+        record = await client.send(source.request(number), time.perf_counter())
         if record.error is not None:
             raise ServerRefused(
                 f"--url http{'s' * target.tls}://{target.host}:{target.port} --api {target.api}:"
@@ -82,12 +97,12 @@ async def warm_up(target: Target, work: Work, count: int) -> None:
     client.close()
 
 
-# ---- options to what the load processes need -------------------------------------------------------------------------
+# ---- from options to what the client processes need -----------------------------------------------------------------
 
 
-def levels_of(options: ServeOptions) -> list[Level]:
+def levels_of(options: ServeOptions) -> list[LoadLevel]:
     if options.concurrency and options.rate:
-        raise OptionError("--concurrency sends when an answer is complete and --rate by the clock: give either")
+        raise OptionError("--concurrency is a closed loop and --rate an open one: give only one of them")
     for flag, values in (("--concurrency", options.concurrency), ("--rate", options.rate)):
         if any(value <= 0 for value in values):
             raise OptionError(f"{flag} {min(values):g}: it must be more than 0")
@@ -95,16 +110,16 @@ def levels_of(options: ServeOptions) -> list[Level]:
     if num_requests is None and options.duration is None:
         num_requests = DEFAULT_REQUESTS
     if options.rate:
-        return [Level(None, rate, num_requests, options.duration) for rate in options.rate]
+        return [LoadLevel(None, rate, num_requests, options.duration) for rate in options.rate]
     counts = options.concurrency or (DEFAULT_CONCURRENCY,)
-    return [Level(count, None, num_requests, options.duration) for count in counts]
+    return [LoadLevel(count, None, num_requests, options.duration) for count in counts]
 
 
-def work_of(options: ServeOptions) -> Work:
+def source_of(options: ServeOptions) -> RequestSource:
     input_len = Length(options.input_len, options.input_spread)
     output_len = Length(options.output_len, options.output_spread)
     dataset = None if options.dataset is None else read_dataset(Path(options.dataset), options)
-    return Work(options.seed, input_len, output_len, words_for(options.tokenizer), dataset)
+    return RequestSource(options.seed, input_len, output_len, words_for(options.tokenizer), dataset)
 
 
 def words_for(tokenizer_name: str | None) -> list[str]:
@@ -118,23 +133,23 @@ def words_for(tokenizer_name: str | None) -> list[str]:
     tokenizer = ModelFiles.open(path if path.exists() else hub.resolve(tokenizer_name)).tokenizer()
     found = [word for word in words if len(tokenizer.encode(" " + word, add_special_tokens=False).ids) == 1]
     if not found:
-        raise OptionError(f"--tokenizer {tokenizer_name}: none of our words is a single token there; leave it out")
+        raise OptionError(f"--tokenizer {tokenizer_name}: it has none of our words as a single token; leave it out")
     return found
 
 
 class _Line(msgspec.Struct):
-    """A line of a dataset. Other fields are ignored."""
+    """A line of a dataset; other fields are ignored."""
 
     prompt: str | list[int]
     output_len: int | None = None
 
 
-def read_dataset(path: Path, options: ServeOptions) -> list[Job]:
+def read_dataset(path: Path, options: ServeOptions) -> list[LoadRequest]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise OptionError(f"--dataset {path}: {error.strerror}") from None
-    jobs = []
+    requests = []
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -143,13 +158,13 @@ def read_dataset(path: Path, options: ServeOptions) -> list[Job]:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise OptionError(f"--dataset {path}, line {number}: {error}") from None
         if not line.prompt or (line.output_len is not None and line.output_len < 1):
-            raise OptionError(f"--dataset {path}, line {number}: the prompt or the answer would be empty")
+            raise OptionError(f"--dataset {path}, line {number}: the prompt is empty or output_len is less than 1")
         if isinstance(line.prompt, list) and options.api != "completions":
             raise OptionError(f"--dataset {path}, line {number}: only --api completions takes prompts of token ids")
-        jobs.append(Job(line.prompt, line.output_len or options.output_len))
-    if not jobs:
-        raise OptionError(f"--dataset {path}: there is no prompt in it")
-    return jobs
+        requests.append(LoadRequest(line.prompt, line.output_len or options.output_len))
+    if not requests:
+        raise OptionError(f"--dataset {path}: it has no prompt")
+    return requests
 
 
 def target_of(options: ServeOptions) -> Target:
@@ -163,7 +178,7 @@ def target_of(options: ServeOptions) -> Target:
     except msgspec.MsgspecError as error:
         raise OptionError(f"--extra-body: {error}") from None
     except ValueError:
-        raise OptionError(f"--url {options.url}: the port makes no sense") from None
+        raise OptionError(f"--url {options.url}: the port must be a number from 1 to 65535") from None
     model = options.model
     if model is None and options.api != "tgi":
         model = first_model(options)
@@ -192,44 +207,23 @@ def first_model(options: ServeOptions) -> str:
     except (URLError, OSError) as error:
         raise ServerRefused(f"{url}: {getattr(error, 'reason', error)}") from None
     except msgspec.MsgspecError as error:
-        raise ServerRefused(f"{url} is no list of models ({error}): name the model with --model") from None
+        raise ServerRefused(f"{url} returned no list of models ({error}): name it with --model") from None
     if not models:
         raise ServerRefused(f"{url} lists no model: name it with --model")
     return models[0].id
 
 
-# ---- results -------------------------------------------------------------------------------------------------------
-
-
 def _asked(options: ServeOptions, target: Target) -> dict[str, Any]:
-    """In a result file and on the page, below what was measured where."""
+    """What was asked for, as it stands in the result file."""
+    names = (
+        "input_len", "input_spread", "output_len", "output_spread", "dataset", "ignore_eos", "extra_body", "seed",
+        "num_requests", "duration",
+    )  # fmt: skip
     return {
         "server": {"url": options.url, "api": options.api, "model": target.model},
-        "work": {
-            "input_len": options.input_len,
-            "input_spread": options.input_spread,
-            "output_len": options.output_len,
-            "output_spread": options.output_spread,
-            "dataset": options.dataset,
-            "ignore_eos": options.ignore_eos,
-            "extra_body": options.extra_body,
-            "seed": options.seed,
-            "num_requests": options.num_requests,
-            "duration": options.duration,
-            "slo_ttft_ms": options.slo_ttft,
-            "slo_itl_ms": options.slo_itl,
-        },
+        "work": {name: getattr(options, name) for name in names}
+        | {"slo_ttft_ms": options.slo_ttft, "slo_itl_ms": options.slo_itl},
     }
-
-
-def _write_files(options: ServeOptions, target: Target, results: list[Result]) -> None:
-    around, asked = circumstances(), _asked(options, target)
-    if options.api_key:
-        around["command"] = around["command"].replace(options.api_key, "...")
-    if options.json:
-        Path(options.json).write_text(json.dumps(to_json(around, asked, results), indent=1) + "\n")
-    if options.html:
-        Path(options.html).write_text(page(around, asked, results))
 
 
 COMMAND = command(ServeOptions, run, "serve", "Put a server under load over HTTP and measure what its clients see.")

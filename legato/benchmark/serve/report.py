@@ -1,36 +1,128 @@
-"""What `legato bench serve` has to say in the end: a table, all of it as data, and a page with curves."""
+"""The figures of `legato bench serve`, from records to tables and JSON."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
-from html import escape
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from legato.benchmark.chart import Curve, line_chart
+from legato.benchmark.report import Summary, markdown
 from legato.benchmark.serve.client import Record
-from legato.benchmark.serve.figures import Result, Spread
-from legato.benchmark.stats import percentile
-from legato.benchmark.tables import markdown
-from legato.benchmark.tgi.page import document, html_table
+from legato.benchmark.serve.load import LevelRun
+from legato.benchmark.serve.work import LoadLevel
 
-HEADER = (
-    "Load", "Requests", "Failed", "Requests/s", "Tokens/s", "TTFT p50 ms", "p95", "p99",
-    "Gap mean ms", "p50", "p95", "p99", "Latency p50 s", "p99", "Good",
-)  # fmt: skip
-# A client that is busier than this may have been the limit.
+RATES_HEADER = ("Load", "Requests", "Failed", "Requests/s", "Tokens/s", "Good")
+# Two tables, because one does not fit a terminal.
+TIMES_HEADER = ("Load", "TTFT p50", "p95", "p99", "Gap mean", "p50", "p95", "p99", "Total p50", "p99")
+# A client busier than this may have been the limit.
 BUSY = 0.9
-PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
-NUM_MOMENTS = 20
 
 
-def summary(results: Sequence[Result]) -> str:
-    """The table, what failed, and whether the client kept up."""
-    parts = [markdown(HEADER, [_row(result) for result in results])]
+@dataclass(frozen=True)
+class Failures:
+    """All failures of one kind, and the message of one of them."""
+
+    count: int
+    example: str
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Limits that a good request keeps, in milliseconds; None is no limit."""
+
+    ttft: float | None = None
+    itl: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self.ttft is not None or self.itl is not None
+
+    def is_kept(self, record: Record) -> bool:
+        assert record.ttft is not None
+        gap = record.mean_gap
+        in_time = self.ttft is None or record.ttft * 1e3 <= self.ttft
+        return in_time and (self.itl is None or gap is None or gap * 1e3 <= self.itl)
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """One level. Rates count what succeeded, over the time from the start to the end of the last answer."""
+
+    seconds: float
+    num_succeeded: int
+    num_failed: int
+    num_in: int | None  # prompt tokens, if the server reports them
+    num_out: int
+    requests_per_second: float
+    tokens_per_second: float
+    # Summaries are in milliseconds.
+    ttft: Summary | None
+    itl: Summary | None
+    latency: Summary | None
+    # Good requests per second, and their share of all, failed ones included. None without an SLO.
+    goodput: float | None
+    good_share: float | None
+    failures: dict[str, Failures]
+    # How late the client was with sending, and the CPU share of its busiest process.
+    late: Summary | None
+    client_cpu: float
+
+    @classmethod
+    def of(cls, run: LevelRun, slo: Slo) -> LoadFigures:
+        done = [record for record in run.records if record.error is None]
+        seconds = max((record.due + record.latency for record in run.records), default=0.0)
+        num_out = sum(record.num_tokens for record in done)
+        prompts = [record.num_prompt for record in done if record.num_prompt is not None]
+        num_good = sum(slo.is_kept(record) for record in done)
+
+        def rate(count: int) -> float:
+            return count / seconds if seconds > 0 else 0.0
+
+        return cls(
+            seconds=seconds,
+            num_succeeded=len(done),
+            num_failed=len(run.records) - len(done),
+            num_in=sum(prompts) if prompts and len(prompts) == len(done) else None,
+            num_out=num_out,
+            requests_per_second=rate(len(done)),
+            tokens_per_second=rate(num_out),
+            ttft=Summary.in_ms(record.ttft for record in done if record.ttft is not None),
+            itl=Summary.in_ms(gap for record in done for gap in record.gaps),
+            latency=Summary.in_ms(record.latency for record in done),
+            goodput=rate(num_good) if slo.is_set else None,
+            good_share=num_good / len(run.records) if slo.is_set and run.records else None,
+            failures=_failures(run.records),
+            late=Summary.in_ms(record.late for record in run.records),
+            client_cpu=max(run.cpu_shares, default=0.0),
+        )
+
+
+def _failures(records: list[Record]) -> dict[str, Failures]:
+    """Most frequent first."""
+    kinds = Counter(record.error for record in records if record.error is not None)
+    examples = {record.error: record.detail for record in reversed(records) if record.error is not None}
+    return {kind: Failures(count, examples[kind]) for kind, count in kinds.most_common()}
+
+
+@dataclass(frozen=True)
+class LevelResult:
+    """A level with its figures, and the records that they come from."""
+
+    level: LoadLevel
+    processes: int
+    figures: LoadFigures
+    records: list[Record]
+
+
+def summary(results: Sequence[LevelResult]) -> str:
+    """The tables, what failed, and whether the client kept up."""
+    parts = [markdown(RATES_HEADER, [_rates(result) for result in results])]
+    parts += ["Times in milliseconds:", markdown(TIMES_HEADER, [_times(result) for result in results])]
     return "\n\n".join([*parts, *(line for result in results for line in remarks(result))])
 
 
-def remarks(result: Result) -> list[str]:
+def remarks(result: LevelResult) -> list[str]:
     figures, name = result.figures, result.level.name
     lines = [
         f"{name}: {failures.count} × {kind}, such as: {failures.example}" for kind, failures in figures.failures.items()
@@ -38,46 +130,58 @@ def remarks(result: Result) -> list[str]:
     if figures.client_cpu > BUSY:
         lines.append(
             f"{name}: the client was busy {figures.client_cpu:.0%} of the time and may have been the limit:"
-            " give it more --processes, or cores of its own"
+            " use more --processes, or run it on other cores"
         )
     return lines
 
 
-def _row(result: Result) -> list[str]:
+def _rates(result: LevelResult) -> list[str]:
     figures = result.figures
     counts = [f"{figures.num_succeeded:,}", f"{figures.num_failed:,}"]
     rates = [f"{figures.requests_per_second:,.2f}", f"{figures.tokens_per_second:,.1f}"]
     good = "-" if figures.good_share is None else f"{figures.goodput:.2f}/s ({figures.good_share:.0%})"
+    return [result.level.name, *counts, *rates, good]
+
+
+def _times(result: LevelResult) -> list[str]:
+    figures = result.figures
     return [
-        result.level.name, *counts, *rates,
+        result.level.name,
         *_cells(figures.ttft, "p50", "p95", "p99"),
-        *_cells(figures.itl, "mean", "p50", "p95", "p99"),
-        *_cells(figures.latency, "p50", "p99", scale=1e-3),
-        good,
-    ]  # fmt: skip
+        *_cells(figures.itl, "average", "p50", "p95", "p99"),
+        *_cells(figures.latency, "p50", "p99"),
+    ]
 
 
-def _cells(spread: Spread | None, *names: str, scale: float = 1.0) -> list[str]:
-    return ["-" if spread is None else f"{getattr(spread, name) * scale:,.2f}" for name in names]
+def _cells(summary: Summary | None, *names: str) -> list[str]:
+    """Four digits or more: what is read of a latency."""
+    if summary is None:
+        return ["-"] * len(names)
+    values = (float(getattr(summary, name)) for name in names)
+    return [f"{value:,.{2 if value < 100 else 1 if value < 1000 else 0}f}" for value in values]
 
 
-def to_json(around: dict[str, Any], asked: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
-    """Every request is in it, without the gaps between its tokens, which would be millions."""
-    return {**around, **asked, "results": [_result(result) for result in results]}
+def to_json(environment: dict[str, Any], asked: dict[str, Any], results: Sequence[LevelResult]) -> dict[str, Any]:
+    """With every request, but without the gaps between its tokens, which would be millions."""
+    return {**environment, **asked, "results": [_result(result) for result in results]}
 
 
-def _result(result: Result) -> dict[str, Any]:
+def _result(result: LevelResult) -> dict[str, Any]:
     figures = asdict(result.figures)
-    spreads = {f"{name}_ms": figures.pop(name) for name in ("ttft", "itl", "latency", "late")}
+    summaries = {f"{name}_ms": _summary(figures.pop(name)) for name in ("ttft", "itl", "latency", "late")}
     return {
         "load": result.level.name,
         "concurrency": result.level.concurrency,
         "rate": result.level.rate,
         "processes": result.processes,
         **figures,
-        **spreads,
+        **summaries,
         "requests": [_request(record) for record in result.records],
     }
+
+
+def _summary(values: dict[str, float] | None) -> dict[str, float] | None:
+    return values and {"mean": values["average"], **{name: values[name] for name in ("p50", "p95", "p99", "highest")}}
 
 
 def _request(record: Record) -> dict[str, Any]:
@@ -89,90 +193,3 @@ def _request(record: Record) -> dict[str, Any]:
         "latency_ms": record.latency * 1e3,
         "num_tokens": record.num_tokens,
     }
-
-
-# ---- the page -------------------------------------------------------------------------------------------------------
-
-
-def page(around: dict[str, Any], asked: dict[str, Any], results: Sequence[Result]) -> str:
-    """Curves over the levels if there are several, then each level by itself."""
-    parts = [f'<div class="charts">\n{_level_charts(results)}\n</div>'] if len(results) > 1 else []
-    parts.append(html_table(HEADER, [_row(result) for result in results]))
-    for result in results:
-        parts.append(f'<h2>{escape(result.level.name)}</h2>\n<div class="charts">\n{_charts(result)}\n</div>')
-        parts += [f"<p>{escape(remark)}</p>" for remark in remarks(result)]
-    rows = [(name, _spell(value)) for group in asked.values() for name, value in group.items() if value is not None]
-    parts.append("<h2>Load</h2>\n" + html_table(("Setting", "Value"), rows))
-    return document(f"Benchmark of {asked['server']['url']}", "\n".join(parts), around)
-
-
-def _level_charts(results: Sequence[Result]) -> str:
-    labels = [result.level.name for result in results]
-
-    def over_levels(name: str, *fields: str) -> list[Curve]:
-        spreads = [getattr(result.figures, name) for result in results]
-        return [Curve(field, [spread and getattr(spread, field) for spread in spreads]) for field in fields]
-
-    rates = [Curve("tokens/s", [result.figures.tokens_per_second for result in results])]
-    return "\n".join(
-        [
-            line_chart("Throughput, tokens/s", "load", labels, rates),
-            line_chart("First token, ms", "load", labels, over_levels("ttft", "p50", "p99")),
-            line_chart("Between tokens, ms", "load", labels, over_levels("itl", "p50", "p99")),
-            line_chart("Whole answer, ms", "load", labels, over_levels("latency", "p50", "p99")),
-        ]
-    )
-
-
-def _charts(result: Result) -> str:
-    done = [record for record in result.records if record.error is None]
-    first_tokens = [record.ttft for record in done if record.ttft is not None]
-    gaps = [gap for record in done for gap in record.gaps]
-    labels, rates, out = _over_time(result)
-    return "\n".join(
-        [
-            line_chart("Tokens/s", "seconds after the start", labels, [Curve("tokens/s", rates)]),
-            line_chart("Requests that are out", "seconds after the start", labels, [Curve("requests", out)]),
-            _percentiles("First token, ms", first_tokens),
-            _percentiles("Between tokens, ms", gaps),
-            _percentiles("Whole answer, ms", [record.latency for record in done]),
-        ]
-    )
-
-
-def _percentiles(title: str, seconds: Sequence[float]) -> str:
-    ordered = sorted(value * 1e3 for value in seconds)
-    values = [percentile(ordered, percent) if ordered else None for percent in PERCENTS]
-    return line_chart(title, "percentile", [str(percent) for percent in PERCENTS], [Curve("ms", values)])
-
-
-def _over_time(result: Result) -> tuple[list[str], list[float], list[float]]:
-    """Labels, tokens per second and mean number of requests that were out, for stretches of equal length."""
-    width = max(result.figures.seconds, 1e-9) / NUM_MOMENTS
-    tokens, busy = [0.0] * NUM_MOMENTS, [0.0] * NUM_MOMENTS
-
-    def stretch(moment: float) -> int:
-        """Clocks of several processes differ a little: something may be before the start or after the end."""
-        return min(max(int(moment / width), 0), NUM_MOMENTS - 1)
-
-    for record in result.records:
-        for moment in _token_moments(record):
-            tokens[stretch(moment)] += 1
-        start, end = record.due, record.due + record.latency
-        for index in range(stretch(start), stretch(end) + 1):
-            busy[index] += max(0.0, min(end, (index + 1) * width) - max(start, index * width))
-    labels = [f"{(index + 1) * width:.3g}" if index % 4 == 3 else "" for index in range(NUM_MOMENTS)]
-    return labels, [count / width for count in tokens], [seconds / width for seconds in busy]
-
-
-def _token_moments(record: Record) -> list[float]:
-    if record.ttft is None:
-        return []
-    moments = [record.due + record.ttft]
-    for gap in record.gaps:
-        moments.append(moments[-1] + gap)
-    return moments
-
-
-def _spell(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -1,12 +1,12 @@
-"""What to send: prompts and lengths, each a function of the seed and its number, whichever process sends it.
-
-Everything here travels from the command to the processes that make the load.
-"""
+"""What to send: prompts and lengths are functions of the seed and the number of a request, not of the process that
+sends it. The command sends all of this to the client processes."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -23,7 +23,8 @@ WORDS = (
 )
 
 
-class Length(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Length:
     """A number of tokens, or a range around it: `spread` 0.5 goes from half to one and a half times `mean`."""
 
     mean: int
@@ -34,33 +35,36 @@ class Length(msgspec.Struct, frozen=True):
         return max(1, rng.randint(self.mean - reach, self.mean + reach))
 
 
-class Job(msgspec.Struct, frozen=True):
-    """One request: its prompt, how many tokens that is where we know, and how many to ask for."""
+@dataclass(frozen=True)
+class LoadRequest:
+    """A prompt, the tokens to generate, and the length of the prompt in tokens where it is known."""
 
     prompt: str | list[int]
     output_len: int
     input_len: int | None = None
 
 
-class Work(msgspec.Struct, frozen=True):
-    """Where jobs come from: `dataset` in its order, again and again, or else random words."""
+@dataclass(frozen=True)
+class RequestSource:
+    """Makes the requests: from `dataset`, in its order and cyclically, or of random words."""
 
     seed: int
     input_len: Length
     output_len: Length
     words: list[str]
-    dataset: list[Job] | None = None
+    dataset: list[LoadRequest] | None = None
 
-    def job(self, number: int) -> Job:
+    def request(self, number: int) -> LoadRequest:
         if self.dataset is not None:
             return self.dataset[number % len(self.dataset)]
         rng = random.Random(f"{self.seed}/{number}")
         input_len, output_len = self.input_len.draw(rng), self.output_len.draw(rng)
-        return Job(" ".join(rng.choices(self.words, k=input_len)), output_len, input_len)
+        return LoadRequest(" ".join(rng.choices(self.words, k=input_len)), output_len, input_len)
 
 
-class Target(msgspec.Struct, frozen=True):
-    """The server, and what every request to it has in common."""
+@dataclass(frozen=True)
+class Target:
+    """The server and what all requests to it have in common."""
 
     host: str
     port: int
@@ -70,33 +74,34 @@ class Target(msgspec.Struct, frozen=True):
     model: str | None = None
     api_key: str | None = None
     ignore_eos: bool = True
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = field(default_factory=dict)
     timeout: float = 600.0
 
-    def request(self, job: Job) -> bytes:
-        """The bytes of an HTTP request."""
-        body = msgspec.json.encode(self.body(job) | self.extra)
+    def encode(self, request: LoadRequest) -> bytes:
+        """The HTTP request."""
+        body = msgspec.json.encode(self.body(request) | self.extra)
         lines = [f"POST {self.prefix}{PATHS[self.api]} HTTP/1.1", f"Host: {self.host}:{self.port}"]
         lines += ["Content-Type: application/json", "Accept: text/event-stream", f"Content-Length: {len(body)}"]
         if self.api_key is not None:
             lines.append(f"Authorization: Bearer {self.api_key}")
         return "\r\n".join([*lines, "\r\n"]).encode() + body
 
-    def body(self, job: Job) -> dict[str, Any]:
+    def body(self, request: LoadRequest) -> dict[str, Any]:
         if self.api == "tgi":
-            # A word may be two tokens somewhere: the server cuts the prompt to the length that was asked for.
-            cut = {} if job.input_len is None else {"truncate": job.input_len}
-            parameters = {"max_new_tokens": job.output_len, "ignore_eos": self.ignore_eos, "details": True}
-            return {"inputs": job.prompt, "parameters": parameters | cut}
-        common: dict[str, Any] = {"model": self.model, "max_tokens": job.output_len, "temperature": 0.0, "stream": True}
-        common |= {"ignore_eos": self.ignore_eos, "stream_options": {"include_usage": True}}
+            # A word may be two tokens: have the server truncate the prompt to the length that was asked for.
+            truncate = {} if request.input_len is None else {"truncate": request.input_len}
+            parameters = {"max_new_tokens": request.output_len, "ignore_eos": self.ignore_eos, "details": True}
+            return {"inputs": request.prompt, "parameters": parameters | truncate}
+        common: dict[str, Any] = {"model": self.model, "max_tokens": request.output_len, "temperature": 0.0}
+        common |= {"stream": True, "ignore_eos": self.ignore_eos, "stream_options": {"include_usage": True}}
         if self.api == "completions":
-            return {"prompt": job.prompt, **common}
-        return {"messages": [{"role": "user", "content": job.prompt}], **common}
+            return {"prompt": request.prompt, **common}
+        return {"messages": [{"role": "user", "content": request.prompt}], **common}
 
 
-class Level(msgspec.Struct, frozen=True):
-    """How hard to press: so many requests at once, or so many arriving every second, at random moments."""
+@dataclass(frozen=True)
+class LoadLevel:
+    """A closed loop of `concurrency` requests, or an open loop of `rate` requests per second."""
 
     concurrency: int | None = None
     rate: float | None = None
@@ -108,16 +113,11 @@ class Level(msgspec.Struct, frozen=True):
         return f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g}/s"
 
     def arrivals(self, seed: int) -> Iterator[float]:
-        """Seconds after the start at which requests arrive: a Poisson process, the same one in every process."""
+        """Seconds after the start at which requests arrive: a Poisson process, the same in every client process."""
         assert self.rate is not None
-        rng, moment = random.Random(f"{seed}/arrivals/{self.rate}"), 0.0
-        while True:
-            moment += rng.expovariate(self.rate)
-            yield moment
+        rng = random.Random(f"{seed}/arrivals/{self.rate}")
+        yield from itertools.accumulate(rng.expovariate(self.rate) for _ in itertools.count())
 
     def numbers(self) -> Iterator[int]:
-        """Of all requests, whoever sends them."""
-        number = 0
-        while self.num_requests is None or number < self.num_requests:
-            yield number
-            number += 1
+        """The numbers of all requests."""
+        return itertools.count() if self.num_requests is None else iter(range(self.num_requests))

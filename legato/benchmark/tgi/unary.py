@@ -1,25 +1,25 @@
-"""A shard driven with TGI's unary calls, and the time that each of them takes.
+"""Drives a shard with TGI's unary calls and measures the time of each.
 
     Prefill ─► Decode ─► Decode ─► ... ─► Decode
     ├──────┤   ├────┤                          one number each; the first token is Prefill's
                ├───────── total ──────────┤
 
-Times are those of the caller: transport, tokenizing and detokenizing included.
+Times are the caller's: transport, tokenization and detokenization included.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
-from legato.benchmark.shard import Shard, ShardFailed
-from legato.benchmark.stats import Summary
+from legato.benchmark.options import BenchmarkOptions
+from legato.benchmark.shard import ShardFailed, ShardProcess
 from legato.common.errors import OptionError
 from legato.pb import generate_pb2 as pb
 from legato.router.shards import GrpcShards
@@ -29,7 +29,7 @@ class UnaryShards(GrpcShards):
     """All shards of a model, called together; the slowest sets the time."""
 
     @classmethod
-    async def open(cls, shard: Shard) -> UnaryShards:
+    async def open(cls, shard: ShardProcess) -> UnaryShards:
         shards = await shard.connected(cls.connect(shard.socket, shard.connect_timeout))
         assert isinstance(shards, cls)
         return shards
@@ -54,34 +54,37 @@ def _explain(method: str, error: grpc.aio.AioRpcError) -> ShardFailed:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The same for all batch sizes. `prompts` has one for each request of the largest batch."""
+class BatchSpec:
+    """Makes the batches. `prompts` has one for each request of the largest batch."""
 
+    options: BenchmarkOptions
     prompts: Sequence[pb.Request]
-    sequence_length: int
-    decode_length: int
-    runs: int
-    warmups: int
-    parameters: pb.NextTokenChooserParameters
-    top_n_tokens: int = 0
+    sampling: pb.NextTokenChooserParameters
+
+    @property
+    def total_tokens(self) -> int:
+        """Of one request."""
+        return self.options.sequence_length + self.options.decode_length
 
     def batch(self, size: int) -> pb.Batch:
-        stopping = pb.StoppingCriteriaParameters(max_new_tokens=self.decode_length, ignore_eos_token=True)
-        batch = pb.Batch(id=size, size=size, max_tokens=size * (self.sequence_length + self.decode_length))
+        batch = pb.Batch(id=size, size=size, max_tokens=size * self.total_tokens)
+        common = pb.Request(
+            parameters=self.sampling,
+            stopping_parameters=pb.StoppingCriteriaParameters(
+                max_new_tokens=self.options.decode_length, ignore_eos_token=True
+            ),
+            top_n_tokens=self.options.top_n_tokens or 0,
+        )
         for number, prompt in enumerate(self.prompts[:size]):
-            request = batch.requests.add()
-            request.CopyFrom(prompt)
-            request.MergeFrom(
-                pb.Request(
-                    id=number, parameters=self.parameters, stopping_parameters=stopping, top_n_tokens=self.top_n_tokens
-                )
-            )
+            request = batch.requests.add(id=number)
+            request.MergeFrom(prompt)
+            request.MergeFrom(common)
         return batch
 
 
 @dataclass
-class Measured:
-    """What was measured for one batch size. Seconds, one entry per run."""
+class BatchResult:
+    """The measurements of one batch size, in seconds, one entry for each run."""
 
     batch_size: int
     sequence_length: int
@@ -95,7 +98,7 @@ class Measured:
 
     @property
     def latencies(self) -> dict[str, list[float]]:
-        """Milliseconds, by what was timed. Every step counts on its own, so that p99 shows the slow ones."""
+        """In milliseconds. Every decode step counts on its own, so that p99 shows the slow ones."""
         return {
             "Prefill": [seconds * 1e3 for seconds in self.prefills],
             "Decode (token)": [seconds * 1e3 for steps in self.decodes for seconds in steps],
@@ -104,34 +107,16 @@ class Measured:
 
     @property
     def throughputs(self) -> dict[str, list[float]]:
-        """Tokens a second, by run: prompt tokens that were read, tokens that were generated."""
+        """Tokens per second of each run: of the prompts, and generated."""
         return {
             "Prefill": [self.batch_size * self.sequence_length / seconds for seconds in self.prefills],
             "Decode": [self.batch_size * len(steps) / sum(steps) for steps in self.decodes],
         }
 
-    def latency(self, step: str) -> Summary | None:
-        return Summary.of(self.latencies[step])
 
-    def throughput(self, step: str) -> Summary | None:
-        return Summary.of(self.throughputs[step])
-
-
-class Observer(Protocol):
-    """Who watches. Called between runs only, so that watching does not cost the shard time."""
-
-    def begin(self, measured: Measured) -> None:
-        """A batch size begins; `measured` grows as it goes."""
-        ...
-
-    def advance(self) -> None:
-        """A run has ended, warm-up or not."""
-        ...
-
-
-async def warm_up(shards: UnaryShards, info: pb.InfoResponse, setup: Setup, largest: int) -> None:
+async def warm_up(shards: UnaryShards, info: pb.InfoResponse, spec: BatchSpec, largest: int) -> None:
     """Size the cache for the largest batch: the shard may never have been warmed up, or for fewer requests."""
-    longest = setup.sequence_length + setup.decode_length
+    longest = spec.total_tokens
     if info.max_position_embeddings and longest > info.max_position_embeddings:
         raise OptionError(
             f"--sequence-length and --decode-length together are {longest} tokens, but the model takes no more than"
@@ -140,9 +125,9 @@ async def warm_up(shards: UnaryShards, info: pb.InfoResponse, setup: Setup, larg
     # Every request takes whole blocks.
     taken = -(-longest // info.block_size) * info.block_size if info.block_size else longest
     request = pb.WarmupRequest(
-        batch=setup.batch(1),
-        max_input_tokens=setup.sequence_length,
-        max_prefill_tokens=largest * setup.sequence_length,
+        batch=spec.batch(1),
+        max_input_tokens=spec.options.sequence_length,
+        max_prefill_tokens=largest * spec.options.sequence_length,
         max_total_tokens=taken,
         max_rows=largest,
         max_batch_total_tokens=largest * taken,
@@ -151,21 +136,25 @@ async def warm_up(shards: UnaryShards, info: pb.InfoResponse, setup: Setup, larg
 
 
 async def measure(
-    shards: UnaryShards, setup: Setup, batch_sizes: Sequence[int], results: list[Measured], observer: Observer
+    shards: UnaryShards,
+    spec: BatchSpec,
+    batch_sizes: Sequence[int],
+    results: list[BatchResult],
+    on_run: Callable[[BatchResult, int], None],
 ) -> None:
-    """Every batch size in turn. Results grow as they come: an interrupted benchmark still has something to say."""
+    """Every batch size in turn. `results` grows meanwhile, so that an interrupted benchmark has some. `on_run` is
+    called between runs, with the number of runs of this size."""
     try:
         for size in batch_sizes:
-            measured = Measured(size, setup.sequence_length)
-            results.append(measured)
-            observer.begin(measured)
-            for number in range(setup.warmups + setup.runs):
-                prefill, decodes = await _run(shards, setup.batch(size))
-                if number >= setup.warmups:
-                    measured.add(prefill, decodes)
-                observer.advance()
+            result = BatchResult(size, spec.options.sequence_length)
+            results.append(result)
+            for number in range(spec.options.warmups + spec.options.runs):
+                prefill, decodes = await _run(shards, spec.batch(size))
+                if number >= spec.options.warmups:
+                    result.add(prefill, decodes)
+                on_run(result, number + 1)
     finally:
-        # Interrupted or not, the shard keeps nothing of ours. If it cannot answer, the error on its way says why.
+        # If the shard cannot answer, the error that is being raised says why.
         with suppress(ShardFailed):
             await shards.call("ClearCache", pb.ClearCacheRequest())
 

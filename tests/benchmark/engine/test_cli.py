@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.benchmark.engine.cli import Results, benchmark, summary, to_json
+from legato.benchmark.engine.cli import EngineResults, benchmark, summary, to_json
 from legato.benchmark.options import EngineOptions
 from legato.benchmark.shard import ShardFailed, running
 from legato.common.errors import OptionError
@@ -17,8 +17,8 @@ from tests.benchmark.fake_shard import BLOCK_SIZE, FakeService, listening
 SMALL = dict(max_rows=8, max_total_tokens=64, step_tokens=32)
 
 
-def measure(service: FakeService, options: EngineOptions, names: list[str]) -> Results:
-    async def conversation() -> Results:
+def measure(service: FakeService, options: EngineOptions, names: list[str]) -> EngineResults:
+    async def conversation() -> EngineResults:
         async with listening(service):
             return await benchmark(options, names, running(service.path), started=0.0)
 

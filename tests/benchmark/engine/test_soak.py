@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from legato.benchmark.engine.cli import benchmark, summary, to_json
-from legato.benchmark.engine.soak import MIB, Soak, Usage, process_behind, resident_bytes, settled, soak
+from legato.benchmark.engine.soak import MIB, MemoryUsage, Soak, process_behind, resident_bytes, soak, wait_for_captures
 from legato.benchmark.options import EngineOptions
 from legato.benchmark.shard import running
 from tests.benchmark.fake_shard import FakeService, listening
@@ -19,7 +19,7 @@ from tests.benchmark.fake_shard import FakeService, listening
 def readings(*hosts: int, duration: float = 100.0, blocks: int = 0) -> Soak:
     """Evenly over the time, in MiB."""
     step = duration / len(hosts)
-    usages = [Usage((i + 1) * step, host * MIB, None, blocks) for i, host in enumerate(hosts)]
+    usages = [MemoryUsage((i + 1) * step, host * MIB, None, blocks) for i, host in enumerate(hosts)]
     return Soak(duration, usages)
 
 
@@ -32,7 +32,7 @@ def test_memory_that_grows_is_one() -> None:
     assert problem == "host memory grew from 1000 to 1300 MiB"
 
 
-def test_what_grows_while_the_shard_settles_is_not_judged() -> None:
+def test_growth_during_warm_up_is_not_judged() -> None:
     assert readings(400, 1000, 1000, 1000, 1000, 1000, 1000, 1000).problems == []
 
 
@@ -56,7 +56,7 @@ def test_the_work_begins_once_the_shard_has_its_graphs(answers: list[int], asked
     async def num_uncaptured() -> int:
         return next(left)
 
-    asyncio.run(settled(num_uncaptured, patience=0.2))
+    asyncio.run(wait_for_captures(num_uncaptured, patience=0.2))
     assert len(answers) - len(list(left)) == asked
 
 
@@ -68,12 +68,12 @@ def test_a_shard_that_captures_nothing_is_not_waited_for() -> None:
         calls += 1
         return 7
 
-    asyncio.run(settled(num_uncaptured, patience=0.1))
+    asyncio.run(wait_for_captures(num_uncaptured, patience=0.1))
     assert calls > 2
 
 
 def test_a_block_that_is_never_given_back_is_a_problem() -> None:
-    assert readings(1, 1, blocks=3).problems == ["3 KV blocks were never given back"]
+    assert readings(1, 1, blocks=3).problems == ["3 KV blocks were never freed"]
 
 
 def test_the_work_is_repeated_until_the_time_is_over(tmp_path: Path) -> None:
@@ -115,5 +115,5 @@ def test_a_soak_of_a_shard_reports_every_round(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("blocks", [0, 2])
 def test_the_worst_round_counts_for_blocks(blocks: int) -> None:
-    soaked = Soak(1.0, [Usage(0.5, None, None, blocks), Usage(1.0, None, None, 0)])
+    soaked = Soak(1.0, [MemoryUsage(0.5, None, None, blocks), MemoryUsage(1.0, None, None, 0)])
     assert bool(soaked.problems) == bool(blocks)

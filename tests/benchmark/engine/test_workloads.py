@@ -65,7 +65,7 @@ def test_all_requests_fit_into_the_cache_at_once() -> None:
 
 
 def test_an_unknown_workload_lists_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="--workload G9: there are G1, G2, G3, G4, prefix and all"):
+    with pytest.raises(OptionError, match="--workload G9: must be one of G1, G2, G3, G4, prefix or all"):
         check_names(["G1", "G9"])
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from legato.benchmark.report import Summary
 from legato.benchmark.serve.client import Record
-from legato.benchmark.serve.figures import Figures, Result, Slo, Spread
-from legato.benchmark.serve.load import Counts, num_processes
-from legato.benchmark.serve.report import page, remarks, summary, to_json
-from legato.benchmark.serve.view import progress_of
-from legato.benchmark.serve.work import Length, Level, Work
-from legato.benchmark.serve.worker import Assignment
+from legato.benchmark.serve.load import Assignment, LevelRun, num_processes
+from legato.benchmark.serve.report import LevelResult, LoadFigures, Slo, remarks, summary, to_json
+from legato.benchmark.serve.work import Length, LoadLevel, RequestSource
 
-LEVEL = Level(concurrency=2, num_requests=4)
+LEVEL = LoadLevel(concurrency=2, num_requests=4)
 AROUND = {"date": "now", "command": "legato bench serve", "legato": "1", "machine": {"cpu": "a fast one"}}
 ASKED = {"server": {"url": "http://here"}, "work": {"seed": 0}}
 
@@ -26,12 +24,12 @@ def bad(kind: str, detail: str = "") -> Record:
     return Record(0.0, 0.0, 0.5, error=kind, detail=detail)
 
 
-def figures(*records: Record, slo: Slo = Slo()) -> Figures:  # noqa: B008 - frozen
-    return Figures.of(Counts(LEVEL, records=list(records), cpu_shares=[0.2, 0.4]), slo)
+def figures(*records: Record, slo: Slo = Slo()) -> LoadFigures:  # noqa: B008 - frozen
+    return LoadFigures.of(LevelRun(LEVEL, records=list(records), cpu_shares=[0.2, 0.4]), slo)
 
 
-def result(*records: Record) -> Result:
-    return Result(LEVEL, 1, figures(*records), list(records))
+def result(*records: Record) -> LevelResult:
+    return LevelResult(LEVEL, 1, figures(*records), list(records))
 
 
 def test_rates_count_what_succeeded_over_the_whole_time() -> None:
@@ -44,16 +42,16 @@ def test_rates_count_what_succeeded_over_the_whole_time() -> None:
 
 
 def test_spreads_are_in_milliseconds() -> None:
-    found = Spread.of([0.1 * number for number in range(1, 102)])
+    found = Summary.in_ms([0.1 * number for number in range(1, 102)])
     assert found is not None
-    assert (found.mean, found.p50, found.p95, found.p99) == pytest.approx((5100, 5100, 9600, 10000))
+    assert (found.average, found.p50, found.p95, found.p99) == pytest.approx((5100, 5100, 9600, 10000))
     assert found.highest == pytest.approx(10100)
 
 
 def test_gaps_of_all_requests_count_alike() -> None:
     found = figures(good(gap=0.010, num_tokens=31), good(gap=0.050, num_tokens=11)).itl
     assert found is not None
-    assert (found.mean, found.p50) == pytest.approx((20.0, 10.0))
+    assert (found.average, found.p50) == pytest.approx((20.0, 10.0))
 
 
 def test_good_requests_keep_both_promises() -> None:
@@ -87,8 +85,8 @@ def test_nothing_measured_is_no_crash() -> None:
 
 
 def test_a_client_that_may_have_been_the_limit_says_so() -> None:
-    busy = Figures.of(Counts(LEVEL, records=[good()], cpu_shares=[0.2, 0.97]), Slo())
-    assert "busy 97% of the time" in remarks(Result(LEVEL, 2, busy, [good()]))[0]
+    busy = LoadFigures.of(LevelRun(LEVEL, records=[good()], cpu_shares=[0.2, 0.97]), Slo())
+    assert "busy 97% of the time" in remarks(LevelResult(LEVEL, 2, busy, [good()]))[0]
     assert remarks(result(good())) == []
 
 
@@ -102,30 +100,25 @@ def test_the_file_has_every_request() -> None:
     assert [request.get("error") for request in found["requests"]] == [None, "timeout"]
 
 
-def test_the_page_stands_for_itself() -> None:
-    text = page(AROUND, ASKED, [result(good(), bad("timeout", "<slow>")), result(good())])
-    assert text.count("<svg") == 4 + 2 * 5
-    assert "&lt;slow&gt;" in text and "<slow>" not in text
-    assert "http-equiv" not in text and "src=" not in text and "a fast one" in text
-
-
-def test_requests_outside_of_the_time_that_was_measured_are_drawn_at_its_ends() -> None:
-    """The clocks of the load's processes differ by more than a request takes that is answered at once."""
-    early, late = good(due=-1e6, ttft=1e-4, gap=1e-6), good(due=100.0, ttft=1e-4, gap=1e-6)
-    text = page(AROUND, ASKED, [result(good(), early, late)])
-    assert "Requests that are out" in text
+def test_the_tables_fit_110_columns() -> None:
+    level = LoadLevel(concurrency=4096, num_requests=100_000)
+    slow = [good(due=number / 1000, ttft=599.0, gap=60.0) for number in range(2000)]
+    figures = LoadFigures.of(LevelRun(level, records=slow), Slo(ttft=600_000))
+    text = summary([LevelResult(level, 8, figures, slow), result(good())])
+    assert "599,000" in text and "4096 at once" in text
+    assert max(map(len, text.splitlines())) <= 110
 
 
 def test_progress_goes_by_what_ends_sooner() -> None:
-    counts = Counts(Level(concurrency=1, num_requests=10, duration=1e9), records=[good()] * 5)
-    assert progress_of(counts) == 0.5
+    run = LevelRun(LoadLevel(concurrency=1, num_requests=10, duration=1e9), records=[good()] * 5)
+    assert run.share == 0.5
 
 
 # ---- who sends what -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("level", "processes"), [(Level(concurrency=5, num_requests=23), 2), (LEVEL, 1)])
-def test_slots_share_all_requests_between_the_processes(level: Level, processes: int) -> None:
+@pytest.mark.parametrize(("level", "processes"), [(LoadLevel(concurrency=5, num_requests=23), 2), (LEVEL, 1)])
+def test_slots_share_all_requests_between_the_processes(level: LoadLevel, processes: int) -> None:
     slots = [list(slot) for number in range(processes) for slot in assignment(level, number, processes).slots()]
     assert len(slots) == level.concurrency
     assert sorted(number for slot in slots for number in slot) == list(range(level.num_requests or 0))
@@ -133,7 +126,7 @@ def test_slots_share_all_requests_between_the_processes(level: Level, processes:
 
 
 def test_arrivals_are_the_same_however_many_processes_there_are() -> None:
-    level = Level(rate=50.0, num_requests=400)
+    level = LoadLevel(rate=50.0, num_requests=400)
     alone = list(assignment(level, 0, 1).arrivals())
     shared = [arrival for number in range(3) for arrival in assignment(level, number, 3).arrivals()]
     assert sorted(shared) == alone
@@ -141,29 +134,29 @@ def test_arrivals_are_the_same_however_many_processes_there_are() -> None:
 
 
 def test_lengths_vary_by_the_share_that_was_asked_for() -> None:
-    jobs = [WORK.job(number) for number in range(200)]
+    jobs = [WORK.request(number) for number in range(200)]
     lengths = {job.input_len for job in jobs if job.input_len is not None}
     assert (min(lengths), max(lengths)) == (50, 150)
     assert all(len(str(job.prompt).split()) == job.input_len for job in jobs)
     assert {job.output_len for job in jobs} == {7}
-    assert WORK.job(3) == WORK.job(3) != WORK.job(4)
+    assert WORK.request(3) == WORK.request(3) != WORK.request(4)
 
 
 @pytest.mark.parametrize(
     ("level", "wanted", "expected"),
     [
-        (Level(concurrency=1), 4, 1),
-        (Level(concurrency=500), 3, 3),
-        (Level(concurrency=8), None, 1),
-        (Level(rate=1), 2, 2),
+        (LoadLevel(concurrency=1), 4, 1),
+        (LoadLevel(concurrency=500), 3, 3),
+        (LoadLevel(concurrency=8), None, 1),
+        (LoadLevel(rate=1), 2, 2),
     ],
 )
-def test_there_are_as_many_processes_as_make_sense(level: Level, wanted: int | None, expected: int) -> None:
+def test_there_are_as_many_processes_as_make_sense(level: LoadLevel, wanted: int | None, expected: int) -> None:
     assert num_processes(level, wanted) == expected
 
 
-WORK = Work(0, Length(100, 0.5), Length(7), ["a", "b"])
+WORK = RequestSource(0, Length(100, 0.5), Length(7), ["a", "b"])
 
 
-def assignment(level: Level, number: int, processes: int) -> Assignment:
+def assignment(level: LoadLevel, number: int, processes: int) -> Assignment:
     return Assignment(None, WORK, level, number, processes)  # type: ignore[arg-type]  # nothing is sent

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from legato.benchmark.serve.stream import Stream, StreamError, error_text
-from legato.benchmark.serve.work import Api
+from legato.benchmark.serve.client import StreamError, TokenStream, error_text
 
 TOKEN = b'data:{"index":1,"token":{"id":5,"text":"a","logprob":-1.0,"special":false},"generated_text":null}\n\n'
 LAST = (
@@ -25,61 +24,61 @@ def chat(delta: str, reason: str = "null") -> bytes:
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":4}}\n\ndata: [DONE]\n\n'
 
 
-def read(api: Api, *pieces: bytes) -> Stream:
+def read(*pieces: bytes) -> TokenStream:
     """A piece every second."""
-    stream = Stream(api)
+    stream = TokenStream()
     for second, piece in enumerate(pieces, 1):
         stream.feed(piece, float(second))
     return stream
 
 
 def test_tokens_and_gaps_of_tgi() -> None:
-    stream = read("tgi", TOKEN, b":\n\n", LAST)
+    stream = read(TOKEN, b":\n\n", LAST)
     assert (stream.first, stream.gaps, stream.num_tokens, stream.num_prompt) == (1.0, [2.0], 2, 7)
     assert stream.complete
 
 
 def test_a_stream_that_was_not_closed_is_not_complete() -> None:
-    assert not read("tgi", TOKEN).complete
-    assert not read("completions", completion("a")).complete
+    assert not read(TOKEN).complete
+    assert not read(completion("a")).complete
 
 
 def test_events_may_arrive_in_pieces() -> None:
     whole = TOKEN + LAST
-    stream = read("tgi", *(whole[start : start + 7] for start in range(0, len(whole), 7)))
+    stream = read(*(whole[start : start + 7] for start in range(0, len(whole), 7)))
     assert (stream.num_tokens, stream.complete) == (2, True)
 
 
 def test_tokens_that_come_together_have_no_time_between_them() -> None:
-    assert read("tgi", TOKEN, TOKEN + TOKEN).gaps == [1.0, 0.0]
+    assert read(TOKEN, TOKEN + TOKEN).gaps == [1.0, 0.0]
 
 
 def test_the_servers_own_count_beats_that_of_the_events() -> None:
-    stream = read("completions", completion("two words"), completion("more", '"length"'), USAGE)
+    stream = read(completion("two words"), completion("more", '"length"'), USAGE)
     assert (stream.num_events, stream.num_tokens, stream.num_prompt, stream.complete) == (2, 4, 9, True)
 
 
 def test_half_a_character_is_a_token_and_the_end_of_a_completion_is_not() -> None:
-    assert read("completions", completion(""), completion("é"), completion("", '"stop"')).num_events == 2
+    assert read(completion(""), completion("é"), completion("", '"stop"')).num_events == 2
 
 
 def test_role_and_reason_of_a_chat_are_no_tokens() -> None:
     role, end = chat('{"role":"assistant","content":""}'), chat("{}", '"stop"')
-    stream = read("chat", role, chat('{"content":"a"}'), chat('{"reasoning_content":"b"}'), end)
+    stream = read(role, chat('{"content":"a"}'), chat('{"reasoning_content":"b"}'), end)
     assert (stream.first, stream.num_events) == (2.0, 2)
 
 
 @pytest.mark.parametrize(
-    ("api", "data", "kind", "words"),
+    ("data", "kind", "words"),
     [
-        ("tgi", b'data: {"error":"overloaded","error_type":"overloaded"}\n\n', "error in the stream", "overloaded"),
-        ("chat", b'data: {"error":{"message":"no memory"}}\n\n', "error in the stream", "no memory"),
-        ("completions", b"data: {nonsense\n\n", "malformed event", "nonsense"),
+        (b'data: {"error":"overloaded","error_type":"overloaded"}\n\n', "error in the stream", "overloaded"),
+        (b'data: {"error":{"message":"no memory"}}\n\n', "error in the stream", "no memory"),
+        (b"data: {nonsense\n\n", "malformed event", "nonsense"),
     ],
 )
-def test_errors_in_a_stream_have_a_kind_and_words(api: Api, data: bytes, kind: str, words: str) -> None:
+def test_errors_in_a_stream_have_a_kind_and_words(data: bytes, kind: str, words: str) -> None:
     with pytest.raises(StreamError, match=words) as caught:
-        read(api, data)
+        read(data)
     assert caught.value.kind == kind
 
 

@@ -9,17 +9,16 @@ import pytest
 
 from legato.benchmark.options import BenchmarkOptions
 from legato.benchmark.shard import ShardFailed, running
-from legato.benchmark.tgi.cli import benchmark
-from legato.benchmark.tgi.prompts import FILLER, text_prompts
-from legato.benchmark.tgi.unary import Measured
+from legato.benchmark.tgi.cli import FILLER, benchmark, text_prompts
+from legato.benchmark.tgi.unary import BatchResult
 from legato.common.errors import OptionError
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import write_shape
 from tests.benchmark.fake_shard import BLOCK_SIZE, VOCAB, FakeService, listening
 
 
-def measure(service: FakeService, options: BenchmarkOptions) -> list[Measured]:
-    results: list[Measured] = []
+def measure(service: FakeService, options: BenchmarkOptions) -> list[BatchResult]:
+    results: list[BatchResult] = []
 
     async def conversation() -> None:
         async with listening(service):
@@ -63,14 +62,14 @@ def test_prompts_are_ids_of_the_exact_length_and_go_on_to_the_last_token(service
     assert stopping.ignore_eos_token and stopping.max_new_tokens == 5
 
 
-def test_what_nobody_asked_for_is_neutral(service: FakeService) -> None:
+def test_absent_sampling_options_are_neutral(service: FakeService) -> None:
     measure(service, BenchmarkOptions(batch_size=(1,), runs=1, warmups=0))
     chosen = service.of("Prefill")[0].batch.requests[0].parameters
     assert (chosen.temperature, chosen.top_p, chosen.typical_p, chosen.repetition_penalty) == (1, 1, 1, 1)
     assert (chosen.top_k, chosen.frequency_penalty, chosen.do_sample) == (0, 0, False)
 
 
-def test_what_was_asked_for_reaches_the_shard(service: FakeService) -> None:
+def test_sampling_options_reach_the_shard(service: FakeService) -> None:
     asked = BenchmarkOptions(batch_size=(1,), runs=1, temperature=0.5, top_k=7, do_sample=True, top_n_tokens=2)
     measure(service, asked)
     request = service.of("Prefill")[0].batch.requests[0]

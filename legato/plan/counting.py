@@ -1,0 +1,164 @@
+"""What a model takes of memory, counted by building it on torch's meta device: real shapes, no storage.
+
+Of weight files only the headers are read. Models that run through transformers are not built; their files are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from legato.common.errors import ModelFileError
+from legato.layers.shard import Shard
+from legato.modelfiles.files import GgufModel, ModelFiles
+from legato.models.config import ModelConfig
+from legato.models.dummy import DummyWeights
+from legato.models.gguf_source import GgufSource
+from legato.models.registry import ARCHITECTURES, CausalModel, architecture_for
+from legato.models.sizes import Sizes
+from legato.models.weights import Ranges
+from legato.plan.memory import SIZES, ModelShape, ShardSize
+
+# Floating-point formats of safetensors, which are loaded in the model's dtype; others stay as they are.
+FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as the header of its file describes it."""
+
+    shape: tuple[int, ...]
+    format: str
+    num_bytes: int
+
+    def loaded_bytes(self, dtype: str) -> int:
+        return math.prod(self.shape) * SIZES[dtype] if self.format in FLOATS else self.num_bytes
+
+
+class CountingWeights(DummyWeights):
+    """Makes tensors on the meta device and counts their bytes. With `stored`, the model sees the names and shapes of a
+    checkpoint; without, every tensor that it asks for is there."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor] | None, dtype: torch.dtype, shard: Shard) -> None:
+        super().__init__(dtype, torch.device("meta"), shard)
+        self._stored = stored
+        self.numbers: dict[str, int] = {}  # name -> how many this shard loads
+        self.num_bytes = 0
+
+    def __contains__(self, name: str) -> bool:
+        return self._stored is None or name in self._stored
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: Mapping[int, Ranges] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if name not in self:
+            raise ModelFileError(f"the checkpoint has no tensor '{name}'")
+        if self._stored is not None and self._stored[name].shape != shape:
+            raise ModelFileError(
+                f"tensor '{name}' has shape {self._stored[name].shape}, the configuration says {shape}"
+            )
+        made = super().tensor(name, shape, cut, dtype)
+        self.numbers[name] = made.numel()
+        self.num_bytes += made.nbytes
+        return made
+
+
+class CountedModel:
+    """A model in this dtype, by its configuration and, where there are some, the headers of its files. `numbers` has
+    how many numbers each tensor that it loads is."""
+
+    def __init__(self, config: dict[str, Any], dtype: str, files: ModelFiles | None = None) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._stored = None if files is None else dict(_stored(files))
+        self._path = "" if files is None else f"{files.path}: "
+        sizes = Sizes.of(config)
+        keys = sizes.keys
+        inner = keys.count(
+            "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff", default=4 * sizes.hidden_size
+        )
+        if isinstance(keys.get("num_local_experts", "num_experts", "n_routed_experts"), int):
+            chosen = keys.count("num_experts_per_tok", default=2)
+            inner = max(inner, chosen * keys.count("moe_intermediate_size", default=inner))
+        num_layers, num_kv_heads, head_dim = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
+        if is_native := sizes.model_type in ARCHITECTURES:
+            model, weights = self._build(Shard())
+            self.numbers, num_bytes, kv = weights.numbers, weights.num_bytes, model.kv_shape
+            sizes, num_layers, num_kv_heads, head_dim = model.config, kv.num_layers, kv.num_kv_heads, kv.head_dim
+        else:
+            assert self._stored is not None, "transformers has no shapes of ours"
+            unused = {"lm_head.weight"} if keys.flag("tie_word_embeddings") else set()
+            self.numbers = {name: math.prod(self._stored[name].shape) for name in self._stored.keys() - unused}
+            num_bytes = sum(self._stored[name].loaded_bytes(dtype) for name in self.numbers)
+        self._whole = ShardSize(1, num_bytes, 2 * num_layers * num_kv_heads * head_dim)
+        self.shape = ModelShape(
+            model_type=sizes.model_type,
+            num_layers=num_layers,
+            hidden_size=sizes.hidden_size,
+            intermediate_size=inner,
+            num_heads=sizes.num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=sizes.vocab_size,
+            max_positions=sizes.max_positions,
+            is_native=is_native,
+        )
+
+    @property
+    def formats(self) -> dict[str, int]:
+        """Format -> bytes of the tensors in the files that the model loads."""
+        found: Counter[str] = Counter()
+        for name, tensor in (self._stored or {}).items():
+            if name in self.numbers:
+                found[tensor.format] += tensor.num_bytes
+        return dict(found)
+
+    def shard_size(self, num_shards: int) -> ShardSize:
+        """Of the largest shard, which is the last."""
+        if num_shards == 1:
+            return self._whole
+        model, weights = self._build(Shard(num_shards - 1, num_shards))
+        kv = model.kv_shape
+        return ShardSize(num_shards, weights.num_bytes, 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim)
+
+    def _build(self, shard: Shard) -> tuple[CausalModel, CountingWeights]:
+        weights = CountingWeights(self._stored, getattr(torch, self._dtype), shard)
+        config = ModelConfig.from_hf(self._config)
+        try:
+            model: CausalModel = architecture_for(config.model_type)(config, weights)
+        except ModelFileError as error:
+            raise ModelFileError(f"{self._path}{error}") from None
+        return model, weights
+
+
+def _stored(files: ModelFiles) -> Iterator[tuple[str, StoredTensor]]:
+    files.check_weights()
+    if isinstance(files, GgufModel):
+        source = GgufSource(files.weight_files()[0])
+        for name in source.names():
+            tensor = source.stored(name)
+            yield name, StoredTensor(tensor.shape, tensor.type.name, tensor.nbytes)
+        return
+    for path in files.weight_files():
+        for name, tensor in _header(path).items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                yield name, StoredTensor(tuple(tensor["shape"]), str(tensor.get("dtype")), end - begin)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Of a safetensors file, which `check_weights` has found well-formed."""
+    with path.open("rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return header
