@@ -1,11 +1,11 @@
-# The same commands for a newcomer, for CI and for us. `make help` lists them.
+# The commands for users, developers and CI. `make help` lists them.
 PYTHON ?= python3
-# Two environments: what serving needs, and that with the tools for development. Both may name the same folder.
+# Two environments: one for serving, one with the development tools. Both may be the same folder.
 SERVE_VENV ?= .venv
 VENV ?= .venv-dev
 BIN := $(VENV)/bin
 PORT ?= 3000
-# Divides the workloads of `make bench`. Results of one scale, model and commit compare, whatever they ran on.
+# Divides the workloads of `make bench`. Results with the same scale, model and commit are comparable.
 SCALE ?= 16
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
@@ -18,11 +18,10 @@ install: $(SERVE_VENV)/.legato ## create .venv with what serving needs
 
 setup: $(VENV)/.installed ## create .venv-dev with Legato and its development tools
 
-# constraints.txt pins torch, and pip must meet the pin first: asked for torch through a range it would fetch the
-# newest CUDA build before it looks at anything else.
+# constraints.txt pins torch: with the range in pyproject.toml alone pip would download the newest CUDA build first.
 PIP_INSTALL = install --disable-pip-version-check -c constraints.txt
 
-# Without --no-compile pip compiles every module of torch, most of which no server imports.
+# --no-compile: pip would compile every module of torch, most of which the server never imports.
 $(SERVE_VENV)/.legato: pyproject.toml constraints.txt
 	@echo "Installing Legato and PyTorch into $(SERVE_VENV): once, about half a minute plus the download of PyTorch"
 	test -x $(SERVE_VENV)/bin/python || $(PYTHON) -m venv $(SERVE_VENV)
@@ -38,8 +37,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 serve: install ## serve the default model on port 3000
 	$(SERVE_VENV)/bin/text-generation-launcher --port $(PORT)
 
-# Types and the tests that only compute share two cores, one thread each: two programs whose threads wait for each other
-# on the same cores take twice as long. The longest goes first. What has time limits runs alone.
+# mypy and the compute-bound tests share two cores with one thread each, because oversubscribed OpenMP threads take
+# twice as long. The longest target comes first. Tests with time limits run alone.
 test: setup ## everything CI runs
 	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-engine lint imports unit-models types unit-texts
 	$(MAKE) unit-timed
@@ -55,7 +54,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 MODELS := tests/kernels tests/models tests/quantization tests/sampling
-# Two files about grammars look at the clock.
+# Two files have time limits.
 GRAMMARS := $(filter-out %/test_hostile.py %/test_rows.py,$(wildcard tests/grammar/test_*.py))
 ENGINE := tests/server tests/client tests/examples tests/plan/test_plan.py tests/scheduling/test_scheduler.py $(GRAMMARS)
 
@@ -83,12 +82,12 @@ test-models: setup ## the tests that need real weights, fetched once
 test-shards: setup ## every architecture and variant in two shards
 	$(BIN)/pytest -m shards tests/models
 
-# Published clients, each set in an environment of its own: what they depend on excludes each other.
+# Published clients, each set in its own environment because their dependencies conflict.
 CLIENTS := .clients
 CLIENT_NAMES := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)))
-# Only the data inside is read, so the package is never installed.
+# Only data files of this package are read, so it is never installed.
 TOOL_SCHEMAS := bfcl-eval==2026.3.23
-NO_INDEX = { echo "error: $@ could not be made: the clients come from the package index, is it reachable?"; exit 1; }
+NO_INDEX = { echo "error: $@ could not be created: is the package index reachable?"; exit 1; }
 
 test-clients: setup $(CLIENT_NAMES:%=$(CLIENTS)/%/.installed) $(CLIENTS)/tool-schemas/.fetched ## the published clients against real processes
 	LEGATO_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest -s -c tests/clients/pytest.ini tests/clients/check_clients.py
@@ -109,7 +108,7 @@ fuzz: setup ## 20,000 requests made from the OpenAPI document, other ones every 
 faults: setup ## the fault tests with as many cases as they are meant to have
 	FAULTS=full $(BIN)/pytest tests/faults
 
-# Without a device these tests would skip or interpret, and look green.
+# Without a device these tests would be skipped or run in the interpreter, and pass.
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch finds no CUDA device')"
 	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
@@ -120,7 +119,7 @@ test-gpu: setup ## the tests that need a CUDA device
 chaos: setup ## ten thousand clients that hang up at random times
 	LEGATO_DISCONNECTS=10000 $(BIN)/pytest tests/integration/test_workers.py -k disconnects
 
-# Generated by the oldest tools we support: stubs run with the library that made them and with newer ones.
+# Generated with the oldest supported tools: stubs work with that version of the library and newer ones.
 proto: setup ## regenerate the stubs from the .proto files
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=legato/pb --pyi_out=legato/pb --grpc_python_out=legato/pb proto/generate.proto
 	sed -i 's/^import generate_pb2 as/from legato.pb import generate_pb2 as/' legato/pb/generate_pb2_grpc.py

@@ -1,4 +1,4 @@
-"""Talks to a shard as a client of TGI does: unary calls on its unix socket, no router between.
+"""Calls a shard directly, like a client of TGI's: unary calls on its unix socket, without a router.
 
 python examples/shard_client.py --warmup --prompt "Once upon a time"
 """
@@ -14,9 +14,9 @@ from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 
 MAX_INPUT_TOKENS = MAX_NEW_TOKENS = 1024
-# The deadline of every call, in one place; a warm-up on a CPU may well take a minute.
+# Deadline of every call; a warm-up on a CPU may take a minute.
 DEADLINE = ("grpc.service_config", '{"methodConfig": [{"name": [{}], "timeout": "300s"}]}')
-# Proto3 cannot tell a field that was left out from a zero, so what is neutral at one is written out.
+# In proto3 a missing field is zero, so parameters whose neutral value is one must be set.
 GREEDY = pb.NextTokenChooserParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
 
 
@@ -33,7 +33,7 @@ def batch_of_one(prompt: str, max_new_tokens: int) -> pb.Batch:
 
 
 async def generate(shard: rpc.TextGenerationServiceStub, batch: pb.Batch) -> pb.GeneratedText:
-    """Prefill answers with the first token, every Decode with one more; the last one brings the whole text."""
+    """Prefill returns the first token, every Decode one more; the last one also returns the whole text."""
     answer: pb.PrefillResponse | pb.DecodeResponse = await shard.Prefill(pb.PrefillRequest(batch=batch))
     while True:
         for generation in answer.generations:
@@ -54,7 +54,7 @@ async def converse(socket: str, prompt: str, max_new_tokens: int, warmup: bool) 
             await shard.Warmup(pb.WarmupRequest(batch=batch, max_prefill_tokens=MAX_INPUT_TOKENS))
         try:
             text = await generate(shard, batch)
-        finally:  # interrupted or not, the shard keeps nothing; by its id, a batch that ended would be unknown
+        finally:  # also after an interrupt; without an id, because a finished batch is unknown
             await shard.ClearCache(pb.ClearCacheRequest())
         print(f"\n{text.generated_tokens} tokens, {pb.FinishReason.Name(text.finish_reason)}")
 

@@ -1,7 +1,7 @@
-"""A walk over the island: every kind of RPC once, then an error, a deadline and a cancelled call.
+"""A client that makes every kind of RPC, then handles an error, a deadline and a cancellation.
 
-python examples/route_guide/client.py                                  # starts a server of its own
-python examples/route_guide/client.py --address unix:/tmp/route-guide  # or asks one that runs
+python examples/route_guide/client.py                                  # starts a server
+python examples/route_guide/client.py --address unix:/tmp/route-guide  # uses a running one
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service import RouteGuide
 
 MILL, BRIDGE, _, _, INN, _ = (feature.location for feature in load_features())
 OPEN_SEA = point(48.0, -29.0)
-TIMEOUT = 5.0  # seconds; a call without one waits for ever when the server hangs
+TIMEOUT = 5.0  # seconds; without it a call waits forever if the server hangs
 
 
 async def walk(*points: pb.Point, pause: float = 0.0) -> AsyncIterator[pb.Point]:

@@ -1,4 +1,4 @@
-"""The map itself, without gRPC: what can be decided without a network is tested without one."""
+"""The map, independent of gRPC: testable without a network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ISLAND = Path(__file__).with_name("island.json")
 MICRODEGREES = 1_000_000
 EARTH_RADIUS_METRES = 6_371_000
 
-Place = tuple[int, int]  # a point as a dictionary key: messages can change, so they have no hash
+Place = tuple[int, int]  # a point as a dictionary key: messages are mutable and not hashable
 
 
 def load_features(path: Path = ISLAND) -> list[pb.Feature]:
@@ -39,7 +39,7 @@ def contains(rectangle: pb.Rectangle, point: pb.Point) -> bool:
 
 
 def metres_between(start: pb.Point, end: pb.Point) -> float:
-    """Haversine formula: unlike the law of cosines it stays exact for the short legs of a walk."""
+    """Haversine formula, which unlike the law of cosines is exact for short distances."""
     north_1, east_1 = (math.radians(x / MICRODEGREES) for x in place(start))
     north_2, east_2 = (math.radians(x / MICRODEGREES) for x in place(end))
     half_chord = math.sin((north_2 - north_1) / 2) ** 2

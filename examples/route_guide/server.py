@@ -18,16 +18,16 @@ from island import load_features
 from service import RouteGuide
 
 DEFAULT_ADDRESS = "unix:/tmp/route-guide"
-GRACE_SECONDS = 1.0  # how long calls that are under way may go on once the server stops
+GRACE_SECONDS = 1.0  # for calls in progress when the server stops
 
 
 @contextlib.asynccontextmanager
 async def serving(guide: RouteGuide, address: str) -> AsyncIterator[None]:
-    """The server answers at `address` inside the block: `unix:/some/path`, or `host:port`."""
-    # Left to itself gRPC lets two servers share a port, and a forgotten one goes on taking every other call.
+    """Serve at `address` inside the block: `unix:/some/path` or `host:port`."""
+    # By default gRPC lets two servers share a port, and a forgotten one would get every other call.
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     rpc.add_RouteGuideServicer_to_server(guide, server)  # type: ignore[no-untyped-call]  # generated
-    # Reflection tells tools such as grpcurl the methods and messages, so that they need no copy of the proto.
+    # With reflection, tools such as grpcurl need no copy of the proto file.
     service = pb.DESCRIPTOR.services_by_name["RouteGuide"].full_name
     reflection.enable_server_reflection([service, reflection.SERVICE_NAME], server)
     server.add_insecure_port(address)
@@ -52,7 +52,7 @@ def main() -> None:
         asyncio.run(serve(address))
     except KeyboardInterrupt:
         pass
-    except RuntimeError:  # what gRPC raises when it cannot bind; its log names the reason
+    except RuntimeError:  # raised by gRPC if it cannot bind; its log has the reason
         raise SystemExit(f"--address {address}: cannot listen there, choose another") from None
 
 

@@ -1,4 +1,4 @@
-"""What the route guide answers: one class, one method for each RPC, as in Legato's `server/service.py`.
+"""The route guide service: one class, one method per RPC, as in Legato's `server/service.py`.
 
 The shape of a method follows from the proto: a message in is an argument, a stream in is an async iterator;
 a message out is returned, a stream out is yielded.
@@ -17,7 +17,7 @@ import route_guide_pb2_grpc as rpc
 from island import contains, is_on_earth, metres_between, place
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-NOTES_PER_FEATURE = 8  # older ones are forgotten: a server that runs for months must not grow
+NOTES_PER_FEATURE = 8  # older ones are dropped, so that memory stays bounded
 
 
 class RouteGuide(rpc.RouteGuideServicer):
@@ -49,14 +49,14 @@ class RouteGuide(rpc.RouteGuideServicer):
     async def RouteChat(
         self, request_iterator: AsyncIterator[pb.RouteNote], context: Context
     ) -> AsyncIterator[pb.RouteNote]:
-        """A caller that cancels, or whose deadline passes, ends this with CancelledError at the next await.
-        What a call holds is given back in `finally`, as Legato's Tokens gives back its claim on the shard."""
+        """If the caller cancels or its deadline passes, the next await raises CancelledError. Resources are released
+        in `finally`, as Legato's Tokens releases the shard."""
         self.num_chats += 1
         try:
             async for note in request_iterator:
                 feature = await self._feature_at(note.location, context)
                 board = self.notes[place(feature.location)]
-                for earlier in tuple(board):  # a copy: other chats write while this one waits for its reader
+                for earlier in tuple(board):  # a copy: other calls may append while this one waits
                     yield earlier
                 board.append(note)
         finally:
@@ -69,6 +69,6 @@ class RouteGuide(rpc.RouteGuideServicer):
         await context.abort(grpc.StatusCode.NOT_FOUND, f"the map shows nothing at {place(point)}")
 
     async def _require_on_earth(self, point: pb.Point, context: Context) -> None:
-        """`abort` raises: it ends the call with a status, and whoever called this needs no check of its own."""
+        """`abort` raises and ends the call with a status, so callers need not check the result."""
         if not is_on_earth(point):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{place(point)} is no latitude and longitude")

@@ -12,6 +12,7 @@ from legato.common.errors import OptionError
 from legato.common.option import Options, option
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+BitsAndBytes = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +45,9 @@ class LoadingOptions(Options):
         None,
         "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively.",
     )
-    quantize: (
-        Literal[
-            "awq",
-            "compressed-tensors",
-            "eetq",
-            "exl2",
-            "gptq",
-            "marlin",
-            "fp8",
-            "bitsandbytes",
-            "bitsandbytes-nf4",
-            "bitsandbytes-fp4",
-        ]
-        | None
-    ) = option(None, "Quantization method for the weights.", later="choosing a quantization method")
+    quantize: Literal["awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "fp8", BitsAndBytes] | None = (
+        option(None, "Quantization method for the weights.", later="choosing a quantization method")
+    )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
         None,
         "Data type of the KV cache. 8-bit types hold twice the tokens of 16-bit ones at slightly lower precision."

@@ -15,7 +15,7 @@ from legato.common.errors import ModelFileError, OptionError
 from legato.modelfiles import hub
 from legato.modelfiles.files import ModelFiles
 from tests.chat.cases import CONVERSATIONS, WEATHER, ours, user
-from tests.modelfiles.test_files import write_gguf
+from tests.modelfiles.test_files import write_model
 from tests.tiny_models import write_tokenizer
 
 
@@ -70,14 +70,14 @@ class TestOrder:
         assert found(folder) == ("tokenizer_config.json", {"default": "plain", "tool_use": "tools"})
 
     def test_a_gguf_file_has_its_templates_in_its_metadata(self, tmp_path: Path) -> None:
-        one = write_gguf(tmp_path / "one.gguf", change={"tokenizer.chat_template": "plain"})
+        one = write_model(tmp_path / "one.gguf", change={"tokenizer.chat_template": "plain"})
         assert found(one) == ("one.gguf", {"default": "plain"})
         change = {
             "tokenizer.chat_template": "plain",
             "tokenizer.chat_templates": ["tool_use"],
             "tokenizer.chat_template.tool_use": "tools",
         }
-        two = write_gguf(tmp_path / "two.gguf", change=change)
+        two = write_model(tmp_path / "two.gguf", change=change)
         assert found(two) == ("two.gguf", {"default": "plain", "tool_use": "tools"})
 
     @pytest.mark.parametrize("template", [1, [], ["x"], [{"name": "default"}], [{"name": 1, "template": "x"}], {}])

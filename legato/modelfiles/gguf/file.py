@@ -39,86 +39,49 @@ MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 
 class GgmlType(IntEnum):
-    """Storage format of a tensor."""
+    """Storage format of a tensor: its number in the file, then values and bytes per block. Rows are whole blocks."""
 
-    F32 = 0
-    F16 = 1
-    Q4_0 = 2
-    Q4_1 = 3
-    Q5_0 = 6
-    Q5_1 = 7
-    Q8_0 = 8
-    Q8_1 = 9
-    Q2_K = 10
-    Q3_K = 11
-    Q4_K = 12
-    Q5_K = 13
-    Q6_K = 14
-    Q8_K = 15
-    IQ2_XXS = 16
-    IQ2_XS = 17
-    IQ3_XXS = 18
-    IQ1_S = 19
-    IQ4_NL = 20
-    IQ3_S = 21
-    IQ2_S = 22
-    IQ4_XS = 23
-    I8 = 24
-    I16 = 25
-    I32 = 26
-    I64 = 27
-    F64 = 28
-    IQ1_M = 29
-    BF16 = 30
-    TQ1_0 = 34
-    TQ2_0 = 35
-    MXFP4 = 39
+    block_size: int
+    block_bytes: int
 
-    @property
-    def block_size(self) -> int:
-        """Numbers per block."""
-        return _BLOCKS[self][0]
+    # The defaults are for mypy: a lookup has one argument.
+    def __new__(cls, number: int, block_size: int = 0, block_bytes: int = 0) -> GgmlType:
+        member = int.__new__(cls, number)
+        member._value_, member.block_size, member.block_bytes = number, block_size, block_bytes
+        return member
 
-    @property
-    def block_bytes(self) -> int:
-        return _BLOCKS[self][1]
-
-
-# type -> (numbers, bytes) of one block; a row of a tensor is a whole number of blocks
-_BLOCKS: dict[GgmlType, tuple[int, int]] = {
-    GgmlType.F32: (1, 4),
-    GgmlType.F16: (1, 2),
-    GgmlType.BF16: (1, 2),
-    GgmlType.F64: (1, 8),
-    GgmlType.I8: (1, 1),
-    GgmlType.I16: (1, 2),
-    GgmlType.I32: (1, 4),
-    GgmlType.I64: (1, 8),
-    GgmlType.Q4_0: (32, 18),
-    GgmlType.Q4_1: (32, 20),
-    GgmlType.Q5_0: (32, 22),
-    GgmlType.Q5_1: (32, 24),
-    GgmlType.Q8_0: (32, 34),
-    GgmlType.Q8_1: (32, 40),
-    GgmlType.Q2_K: (256, 84),
-    GgmlType.Q3_K: (256, 110),
-    GgmlType.Q4_K: (256, 144),
-    GgmlType.Q5_K: (256, 176),
-    GgmlType.Q6_K: (256, 210),
-    GgmlType.Q8_K: (256, 292),
-    GgmlType.IQ1_S: (256, 50),
-    GgmlType.IQ1_M: (256, 56),
-    GgmlType.IQ2_XXS: (256, 66),
-    GgmlType.IQ2_XS: (256, 74),
-    GgmlType.IQ2_S: (256, 82),
-    GgmlType.IQ3_XXS: (256, 98),
-    GgmlType.IQ3_S: (256, 110),
-    GgmlType.IQ4_NL: (32, 18),
-    GgmlType.IQ4_XS: (256, 136),
-    GgmlType.TQ1_0: (256, 54),
-    GgmlType.TQ2_0: (256, 66),
-    GgmlType.MXFP4: (32, 17),
-}
+    F32 = 0, 1, 4
+    F16 = 1, 1, 2
+    Q4_0 = 2, 32, 18
+    Q4_1 = 3, 32, 20
+    Q5_0 = 6, 32, 22
+    Q5_1 = 7, 32, 24
+    Q8_0 = 8, 32, 34
+    Q8_1 = 9, 32, 40
+    Q2_K = 10, 256, 84
+    Q3_K = 11, 256, 110
+    Q4_K = 12, 256, 144
+    Q5_K = 13, 256, 176
+    Q6_K = 14, 256, 210
+    Q8_K = 15, 256, 292
+    IQ2_XXS = 16, 256, 66
+    IQ2_XS = 17, 256, 74
+    IQ3_XXS = 18, 256, 98
+    IQ1_S = 19, 256, 50
+    IQ4_NL = 20, 32, 18
+    IQ3_S = 21, 256, 110
+    IQ2_S = 22, 256, 82
+    IQ4_XS = 23, 256, 136
+    I8 = 24, 1, 1
+    I16 = 25, 1, 2
+    I32 = 26, 1, 4
+    I64 = 27, 1, 8
+    F64 = 28, 1, 8
+    IQ1_M = 29, 256, 56
+    BF16 = 30, 1, 2
+    TQ1_0 = 34, 256, 54
+    TQ2_0 = 35, 256, 66
+    MXFP4 = 39, 32, 17
 
 
 @dataclass(frozen=True, slots=True)
