@@ -69,6 +69,7 @@ def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, config: Fe
     return out
 
 
+# The sizes of the weight are constants: as arguments they cost all that is gained over cuBLAS.
 @jit_for_any("num_rows")
 def _few_kernel(
     out: Pointer,

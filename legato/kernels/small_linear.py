@@ -35,9 +35,11 @@ def linear_config(out_features: int, in_features: int) -> LinearConfig:
 
 
 def pays(x: Tensor) -> bool:
-    """Whether our kernels are faster than cuBLAS. Beyond one row that is measured where launches overlap, in 16 bits: a
-    decode step of an 8B model takes 4.10 / 4.11 / 4.17 / 4.45 ms with 2 / 4 / 8 / 16 rows instead of 4.50 / 4.52 /
-    4.65 / 4.76."""
+    """Whether our kernels are faster than cuBLAS. Beyond one row that is measured where launches overlap, in 16 bits.
+
+    2 / 4 / 8 / 16 streams of an 8B model on an H200 came to 442 / 869 / 1,684 / 3,228 tok/s with cuBLAS, and come to
+    486 / 943 / 1,839 / 3,438.
+    """
     if not x.is_cuda:
         return False
     return x.shape[0] <= (MAX_ROWS if launch_options(x)["OVERLAP"] and x.dtype.itemsize == 2 else 1)
