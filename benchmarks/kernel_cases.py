@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from legato.kernels import activation, norm, rotary, sample
 from legato.kernels.chunk_attention import ChunkConfig, chunk_attention
 from legato.kernels.decode_attention import DecodeConfig, decode_attention
+from legato.kernels.few_linear import FewConfig, few_linear
 from legato.kernels.paged_kv import PagedKV, Scoring, ragged_attention_torch
 from legato.kernels.prompt_attention import prompt_attention
 from legato.kernels.small_linear import LinearConfig, small_linear
@@ -54,8 +55,10 @@ def all_cases() -> Iterator[Case]:
     yield from linear_cases()
     for lengths in ([256], [4096], [256] * 8, [512] * 32, [256] * 256, [1024] * 256):
         yield decode_case(f"{len(lengths)} x {lengths[0]}", lengths)
+    for lengths in ([32768], [131072], [32768] * 16, [131072] + [300] * 63):
+        yield decode_case(f"{len(lengths)} x {lengths[0]} to {lengths[-1]}", lengths)
     yield decode_case("256 x 64 to 1536", torch.linspace(64, 1536, 256).int().tolist())
-    for sequences, cached, queries in ((16, 0, 2048), (1, 0, 2048), (4, 1536, 512), (64, 0, 128)):
+    for sequences, cached, queries in ((16, 0, 2048), (1, 0, 2048), (4, 1536, 512), (64, 0, 128), (1, 30720, 2048)):
         yield chunk_case(sequences, cached, queries)
     for tokens in (1, 256, 8192):
         yield from (norm_case(tokens), add_norm_case(tokens), gate_case(tokens), rotary_case(tokens))
@@ -185,15 +188,13 @@ def decode_case(name: str, lengths: list[int]) -> Case:
 
 
 def decode_candidates(num_sequences: int) -> list[DecodeConfig]:
-    """Splits, blocks of keys in the shortest split, keys in a block, warps, stages."""
-    if num_sequences <= 8:
-        grid = product((8, 16, 32), (1,), (32, 64), (2, 4), (1, 2, 3))
-    elif num_sequences <= 64:
-        grid = product((2, 4, 8), (1, 2), (32, 64), (4,), (2, 3, 4))
+    """Programs of a head besides one for each sequence, blocks of keys in the shortest split, keys in a block, warps,
+    stages."""
+    if num_sequences <= 64:
+        grid = product((32, 64, 128, 256), (1, 2), (32, 64), (2, 4), (2, 3))
     else:
-        grid = product((1, 2), (8,), (32, 64, 128), (2, 4), (2, 3, 4))
-    configs = [DecodeConfig(splits, n * blocks, n, warps, stages) for splits, blocks, n, warps, stages in grid]
-    return [*configs, DecodeConfig(8, 64, 64, 4, 3, merge_in_kernel=False)]
+        grid = product((32, 128), (8, 16), (32, 64, 128), (1, 2, 4), (2, 3))
+    return [DecodeConfig(extra, n * blocks, n, warps, stages) for extra, blocks, n, warps, stages in grid]
 
 
 def chunk_case(sequences: int, cached: int, queries: int) -> Case:
@@ -280,35 +281,36 @@ def linear_cases() -> Iterator[Case]:
     shapes = {"qkv": (QKV, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
     for name, (out_features, in_features) in (shapes | {"head": (VOCAB, HIDDEN)}).items():
         weights = randn(num_sets(2 * out_features * in_features), out_features, in_features)
-        for rows in (1, 4, 8):
+        for rows in (1, 2, 8, 16):
             yield linear_case(name, randn(rows, in_features), weights)
 
 
 def linear_case(name: str, x: Tensor, weights: Tensor) -> Case:
-    def ours(weight: Tensor, config: LinearConfig | None = None) -> Tensor:
+    rows = x.shape[0]
+
+    def ours(weight: Tensor, config: LinearConfig | FewConfig | None = None) -> Tensor:
+        if isinstance(config, FewConfig):
+            return few_linear(x, weight, config=config)
         return small_linear(x, weight, config=config)
 
     def error() -> float:
         return distance(repeatable(lambda: ours(weights[0])), x.double() @ weights[0].double().T)
 
-    rows = x.shape[0]
-    candidates = linear_candidates(rows) if rows in (1, 4) else []
     return Case(
         "small_linear",
         f"{name}, {rows} rows",
         [each("legato", ours, weights), each("F.linear", partial(F.linear, x), weights)],
         error,
         bytes=weights[0].nbytes,
-        sweep=[each(config, partial(ours, config=config), weights) for config in candidates],
+        sweep=[each(config, partial(ours, config=config), weights) for config in linear_candidates(rows)],
     )
 
 
-def linear_candidates(num_rows: int) -> list[LinearConfig]:
-    tiles = ((16, 256, 1), (16, 512, 1), (32, 256, 2), (64, 128, 4))
-    dots = [LinearConfig(*tile, split, True, stages) for tile, split, stages in product(tiles, (1, 2), (3, 4, 6))]
+def linear_candidates(num_rows: int) -> list[LinearConfig] | list[FewConfig]:
     if num_rows > 1:
-        return dots
+        tiles = ((16, 128, 1), (32, 128, 2), (64, 64, 4), (64, 128, 4))
+        return [FewConfig(*tile, split) for tile, split in product(tiles, (1, 2, 4, 8))]
     blocks = ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8))
     vectors = [LinearConfig(rows, *block) for rows, block in product((2, 4, 8), blocks)]
     splits = [LinearConfig(rows, 1024, 4, split_k=split) for rows, split in product((4, 8), (2, 4))]
-    return [*vectors, *splits, *dots[1::6]]
+    return [*vectors, *splits]

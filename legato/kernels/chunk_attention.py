@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from legato.kernels.hopper_attention import hopper_attention, suits
 from legato.kernels.language import (
     Pointer,
     Scalar,
@@ -78,6 +79,9 @@ def chunk_attention(
     assert cu_seqlens_q.shape == (kv.num_sequences + 1,), (cu_seqlens_q.shape, kv.num_sequences)
     assert out is None or (out.shape == q.shape and out.is_contiguous()), "out must be contiguous and shaped like q"
     if runs_triton(q):
+        if config is None and suits(q, kv, scoring):
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+            return hopper_attention(q, kv, cu_seqlens_q, scoring, out)
         return _chunk_attention_triton(q, kv, cu_seqlens_q, scoring, out, config)
     return ragged_attention_torch(q, kv, cu_seqlens_q, scoring, out)
 

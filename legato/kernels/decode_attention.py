@@ -2,8 +2,10 @@
 
 Reading the cache is all the cost. A program takes one sequence, one key-value head and one split of the context, with
 all query heads of that head as the rows of its matrix products, so every key is read once. The grid depends on shapes
-alone, never on lengths, so a CUDA graph can replay it: splits that a short context leaves empty return at once, and
-the last program of a sequence and head to finish merges the parts of the others.
+alone, never on lengths, so a CUDA graph can replay it. It has a program for the first split of every sequence and some
+more, which find out themselves whom they belong to: contexts are cut into splits of one length for all, so that a long
+one among short ones has many. Programs that are left over return at once, and the last one of a sequence and head to
+finish merges the parts of the others.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
+from legato.kernels.context_splits import choose_split_len, find_sequence, splits_before, visible
 from legato.kernels.language import Pointer, Scalar, compile_time, constexpr, jit, jit_for_any, padded, runs_triton, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.paged_kv import (
@@ -31,12 +34,11 @@ from legato.kernels.paged_kv import (
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    num_splits: int  # programs per sequence and key-value head
-    min_split_len: int  # a shorter context uses fewer of them
+    extra_splits: int  # programs of a key-value head, besides one for each sequence
+    min_split_len: int  # short contexts are cut into fewer
     block_n: int  # keys per iteration
     num_warps: int
     num_stages: int
-    merge_in_kernel: bool = True  # False: by a second launch
 
 
 def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
@@ -45,18 +47,21 @@ def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
     The best of a sweep on an H200 (`python -m benchmarks.kernels --sweep --only decode_attention`).
     """
     programs = num_sequences * num_kv_heads
+    # So many programs besides that all of them are on the chip at once, four or eight to a multiprocessor. A kernel is
+    # compiled for each number of them, so there are few.
     if programs <= 64:
-        return DecodeConfig(num_splits=32, min_split_len=32, block_n=32, num_warps=4, num_stages=2)
-    if programs <= 128:
-        return DecodeConfig(num_splits=16, min_split_len=64, block_n=64, num_warps=4, num_stages=2)
+        extra = max((480 if programs <= 32 else 960) // num_kv_heads, 1)
+        return DecodeConfig(extra, min_split_len=64, block_n=64, num_warps=4, num_stages=2)
     if programs < 512:
-        return DecodeConfig(num_splits=4, min_split_len=128, block_n=64, num_warps=4, num_stages=2)
+        extra, min_split_len = max(448 // num_kv_heads, 1), 64 if programs <= 128 else 128
+        return DecodeConfig(extra, min_split_len, block_n=64, num_warps=4, num_stages=2)
+    extra = max(1024 // num_kv_heads, 1)
     if programs < 1024:
-        return DecodeConfig(num_splits=2, min_split_len=1024, block_n=128, num_warps=4, num_stages=3)
+        return DecodeConfig(extra, min_split_len=1024, block_n=128, num_warps=4, num_stages=3)
     # Small programs, many to a multiprocessor: while one begins or ends, the others keep reading.
     if programs < 2048:
-        return DecodeConfig(num_splits=2, min_split_len=1024, block_n=64, num_warps=2, num_stages=2)
-    return DecodeConfig(num_splits=2, min_split_len=1024, block_n=32, num_warps=1, num_stages=3)
+        return DecodeConfig(extra, min_split_len=1024, block_n=64, num_warps=2, num_stages=2)
+    return DecodeConfig(extra, min_split_len=1024, block_n=32, num_warps=1, num_stages=3)
 
 
 def decode_attention(
@@ -85,17 +90,10 @@ def _decode_attention_triton(
         return out
     assert num_sequences * num_kv_heads <= NUM_COUNTERS, (num_sequences, num_kv_heads)
     config = config or decode_config(num_sequences, num_kv_heads)
-    constants = kv.constants() | dict(
-        GROUP=num_heads // num_kv_heads,
-        WINDOW=scoring.window,
-        NUM_SPLITS=config.num_splits,
-        MIN_SPLIT_LEN=config.min_split_len,
-        BLOCK_N=config.block_n,
-    )
+    num_splits = num_sequences + config.extra_splits
     # A part is the sum of values, then the largest score and the sum of weights; 4 more keep its rows aligned.
-    num_parts = num_sequences * num_heads * config.num_splits if config.num_splits > 1 else 0
-    parts = torch.empty(num_parts, head_dim + 4, dtype=torch.float32, device=q.device)
-    _decode_kernel[(num_kv_heads, num_sequences, config.num_splits)](
+    num_parts = num_splits * num_heads if config.extra_splits > 0 else 0
+    _decode_kernel[(num_kv_heads, num_splits)](
         out,
         q,
         kv.k_cache,
@@ -104,23 +102,27 @@ def _decode_attention_triton(
         kv.context_lens,
         kv.rows,
         scoring.alibi_slopes,
-        parts,
+        torch.empty(num_parts, head_dim + 4, dtype=torch.float32, device=q.device),
         arrival_counters(q.device),
+        num_sequences,
         q.stride(0),
         kv.block_tables.stride(0),
-        **(constants | scoring.constants()),
-        MERGE=config.merge_in_kernel,
+        **kv.constants(),
+        **scoring.constants(),
+        GROUP=num_heads // num_kv_heads,
+        EXTRA_SPLITS=config.extra_splits,
+        MIN_SPLIT_LEN=config.min_split_len,
+        BLOCK_N=config.block_n,
+        # Lengths at a time: few are known to every warp, without asking the others.
+        SCAN=32 if num_sequences <= 32 else 128,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(q),
     )
-    if config.num_splits > 1 and not config.merge_in_kernel:
-        grid = (num_kv_heads, num_sequences)
-        _merge_kernel[grid](out, parts, kv.context_lens, **constants, **launch_options(q))
     return out
 
 
-@jit_for_any("context_lens", "rows")
+@jit_for_any("context_lens", "rows", "num_sequences")
 def _decode_kernel(
     out: Pointer,
     q: Pointer,
@@ -132,6 +134,7 @@ def _decode_kernel(
     alibi_slopes: Pointer,
     parts: Pointer,
     counters: Pointer,
+    num_sequences: Scalar,
     q_stride: Scalar,
     table_stride: Scalar,
     NUM_KV_HEADS: constexpr,
@@ -139,23 +142,32 @@ def _decode_kernel(
     HEAD_DIM: constexpr,
     BLOCK_SIZE: constexpr,
     BLOCK_N: constexpr,
-    NUM_SPLITS: constexpr,
+    EXTRA_SPLITS: constexpr,
     MIN_SPLIT_LEN: constexpr,
+    SCAN: constexpr,
     SCALE: constexpr,
     SOFT_CAP: constexpr,
     WINDOW: constexpr,
     WIDE: constexpr,
-    MERGE: constexpr,
     OVERLAP: constexpr,
 ) -> None:
     wait_for_previous(OVERLAP)
     kv_head = tl.program_id(0)  # fastest, so that neighbours read the heads of the same slots
     sequence = tl.program_id(1)
-    split = tl.program_id(2)
+    split = 0
+    split_len = 1 << 30
+    if EXTRA_SPLITS > 0:
+        split_len = choose_split_len(context_lens, num_sequences, EXTRA_SPLITS, MIN_SPLIT_LEN, BLOCK_N, WINDOW, SCAN)
+        if sequence >= num_sequences:
+            place = sequence - num_sequences
+            sequence, first_place = find_sequence(place, context_lens, num_sequences, split_len, WINDOW, SCAN)
+            if sequence >= num_sequences:
+                return
+            split = 1 + place - first_place
     context_len = tl.load(context_lens + sequence)
-    begin, end, num_active = _split_bounds(split, context_len, NUM_SPLITS, MIN_SPLIT_LEN, BLOCK_N, WINDOW)
-    if (begin >= end) & (split > 0):
-        return
+    visible_len = visible(context_len, WINDOW)
+    begin = context_len - visible_len + split * split_len
+    end = tl.minimum(begin + split_len, context_len)
     pair = sequence * NUM_KV_HEADS + kv_head
     mixed, maximum, total = _attend(
         q + sequence * q_stride,
@@ -176,26 +188,16 @@ def _decode_kernel(
         SOFT_CAP,
         WIDE,
     )
-    _finish(out, parts, counters, pair, split, num_active, mixed, maximum, total, GROUP, HEAD_DIM, NUM_SPLITS, MERGE)
-
-
-@jit
-def _split_bounds(
-    split: Scalar,
-    context_len: Scalar,
-    NUM_SPLITS: constexpr,
-    MIN_SPLIT_LEN: constexpr,
-    BLOCK_N: constexpr,
-    WINDOW: constexpr,
-) -> Scalar:
-    """Positions [begin, end) of a split, and how many splits are not empty."""
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(context_len - WINDOW, 0)
-    visible = context_len - first
-    split_len = tl.maximum(tl.cdiv(tl.cdiv(visible, NUM_SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT_LEN)
-    begin = first + split * split_len
-    return begin, tl.minimum(begin + split_len, context_len), tl.cdiv(visible, split_len)
+    if (EXTRA_SPLITS == 0) or (visible_len <= split_len):
+        _store_whole(out, pair, mixed, total, GROUP, HEAD_DIM)
+    else:
+        # Parts are where the programs are in the grid.
+        parts += kv_head * (num_sequences + EXTRA_SPLITS) * GROUP * (HEAD_DIM + 4)
+        _store_part(parts, tl.program_id(1), mixed, maximum, total, GROUP, HEAD_DIM)
+        num_parts = tl.cdiv(visible_len, split_len)
+        if arrives_last(counters + pair, num_parts):
+            first_extra = num_sequences + splits_before(sequence, context_lens, num_sequences, split_len, WINDOW, SCAN)
+            _merge(out, parts, pair, sequence, first_extra, num_parts, GROUP, HEAD_DIM)
 
 
 @jit
@@ -265,39 +267,27 @@ def _store_whole(
 
 
 @jit
-def _finish(
-    out: Pointer,
+def _store_part(
     parts: Pointer,
-    counters: Pointer,
-    pair: Scalar,
-    split: Scalar,
-    num_active: Scalar,
+    place: Scalar,
     mixed: Scalar,
     maximum: Scalar,
     total: Scalar,
     GROUP: constexpr,
     HEAD_DIM: constexpr,
-    NUM_SPLITS: constexpr,
-    MERGE: constexpr,
 ) -> None:
-    """Store the result of a lone split; else the split's part, and as the last to do so the sum of all."""
-    if NUM_SPLITS == 1 or num_active <= 1:
-        _store_whole(out, pair, mixed, total, GROUP, HEAD_DIM)
-    else:
-        h = tl.arange(0, mixed.shape[0])
-        d = tl.arange(0, mixed.shape[1])
-        part = parts + ((pair * NUM_SPLITS + split) * GROUP + h) * (HEAD_DIM + 4)
-        tl.store(part[:, None] + d[None, :], mixed, mask=(h < GROUP)[:, None] & (d < HEAD_DIM)[None, :])
-        tl.store(part + HEAD_DIM, maximum, mask=h < GROUP)
-        tl.store(part + HEAD_DIM + 1, total, mask=h < GROUP)
-        if MERGE and arrives_last(counters + pair, num_active):
-            _merge(out, parts, pair, num_active, GROUP, HEAD_DIM, NUM_SPLITS)
+    h = tl.arange(0, mixed.shape[0])
+    d = tl.arange(0, mixed.shape[1])
+    part = parts + (place * GROUP + h) * (HEAD_DIM + 4)
+    tl.store(part[:, None] + d[None, :], mixed, mask=(h < GROUP)[:, None] & (d < HEAD_DIM)[None, :])
+    tl.store(part + HEAD_DIM, maximum, mask=h < GROUP)
+    tl.store(part + HEAD_DIM + 1, total, mask=h < GROUP)
 
 
 @compile_time
-def _parts_at_once(num_splits: int, size: int) -> int:
+def _parts_at_once(size: int) -> int:
     """As many parts as fit into the registers of one program: 64 for each thread of four warps."""
-    return max(1, min(num_splits, 8192 // size))
+    return max(1, min(16, 8192 // size))
 
 
 @jit
@@ -305,24 +295,26 @@ def _merge(
     out: Pointer,
     parts: Pointer,
     pair: Scalar,
-    num_active: Scalar,
+    sequence: Scalar,
+    first_extra: Scalar,
+    num_parts: Scalar,
     GROUP: constexpr,
     HEAD_DIM: constexpr,
-    NUM_SPLITS: constexpr,
 ) -> None:
     """Add the parts of one sequence and key-value head, several at a time, each scaled to the largest score of all."""
     rows: tl.constexpr = padded(GROUP, 1)
     width: tl.constexpr = padded(HEAD_DIM, 16)
     h = tl.arange(0, rows)
     d = tl.arange(0, width)
-    s = tl.arange(0, _parts_at_once(NUM_SPLITS, rows * width))
+    s = tl.arange(0, _parts_at_once(rows * width))
     mixed = tl.zeros((rows, width), dtype=tl.float32)
     maximum = lowest_scores(rows)
     total = tl.zeros((rows,), dtype=tl.float32)
-    for first in range(0, num_active, s.shape[0]):
+    for first in range(0, num_parts, s.shape[0]):
         split = first + s
-        there = (h < GROUP)[:, None] & (split < num_active)[None, :]
-        part = parts + ((pair * NUM_SPLITS + split)[None, :] * GROUP + h[:, None]) * (HEAD_DIM + 4)
+        there = (h < GROUP)[:, None] & (split < num_parts)[None, :]
+        place = tl.where(split == 0, sequence, first_extra + split - 1)
+        part = parts + (place[None, :] * GROUP + h[:, None]) * (HEAD_DIM + 4)
         part_maximum = tl.load(part + HEAD_DIM, mask=there, other=-1.0e30, cache_modifier=".cg")
         part_total = tl.load(part + HEAD_DIM + 1, mask=there, other=0.0, cache_modifier=".cg")
         inside = there[:, :, None] & (d < HEAD_DIM)[None, None, :]
@@ -334,28 +326,3 @@ def _merge(
         mixed = mixed * decay[:, None] + tl.sum(part_mixed * weights[:, :, None], axis=1)
         maximum = new_maximum
     _store_whole(out, pair, mixed, total, GROUP, HEAD_DIM)
-
-
-@jit
-def _merge_kernel(
-    out: Pointer,
-    parts: Pointer,
-    context_lens: Pointer,
-    NUM_KV_HEADS: constexpr,
-    GROUP: constexpr,
-    HEAD_DIM: constexpr,
-    BLOCK_SIZE: constexpr,
-    BLOCK_N: constexpr,
-    NUM_SPLITS: constexpr,
-    MIN_SPLIT_LEN: constexpr,
-    WINDOW: constexpr,
-    WIDE: constexpr,
-    OVERLAP: constexpr,
-) -> None:
-    wait_for_previous(OVERLAP)
-    sequence = tl.program_id(1)
-    context_len = tl.load(context_lens + sequence)
-    _, _, num_active = _split_bounds(0, context_len, NUM_SPLITS, MIN_SPLIT_LEN, BLOCK_N, WINDOW)
-    if num_active > 1:
-        pair = sequence * NUM_KV_HEADS + tl.program_id(0)
-        _merge(out, parts, pair, num_active, GROUP, HEAD_DIM, NUM_SPLITS)

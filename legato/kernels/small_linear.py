@@ -9,21 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
-from legato.kernels.language import (
-    Pointer,
-    Scalar,
-    ceil_div,
-    constexpr,
-    jit,
-    next_power_of_two,
-    padded,
-    runs_triton,
-    tl,
-    widened,
-)
+from legato.kernels.few_linear import MAX_ROWS, few_linear
+from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, runs_triton, tl, widened
 from legato.kernels.overlap import launch_options, wait_for_previous
-
-MAX_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +20,10 @@ class LinearConfig:
     block_k: int
     num_warps: int
     split_k: int = 1
-    use_dot: bool = False  # matrix units; without them only one row of x
-    num_stages: int = 1  # blocks in flight in shared memory, for the matrix units
 
 
-def linear_config(num_rows: int, out_features: int, in_features: int) -> LinearConfig:
-    """The best of a sweep on an H200 (`python -m benchmarks.kernels --sweep --only small_linear`)."""
-    if num_rows > 1:
-        return LinearConfig(tile_rows=64, block_k=128, num_warps=4, num_stages=6, use_dot=True)
+def linear_config(out_features: int, in_features: int) -> LinearConfig:
+    """For one row. The best of a sweep on an H200 (`python -m benchmarks.kernels --sweep --only small_linear`)."""
     # Where blocks do not fill a row of the weight, those who load its end are masked: small blocks waste less.
     if in_features > 8192:
         if in_features % 1024:
@@ -50,34 +34,46 @@ def linear_config(num_rows: int, out_features: int, in_features: int) -> LinearC
     return LinearConfig(tile_rows=4 if out_features > 65536 else 2, block_k=2048, num_warps=8)
 
 
+def pays(x: Tensor) -> bool:
+    """Whether our kernels are faster than cuBLAS. Beyond one row that is measured where launches overlap, in 16 bits.
+
+    2 / 4 / 8 / 16 streams of an 8B model on an H200 came to 442 / 869 / 1,684 / 3,228 tok/s with cuBLAS, and come to
+    486 / 943 / 1,839 / 3,438.
+    """
+    if not runs_triton(x):
+        return False
+    return x.shape[0] <= (MAX_ROWS if launch_options(x)["OVERLAP"] and x.dtype.itemsize == 2 else 1)
+
+
 def small_linear(
     x: Tensor,  # [m, in_features], m <= MAX_ROWS
     weight: Tensor,  # [out_features, in_features]
     bias: Tensor | None = None,  # [out_features]
-    config: LinearConfig | None = None,
+    config: LinearConfig | None = None,  # of one row
 ) -> Tensor:
     assert x.dim() == 2 and x.shape[0] <= MAX_ROWS and x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype, (x.stride(), weight.stride())
-    run = _small_linear_triton if runs_triton(x) else _small_linear_torch
-    return run(x, weight, bias, config)
+    if not runs_triton(x):
+        return _small_linear_torch(x, weight, bias)
+    return few_linear(x, weight, bias) if x.shape[0] > 1 else _small_linear_triton(x, weight, bias, config)
 
 
-def _small_linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None, config: LinearConfig | None = None) -> Tensor:
-    """In fp32, or in float64 for float64 tensors, rounded once. `config` has no say here."""
+def _small_linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In fp32, or in float64 for float64 tensors, rounded once."""
     return F.linear(widened(x), widened(weight), None if bias is None else widened(bias)).to(x.dtype)
 
 
 def _small_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, config: LinearConfig | None = None) -> Tensor:
-    num_rows, in_features = x.shape
-    width = weight.shape[0]
+    (num_rows, in_features), width = x.shape, weight.shape[0]
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    config = config or linear_config(num_rows, width, in_features)
+    assert num_rows == 1, num_rows
+    config = config or linear_config(width, in_features)
     split_k = config.split_k
     num_tiles = ceil_div(width, config.tile_rows)
     assert split_k == 1 or num_tiles <= NUM_COUNTERS, num_tiles
-    part_size = config.tile_rows * next_power_of_two(num_rows, 8) if split_k > 1 else 0
+    part_size = config.tile_rows if split_k > 1 else 0
     _small_linear_kernel[(num_tiles, split_k)](
         out,
         x,
@@ -85,15 +81,11 @@ def _small_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, config:
         bias,
         torch.empty(num_tiles, split_k, part_size, dtype=torch.float32, device=x.device),
         arrival_counters(x.device),
-        x.stride(0),
-        NUM_ROWS=num_rows,
         WIDTH=width,
         IN_FEATURES=in_features,
         TILE_ROWS=config.tile_rows,
         BLOCK_K=config.block_k,
         SPLIT_K=split_k,
-        USE_DOT=config.use_dot or num_rows > 1,
-        STAGES=config.num_stages,
         num_warps=config.num_warps,
         **launch_options(x),
     )
@@ -108,18 +100,14 @@ def _small_linear_kernel(
     bias: Pointer,
     parts: Pointer,
     counters: Pointer,
-    x_stride: Scalar,
-    NUM_ROWS: constexpr,
     WIDTH: constexpr,
     IN_FEATURES: constexpr,
     TILE_ROWS: constexpr,
     BLOCK_K: constexpr,
     SPLIT_K: constexpr,
-    USE_DOT: constexpr,
-    STAGES: constexpr,
     OVERLAP: constexpr,
 ) -> None:
-    """A program multiplies some rows of the weight with all rows of x."""
+    """A program multiplies some rows of the weight with x."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     split_len: tl.constexpr = tl.cdiv(IN_FEATURES, SPLIT_K * BLOCK_K) * BLOCK_K
@@ -129,24 +117,20 @@ def _small_linear_kernel(
     # Beyond the last feature the last is computed again, which spares the loads a mask.
     row = tl.minimum(tile * TILE_ROWS + r, WIDTH - 1)
     rows = weight + row.to(tl.int64) * IN_FEATURES
-    if USE_DOT:
-        wait_for_previous(OVERLAP)
-        product = _multiply_matrix(x, x_stride, rows, begin, end, NUM_ROWS, IN_FEATURES, BLOCK_K, STAGES)
-    else:
-        product = multiply_vector(x, rows, begin, end, IN_FEATURES, BLOCK_K, OVERLAP)
+    product = multiply_vector(x, rows, begin, end, IN_FEATURES, BLOCK_K, OVERLAP)
     if bias is not None:
         product += tl.where(split == 0, tl.load(bias + row).to(tl.float32), 0.0)[:, None]
+    feature = (tile * TILE_ROWS + r)[:, None]
     if SPLIT_K == 1:
-        _store(out, tile * TILE_ROWS, product, NUM_ROWS, WIDTH)
+        tl.store(out + feature, product.to(out.dtype.element_ty), mask=feature < WIDTH)
     else:
-        place = r[:, None] * product.shape[1] + tl.arange(0, product.shape[1])[None, :]
-        size: tl.constexpr = TILE_ROWS * product.shape[1]
-        tl.store(parts + (tile * SPLIT_K + split) * size + place, product)
+        place = parts + tile * SPLIT_K * TILE_ROWS + r[:, None]
+        tl.store(place + split * TILE_ROWS, product)
         if arrives_last(counters + tile, SPLIT_K):
             product = tl.zeros(product.shape, dtype=tl.float32)
             for i in tl.static_range(SPLIT_K):
-                product += tl.load(parts + (tile * SPLIT_K + i) * size + place, cache_modifier=".cg")
-            _store(out, tile * TILE_ROWS, product, NUM_ROWS, WIDTH)
+                product += tl.load(place + i * TILE_ROWS, cache_modifier=".cg")
+            tl.store(out + feature, product.to(out.dtype.element_ty), mask=feature < WIDTH)
 
 
 @jit
@@ -176,30 +160,6 @@ def multiply_vector(
 
 
 @jit
-def _multiply_matrix(
-    x: Pointer,
-    x_stride: Scalar,
-    rows: Pointer,
-    begin: Scalar,
-    end: Scalar,
-    NUM_ROWS: constexpr,
-    IN_FEATURES: constexpr,
-    BLOCK_K: constexpr,
-    STAGES: constexpr,
-) -> Scalar:
-    """The weight is the left, larger operand, so that few rows of x waste little. Returns [rows, rows of x]."""
-    # Rows of x that are not there repeat the last: their products are never stored.
-    first = tl.minimum(tl.arange(0, padded(NUM_ROWS, 8)), NUM_ROWS - 1) * x_stride
-    product = tl.zeros((rows.shape[0], first.shape[0]), dtype=tl.float32)
-    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        column = (start + tl.arange(0, BLOCK_K))[:, None]
-        values = _load_columns(x + first[None, :] + column, column, IN_FEATURES, BLOCK_K)
-        weights = _load_weights(rows, start, end, IN_FEATURES, BLOCK_K)
-        product = tl.dot(weights, values, product, input_precision="ieee")
-    return product
-
-
-@jit
 def _load_columns(pointers: Pointer, column: Scalar, IN_FEATURES: constexpr, BLOCK_K: constexpr) -> Scalar:
     """Of x, which all programs read; zeros beyond the last column."""
     if IN_FEATURES % BLOCK_K == 0:
@@ -217,12 +177,3 @@ def _load_weights(rows: Pointer, start: Scalar, end: Scalar, IN_FEATURES: conste
     if IN_FEATURES % BLOCK_K != 0:
         inside = inside & (column < IN_FEATURES)
     return tl.load(rows[:, None] + column, mask=inside, other=0.0, eviction_policy="evict_first")
-
-
-@jit
-def _store(out: Pointer, first_feature: Scalar, product: Scalar, NUM_ROWS: constexpr, WIDTH: constexpr) -> None:
-    """Rounded, and [rows of the weight, rows of x] transposed."""
-    feature = first_feature + tl.arange(0, product.shape[0])[:, None]
-    m = tl.arange(0, product.shape[1])[None, :]
-    inside = (feature < WIDTH) & (m < NUM_ROWS)
-    tl.store(out + m * WIDTH + feature, product.to(out.dtype.element_ty), mask=inside)

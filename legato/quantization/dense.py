@@ -7,12 +7,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from legato.kernels.language import runs_triton
-from legato.kernels.small_linear import small_linear
+from legato.kernels.small_linear import pays, small_linear
 from legato.kernels.split_linear import pays_to_split, split_linear
-
-# Up to this many rows our kernel is faster than cuBLAS.
-SMALL_ROWS = 1
 
 
 class Weight(Protocol):
@@ -26,7 +22,7 @@ class Weight(Protocol):
 
 
 class DenseWeight:
-    """The framework's own matrix product, and on a GPU a kernel for the few rows where reading the weight is all."""
+    """The framework's own matrix product, and on a GPU kernels for the few rows where reading the weight is all."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features = weight.shape[0]
@@ -34,7 +30,7 @@ class DenseWeight:
         self.bias = bias
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] <= SMALL_ROWS and runs_triton(x):
+        if pays(x):
             return small_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 

@@ -11,6 +11,8 @@ from contextlib import suppress
 import msgspec
 
 from legato.common.gc import freeze_gc
+from legato.common.progress import LISTENING
+from legato.common.sockets import browser_url
 from legato.ipc import messages as msg
 from legato.ipc.settings import RouterSettings
 from legato.router.listening import Listeners
@@ -45,7 +47,9 @@ class RouterProcess:
         # before somebody takes it to the shards is lost, and with it all that follow.
         steps = asyncio.create_task(self._steps.run())
         await self._workers.serve(lambda worker, number: self._employ(worker, number, grace))
-        logger.info("Listening", extra={"fields": {"address": f"http://{listeners.host}:{listeners.port}"}})
+        url = browser_url(listeners.host, listeners.port)
+        fields = {"model": self._settings.model_id, "address": url, "docs": f"{url}/docs"}
+        logger.info(LISTENING, extra={"fields": fields})
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)

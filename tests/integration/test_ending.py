@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,8 +56,10 @@ def test_what_outlasts_the_grace_ends_with_an_error_instead_of_breaking_off(star
     server = start("--graceful-termination-timeout=2")
     events = iter(server.client.stream("a", max_new_tokens=4000, ignore_eos=True))
     next(events)
+    signalled = time.monotonic()
     server.send(signal.SIGTERM)
     *_, last = events
+    assert time.monotonic() - signalled > 2, "the request did not get all of its grace"
     assert last == {
         "error": "Request failed during generation: the server is shutting down",
         "error_type": "generation",

@@ -19,7 +19,9 @@ from legato.kernels import (
     activation,
     chunk_attention,
     decode_attention,
+    few_linear,
     grouped_linear,
+    hopper_attention,
     norm,
     rotary,
     sample,
@@ -101,6 +103,11 @@ def compile_all() -> None:
     for tokens in (4, 16, 512):
         q, starts = torch.zeros(tokens, HEADS, HEAD_DIM, dtype=BF16), torch.tensor([0, tokens], dtype=torch.int32)
         chunk_attention._chunk_attention_triton(q, paged(1), starts, Scoring(0.1))
+    for head_dim in (64, 128, 256):
+        keys, values = (torch.zeros(4, 16, KV_HEADS, head_dim, dtype=BF16) for _ in range(2))
+        kv = PagedKV(keys, values, torch.zeros(1, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+        q, starts = torch.zeros(64, HEADS, head_dim, dtype=BF16), torch.tensor([0, 64], dtype=torch.int32)
+        hopper_attention.hopper_attention(q, kv, starts, Scoring(0.1), torch.empty_like(q))
     for dtype in EIGHT_BITS:
         kv = paged(2, dtype)
         rotary._rotary_and_store_triton(projection, places, torch.zeros(8, HEAD_DIM), kv.k_cache, kv.v_cache, places)
@@ -115,9 +122,14 @@ def compile_all() -> None:
     sample._sample_triton(logits)
     sample._sample_triton(logits, torch.ones(2), places, places)
     packed = torch.zeros(2 * INNER, HIDDEN, dtype=BF16)
-    for rows in (1, 2):
-        small_linear._small_linear_triton(x[:rows], packed, None)
-        small_linear._small_linear_triton(x[:rows], packed[:HIDDEN], weight)
+    for linear, rows in (
+        (small_linear._small_linear_triton, 1),
+        (few_linear.few_linear, 2),
+        (few_linear.few_linear, 16),
+    ):
+        rows_of_x = torch.zeros(rows, HIDDEN, dtype=BF16)
+        linear(rows_of_x, packed, None)
+        linear(rows_of_x, packed[:HIDDEN], weight)
     for tokens in (1, 4, 20, 40, 512):
         ids = torch.tensor([[0, 1]] * tokens)
         grouped_linear._group_rows_triton(ids, 2)

@@ -39,6 +39,8 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_gate_and_mul_kernel",
         "_decode_kernel",
         "_chunk_kernel",
+        "_hopper_kernel",
+        "_few_kernel",
         "_sample_kernel",
         "_small_linear_kernel",
         "_span_kernel",
@@ -55,6 +57,7 @@ def test_kernels_fit_the_shared_memory(compiled):
 def test_attention_runs_on_the_matrix_units(compiled):
     assert all(kernel["mma"] for kernel in compiled if kernel["name"] == "_decode_kernel")
     assert any(kernel["wgmma"] for kernel in compiled if kernel["name"] == "_chunk_kernel")
+    assert all(kernel["wgmma"] for kernel in compiled if kernel["name"] == "_hopper_kernel")
 
 
 def test_weights_keys_and_activations_are_loaded_16_bytes_at_a_time(compiled):

@@ -10,8 +10,8 @@ from legato.kernels.paged_kv import Scoring
 from tests.kernels.paged_case import paged_case
 
 CONTEXTS = [1, 70, 16]
-ONE = DecodeConfig(num_splits=1, min_split_len=32, block_n=32, num_warps=4, num_stages=2)
-SPLIT = DecodeConfig(num_splits=4, min_split_len=16, block_n=16, num_warps=4, num_stages=2)
+ONE = DecodeConfig(extra_splits=0, min_split_len=32, block_n=32, num_warps=4, num_stages=2)
+SPLIT = DecodeConfig(extra_splits=6, min_split_len=16, block_n=16, num_warps=4, num_stages=2)
 
 
 def check_against_torch(case, assert_close, scoring=None, config=SPLIT):
@@ -24,7 +24,7 @@ def decodes(device, contexts=CONTEXTS, *, heads=4, kv_heads=1, **shape):
     return paged_case(device, [1] * len(contexts), contexts, heads=heads, kv_heads=kv_heads, **shape)
 
 
-@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one split", "four splits"])
+@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_equals_torch_in_every_dtype(device, assert_close, dtype, config):
     check_against_torch(decodes(device, dtype=dtype), assert_close, config=config)
@@ -49,15 +49,21 @@ def test_rows_select_from_persistent_tables(device, assert_close):
     check_against_torch(decodes(device, with_rows=True), assert_close)
 
 
-def test_a_second_launch_merges_like_the_last_program(device, assert_close):
-    two_launches = DecodeConfig(
-        num_splits=4, min_split_len=16, block_n=16, num_warps=4, num_stages=2, merge_in_kernel=False
-    )
-    check_against_torch(decodes(device), assert_close, config=two_launches)
+@pytest.mark.parametrize("extra_splits", [1, 3, 50])
+def test_lengths_share_the_splits(device, assert_close, extra_splits):
+    """Whoever is long, and wherever it stands."""
+    config = DecodeConfig(extra_splits, min_split_len=16, block_n=16, num_warps=4, num_stages=2)
+    for contexts in ([500, 1, 0, 33], [3, 700], [0, 0, 16, 17, 400]):
+        check_against_torch(decodes(device, contexts), assert_close, config=config)
+
+
+def test_hundreds_of_sequences_find_their_splits(device, assert_close):
+    contexts = [i % 40 for i in range(139)] + [300]
+    check_against_torch(decodes(device, contexts, heads=1, head_dim=16), assert_close)
 
 
 def test_more_parts_than_are_merged_at_once(device, assert_close):
-    config = DecodeConfig(num_splits=32, min_split_len=16, block_n=16, num_warps=4, num_stages=2)
+    config = DecodeConfig(extra_splits=50, min_split_len=16, block_n=16, num_warps=4, num_stages=2)
     check_against_torch(decodes(device, [300, 515], heads=16, kv_heads=1, head_dim=128), assert_close, config=config)
 
 

@@ -15,7 +15,7 @@ from legato.kernels.paged_attention import PagedContext, paged_attention, paged_
 from legato.kernels.paged_kv import Scoring, ragged_attention_torch
 from tests.kernels.paged_case import paged_case
 
-SPLIT = DecodeConfig(num_splits=4, min_split_len=16, block_n=16, num_warps=4, num_stages=2)
+SPLIT = DecodeConfig(extra_splits=6, min_split_len=16, block_n=16, num_warps=4, num_stages=2)
 SMALL = ChunkConfig(block_m=32, block_n=16, num_warps=4, num_stages=2)
 formats = pytest.mark.parametrize("cache_dtype", EIGHT_BITS, ids=["e4m3", "e5m2"])
 types = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

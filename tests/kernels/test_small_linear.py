@@ -5,17 +5,19 @@ import torch
 
 from legato.kernels import small_linear as linear
 from legato.kernels.arrival import arrival_counters
+from legato.kernels.few_linear import FewConfig, few_config, few_linear
 from legato.kernels.small_linear import LinearConfig
 
 VECTOR = LinearConfig(tile_rows=8, block_k=32, num_warps=4)
-MATRIX = LinearConfig(tile_rows=16, block_k=32, num_warps=4, num_stages=2, use_dot=True)
 SPLIT_VECTOR = LinearConfig(tile_rows=8, block_k=32, num_warps=4, split_k=3)
-SPLIT_MATRIX = LinearConfig(tile_rows=16, block_k=32, num_warps=4, num_stages=2, split_k=3, use_dot=True)
+MATRIX = FewConfig(tile_rows=16, block_k=32, num_warps=4)
+SPLIT_MATRIX = FewConfig(tile_rows=16, block_k=32, num_warps=4, split_k=3)
 CONFIGS = [VECTOR, MATRIX, SPLIT_VECTOR, SPLIT_MATRIX]
 
 
 def check_against_torch(assert_close, x, weight, config, bias=None):
-    actual = linear._small_linear_triton(x, weight, bias, config)
+    run = few_linear if isinstance(config, FewConfig) else linear._small_linear_triton
+    actual = run(x, weight, bias, config)
     assert_close(actual, linear._small_linear_torch(x, weight, bias))
 
 
@@ -27,7 +29,7 @@ def scaled(weight):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_equals_torch_in_every_dtype(randn, assert_close, config, dtype):
-    rows = 3 if config.use_dot else 1
+    rows = 3 if isinstance(config, FewConfig) else 1
     check_against_torch(assert_close, randn(rows, 128, dtype=dtype), scaled(randn(40, 128, dtype=dtype)), config)
 
 
@@ -44,7 +46,7 @@ def test_equals_torch_for_any_number_of_rows(randn, assert_close, rows):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_bias_is_added_once(randn, assert_close, config):
-    rows = 2 if config.use_dot else 1
+    rows = 2 if isinstance(config, FewConfig) else 1
     check_against_torch(assert_close, randn(rows, 70), scaled(randn(42, 70)), config, bias=randn(42))
 
 
@@ -57,11 +59,19 @@ def test_counters_are_zero_again_after_a_split(randn, device, assert_close):
     assert not arrival_counters(device).any()
 
 
-@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("out_features", [64, 4096])
-def test_the_chosen_configs_equal_torch(randn, assert_close, rows, out_features):
-    config = linear.linear_config(rows, out_features, 256)
-    check_against_torch(assert_close, randn(rows, 256), scaled(randn(40, 256)), config)
+def test_the_chosen_configs_equal_torch(randn, assert_close, out_features):
+    for rows, config in ((1, linear.linear_config(out_features, 256)), (4, few_config(4, out_features, 2048))):
+        check_against_torch(assert_close, randn(rows, 256), scaled(randn(40, 256)), config)
+
+
+def test_long_matrices_of_few_rows_are_split():
+    assert few_config(8, 4096, 14336).split_k == few_config(16, 4096, 4096).split_k == 8
+    assert few_config(8, 28672, 4096).split_k == few_config(8, 64, 512).split_k == 1
+
+
+def test_rows_on_a_cpu_are_left_to_torch(randn):
+    assert not linear.pays(torch.zeros(2, 8))
 
 
 def test_more_rows_than_it_is_made_for_are_refused(randn):
