@@ -1,6 +1,6 @@
-"""What is known about each architecture, and which test knows it: docs/models.md is written from this table.
+"""The supported architectures and the tests that compare each with transformers. docs/models.md is written from it.
 
-Keyed by model_type like `ARCHITECTURES`; a test holds the two together, and another sees that every test named exists.
+Keyed by model_type like `ARCHITECTURES`; a test compares the two, another checks that every test named exists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CATALOGUE = {
     "gemma": CatalogueEntry("Gemma", ("google/gemma-2b-it", "google/gemma-7b-it"), "gemma", gguf=f"{GGUF}[gemma]"),
     "gemma2": CatalogueEntry("Gemma 2", ("google/gemma-2-2b-it", "google/gemma-2-9b-it"), "gemma2",
                              gguf=f"{GGUF}[gemma2]"),
-    "gemma3": CatalogueEntry("Gemma 3, text alone", ("google/gemma-3-4b-it",), "gemma3-with-eyes"),
+    "gemma3": CatalogueEntry("Gemma 3, text only", ("google/gemma-3-4b-it",), "gemma3-of-a-vision-model"),
     "gemma3_text": CatalogueEntry("Gemma 3", ("google/gemma-3-1b-it",), "gemma3", gguf=f"{GGUF}[gemma3]"),
     "gpt2": CatalogueEntry("GPT-2", ("openai-community/gpt2", "openai-community/gpt2-xl"), "gpt2"),
     "gpt_bigcode": CatalogueEntry("StarCoder, SantaCoder", ("bigcode/starcoder", "bigcode/gpt_bigcode-santacoder"),
@@ -67,70 +67,67 @@ CATALOGUE = {
     "t5": CatalogueEntry("T5, Flan-T5", ("google-t5/t5-small", "google/flan-t5-large"), "t5", FOUR),
 }  # fmt: skip
 
-INTRODUCTION = f"""\
+INTRODUCTION = """\
 # Models
 
 <!-- Written by `legato models > docs/models.md`. Edit legato/models/catalogue.py instead. -->
 
-An architecture is what `model_type` in a model's config.json says. Each line below is computed by Legato's own code
-and compared with transformers: 48 greedy tokens for each of eight prompts of different lengths in one batch, and all
-logits. The numbers are those of shards with which that was done; the case is the name of the test,
-`{SHARDS}[CASE-SHARDS]`
-unless it is written out. Names of checkpoints are examples: any with the same `model_type` runs.
+Any checkpoint whose config.json has one of these `model_type`s runs; the names are examples. Each architecture is
+Legato's own code and is compared with transformers in the test suite: 48 greedy tokens for each of eight prompts of
+different lengths in one batch, and all logits, on one shard and on the numbers of shards that are ticked.
 
-Weights are safetensors; `text-generation-server download-weights` converts PyTorch's pickles. GGUF files are decoded
-to the format that is computed in. No other quantised format is read yet, and no adapters.
+Weights are safetensors; `text-generation-server download-weights` converts PyTorch's pickles. GGUF files are
+dequantized to the dtype of the computation. Other quantization formats and adapters are not supported yet.
 """
 
-PICTURES = f"""\
-## Pictures
+IMAGES = """\
+## Images
 
-LLaVA-NeXT and Qwen2-VL see what a chat, a native prompt or a chunk of the unary `Prefill` call shows them:
-`{TESTS}/test_vision_processes.py`, `{TESTS}/test_vision_unary.py`. All other architectures read text alone.
+LLaVA-NeXT and Qwen2-VL accept images in chats, in native prompts and in chunks of the unary `Prefill` call. All other
+architectures are text-only.
 """
 
-LONG_CONTEXTS = f"""\
+LONG_CONTEXTS = """\
 ## Long contexts
 
-Phi-3 and its like (rope of the type `longrope`) have two sets of factors: one for texts within the original context and
-one for longer texts. transformers takes the one or the other by the length of each text. A server keeps keys that other
-texts share, and cannot turn them again when a text grows; so all its texts have one set, by the longest that it takes:
-the short factors where `--max-total-tokens` is at most the original context, else the long ones. Whoever serves short
-texts alone gets the most of such a model with that limit. Texts on the limit's side of the original context are those
-of transformers: `{TESTS}/test_long_rope.py`.
+Phi-3 and its relatives (rope type `longrope`) have two sets of factors: one for texts within the original context and
+one for longer texts. transformers chooses by the length of each text. A server shares cached keys between texts and
+cannot rotate them again when a text grows, so all texts have one set, by the longest that is allowed: the short factors
+where `--max-total-tokens` is at most the original context, else the long ones. If all your texts are short, set that
+limit: it gives the best quality.
 """
 
-OTHERS = f"""\
+OTHERS = """\
 ## All others
 
-A `model_type` that is not above runs through transformers, if that is installed (`pip install 'legato[transformers]'`):
-everything but attention is transformers' own code, keys and values are in Legato's cache. It is slower, has no CUDA
-graphs and runs on one shard. Cohere, Cohere 2, OLMoE, Persimmon, Phi-2 and StableLM are compared like the others, by
-`{TESTS}/test_fallback.py::test_tokens_and_logits_equal_transformers`.
+Any other `model_type` runs through transformers, if that is installed (`pip install 'legato[transformers]'`): attention
+and KV cache are Legato's, everything else is transformers' code. It is slower, has no CUDA graphs and runs on one
+shard. Cohere, Cohere 2, OLMoE, Persimmon, Phi-2 and StableLM are tested.
 
-Models that remember anything but keys and values (state spaces, linear attention, convolutions), see tokens behind
-their own, have attention sinks, or keep a window from attention are refused with the reason:
-`{TESTS}/test_fallback.py::test_what_cannot_be_right_is_refused_with_the_reason`.
+Refused, with the reason: models with state other than keys and values (state spaces, linear attention, convolutions),
+with attention that is not causal, with attention sinks, or with a sliding window that attention is not told of.
 
-Code that comes with a model is fetched and runs with `--trust-remote-code` and never without:
-`{TESTS}/test_remote_code.py`.
+Code that comes with a model is downloaded and run only with `--trust-remote-code`.
 """
+
+NUM_SHARDS = (1, 2, 4)
 
 
 def reference_page() -> str:
     """docs/models.md, in Markdown."""
-    header = "| architecture | model_type | for example | shards | case | GGUF |\n|---|---|---|---|---|---|"
+    header = "| architecture | `model_type` | for example | 1 shard | 2 shards | 4 shards | GGUF |"
     rows = [_row(model_type, CATALOGUE[model_type]) for model_type in sorted(CATALOGUE, key=str.lower)]
-    return "\n".join([INTRODUCTION, "## Architectures\n", header, *rows, "", PICTURES, LONG_CONTEXTS, OTHERS])
+    return "\n".join(
+        [INTRODUCTION, "## Architectures\n", header, "|---" * 7 + "|", *rows, "", IMAGES, LONG_CONTEXTS, OTHERS]
+    )
 
 
 def _row(model_type: str, entry: CatalogueEntry) -> str:
+    ticks = [*(number in entry.shards for number in NUM_SHARDS), bool(entry.gguf)]
     cells = [
         entry.name,
         f"`{model_type}`",
         ", ".join(f"`{example}`" for example in entry.examples),
-        ", ".join(map(str, entry.shards)),
-        f"`{entry.case}`" if entry.test == SHARDS else f"`{entry.test}[{entry.case}-SHARDS]`",
-        f"`{entry.gguf}`" if entry.gguf else "",
+        *("✓" if tick else "" for tick in ticks),
     ]
     return "| " + " | ".join(cells) + " |"

@@ -1,4 +1,4 @@
-"""docs/models.md: fresh, complete, and every test that it names is there."""
+"""docs/models.md is fresh and complete, and every test that the catalogue names exists."""
 
 from __future__ import annotations
 

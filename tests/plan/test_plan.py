@@ -79,7 +79,7 @@ def test_the_parameters_of_shapes_without_files_are_right_within_a_percent(name:
 
 Make = Callable[[Path], Path]
 MODELS: dict[str, Make] = {
-    "gemma3-with-eyes": today.tiny_gemma3_with_eyes,
+    "gemma3-of-a-vision-model": today.tiny_gemma3_of_a_vision_model,
     "tied-head-copied": seeds.with_own_head(seeds.tiny_bloom, "transformer.word_embeddings.weight"),
     "mixtral": experts.tiny_mixtral,
     "mixtral-fused": experts.fused(experts.tiny_mixtral, "w1", "w3", "w2", "block_sparse_moe"),

@@ -197,13 +197,13 @@ class UnaryBatches:
         return Member(request, ids, row, blocks, detokenizer, stops, cached, prompt.images)
 
     def _check(self, request: pb.Request, ids: list[int]) -> None:
-        """A shard trusts its router; here, others call."""
+        """Steps of a router are trusted; unary calls come from other clients."""
         new, longest = request.stopping_parameters.max_new_tokens, self._model.capacity.max_total_tokens
         vocab_size = self._model.loaded.model.config.vocab_size
         if not ids or len(ids) + new > longest:
-            problem = f"{len(ids)} prompt tokens and {new} new ones do not fit between 1 and {longest}"
+            problem = f"{len(ids)} prompt tokens and {new} new ones are not within 1 to {longest}"
         elif max(ids) >= vocab_size:
-            problem = f"token {max(ids)} is none of the {vocab_size} that the model knows"
+            problem = f"token {max(ids)} is not in the vocabulary of {vocab_size} tokens"
         elif request.cache_len >= len(ids):
             problem = f"{request.cache_len} of {len(ids)} prompt tokens are cached; at least one must be computed"
         else:
