@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 import grpc
 from tokenizers import Tokenizer
@@ -16,6 +17,8 @@ from legato.server.model import Model
 from legato.server.vision.prompts import PromptReader
 from legato.text.detokenize import Vocabulary
 from legato.text.stopping import StopMatcher
+
+Answer = TypeVar("Answer", pb.PrefillResponse, pb.DecodeResponse)
 
 ALREADY_EXISTS = grpc.StatusCode.ALREADY_EXISTS
 
@@ -33,14 +36,7 @@ class UnaryBatches:
     def prefill(self, request: pb.PrefillRequest) -> pb.PrefillResponse:
         started = time.perf_counter_ns()
         batch = self._join(request) if request.HasField("cached_batch") else self._begin(request)
-        generations, forward_ns = self.generate_token(batch)
-        return pb.PrefillResponse(
-            generations=generations,
-            batch=self._keep(batch),
-            forward_ns=forward_ns,
-            decode_ns=time.perf_counter_ns() - started - forward_ns,
-            total_ns=time.perf_counter_ns() - started,
-        )
+        return self._run(batch, pb.PrefillResponse, started)
 
     def _begin(self, request: pb.PrefillRequest) -> UnaryBatch:
         if request.batch.id in self._cache:
@@ -58,8 +54,11 @@ class UnaryBatches:
         if not request.batches:
             raise RequestRefused("Decode needs at least one batch")
         batch = UnaryBatch.concatenate(self._cache.pop([cached.id for cached in request.batches]))
+        return self._run(batch, pb.DecodeResponse, started)
+
+    def _run(self, batch: UnaryBatch, answer: type[Answer], started: int) -> Answer:
         generations, forward_ns = self.generate_token(batch)
-        return pb.DecodeResponse(
+        return answer(
             generations=generations,
             batch=self._keep(batch),
             forward_ns=forward_ns,
