@@ -35,7 +35,7 @@ else:
 def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """`jit`, but compiled once whatever these arguments are: they differ from step to step. Triton would make a kernel
     of its own for numbers that are 1 or multiples of 16 and for addresses that are multiples of 16, and to compile one
-    takes most of a second in which nobody gets a token."""
+    takes most of a second, in which no step runs."""
     return lambda kernel: kernel if tl is None else triton.jit(kernel, do_not_specialize=names)
 
 

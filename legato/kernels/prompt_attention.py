@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Tokens. Attention is a small part of a step of shorter prompts, whoever computes it.
+# Tokens. Attention is a small part of a step of shorter prompts, whichever kernel computes it.
 LONG = 1024
 # Prompts of many different lengths would be many calls, and then one launch of our own kernel is sooner done.
 MOST_CALLS = 2

@@ -1,6 +1,6 @@
-"""What is known about each architecture, and which test knows it: docs/models.md is written from this table.
+"""The supported architectures and the tests that compare each with transformers. docs/models.md is written from it.
 
-Keyed by model_type like `ARCHITECTURES`; a test holds the two together, and another sees that every test named exists.
+Keyed by model_type like `ARCHITECTURES`; a test compares the two, another checks that every test named exists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CATALOGUE = {
     "gemma": CatalogueEntry("Gemma", ("google/gemma-2b-it", "google/gemma-7b-it"), "gemma", gguf=f"{GGUF}[gemma]"),
     "gemma2": CatalogueEntry("Gemma 2", ("google/gemma-2-2b-it", "google/gemma-2-9b-it"), "gemma2",
                              gguf=f"{GGUF}[gemma2]"),
-    "gemma3": CatalogueEntry("Gemma 3, text alone", ("google/gemma-3-4b-it",), "gemma3-with-eyes"),
+    "gemma3": CatalogueEntry("Gemma 3, text only", ("google/gemma-3-4b-it",), "gemma3-of-a-vision-model"),
     "gemma3_text": CatalogueEntry("Gemma 3", ("google/gemma-3-1b-it",), "gemma3", gguf=f"{GGUF}[gemma3]"),
     "gpt2": CatalogueEntry("GPT-2", ("openai-community/gpt2", "openai-community/gpt2-xl"), "gpt2"),
     "gpt_bigcode": CatalogueEntry("StarCoder, SantaCoder", ("bigcode/starcoder", "bigcode/gpt_bigcode-santacoder"),

@@ -19,7 +19,7 @@ class ModelConfig(Sizes):
     """An architecture whose config.json means something else sets `model.config = replace(config, ...)`."""
 
     rope_option: tuple[str, float] | None = None  # what --rope-scaling and --rope-factor say
-    decoder_start_token_id: int | None = None  # of encoder-decoder models: what the decoder sees first
+    decoder_start_token_id: int | None = None  # of encoder-decoder models: the first token of the decoder
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:

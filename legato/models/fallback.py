@@ -3,7 +3,7 @@
 transformers computes everything but attention, which its models look up by name. Ours stores keys and values in the
 KV cache and attends over blocks, so a step of many sequences is to the model one sequence whose positions jump. That
 is right as long as nothing but attention looks at other tokens. Models that say otherwise (state spaces, convolutions,
-attention of their own making) are refused, and a `IsolationProbe` finds those that do not say it.
+their own attention) are refused, and an `IsolationProbe` finds those that do not say so.
 
 `registry.py` imports this module, and with it transformers, when a model asks for it and `foreign.py` has let it pass.
 """
@@ -38,7 +38,7 @@ NAME = "legato"  # of our attention, among those of transformers
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as config.json has them
 # Positions of a probe, whose last token stays while the others change.
 PROBE_POSITIONS = (0, 1, 2, 3)
-# Far above the rounding of any format, far below what another token does to a model that sees it.
+# Far above the rounding of any format, far below the effect of another token that is attended to.
 TOLERANCE = 0.02
 
 
@@ -94,14 +94,14 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls as its attention `legato`."""
     if attention_mask is not None:
-        raise UnsupportedModel("it masks attention in a way of its own")
+        raise UnsupportedModel("it uses an attention mask of its own")
     if is_causal is False or not getattr(module, "is_causal", True):
-        raise UnsupportedModel("its tokens see the ones behind them")
+        raise UnsupportedModel("its attention is not causal")
     if others.get("s_aux") is not None:
         raise UnsupportedModel("its attention has sinks")
     layer = getattr(module, "layer_idx", None)
     if layer is None:
-        raise UnsupportedModel("its layers do not say which one they are")
+        raise UnsupportedModel("its attention layers have no `layer_idx`")
     call = AttentionCall(int(layer), query, key, value, scaling, int(sliding_window or 0), float(softcap or 0.0))
     return _running.get().attend(call)[None], None
 
@@ -149,10 +149,10 @@ class IsolationProbe:
 
     def kv_shape(self, num_layers: int, dtype: torch.dtype) -> KVShape:
         if sorted(self.calls) != list(range(num_layers)):
-            raise UnsupportedModel(f"{len(self.calls)} of its {num_layers} layers attend, and Legato has to see all")
+            raise UnsupportedModel(f"only {len(self.calls)} of its {num_layers} layers call the attention function")
         shapes = {(call.heads.num_kv_heads, call.heads.head_dim) for call in self.calls.values()}
         if len(shapes) > 1:
-            raise UnsupportedModel("its layers have unlike key heads")
+            raise UnsupportedModel("its layers have different numbers or sizes of key heads")
         ((num_kv_heads, head_dim),) = shapes
         return KVShape(num_layers, num_kv_heads, head_dim, dtype)
 
@@ -161,7 +161,7 @@ class IsolationProbe:
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * len(self.calls)
         if any(kinds[layer] == SLIDING and not call.window for layer, call in self.calls.items()):
-            raise UnsupportedModel("its layers see a window and do not say how wide")
+            raise UnsupportedModel("its sliding window is not passed to the attention function")
 
 
 class PrecomputedBody(torch.nn.Module):
@@ -183,7 +183,7 @@ class Fallback:
     def __init__(self, config: ModelConfig, model: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._body, self._head, self._precomputed = model.base_model, model, PrecomputedBody()
         if self._body is model or "position_ids" not in inspect.signature(self._body.forward).parameters:
-            raise UnsupportedModel("it cannot be told which position a token has")
+            raise UnsupportedModel("its forward takes no `position_ids`")
         setattr(model, model.base_model_prefix, self._precomputed)
         model.requires_grad_(False)
         probe, hidden_size, vocab_size = self._probe(config, device)
@@ -222,7 +222,7 @@ class Fallback:
                 hidden.append(self._run(torch.tensor(ids, device=device), torch.tensor(positions, device=device)))
         one, other = (states[-1].float() for states in hidden)
         if (one - other).norm() > TOLERANCE * one.norm():
-            raise UnsupportedModel("something besides attention looks at other tokens")
+            raise UnsupportedModel("something besides attention mixes tokens")
         return probe, hidden[0].shape[1], self.logits(hidden[0]).shape[1]
 
 
@@ -246,9 +246,9 @@ def load(
     """Everything that can be wrong without its weights is said before they are read."""
     kind = config.model_type
     if shard is not None and shard.world_size > 1:
-        raise UnsupportedModel(f"model_type '{kind}' runs through transformers, which is one shard: use --num-shard 1")
+        raise UnsupportedModel(f"model_type '{kind}' runs through transformers, on one shard only: use --num-shard 1")
     if config.rope_option is not None:
-        raise UnsupportedModel(f"model_type '{kind}' runs through transformers, without --rope-scaling")
+        raise UnsupportedModel(f"model_type '{kind}' runs through transformers, which does not support --rope-scaling")
     found = _config(files, trust_remote_code)
     transformers.utils.logging.set_verbosity_error()  # what matters of it is said by us
     transformers.utils.logging.disable_progress_bar()
@@ -278,11 +278,11 @@ def _architecture(config: Any, trust_remote_code: bool) -> Any:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     if model.config.is_encoder_decoder:
-        raise UnsupportedModel("it is an encoder and a decoder")
+        raise UnsupportedModel("it is an encoder-decoder model")
     if model._is_stateful:
         raise UnsupportedModel(foreign.STATEFUL)
     if not model._can_set_attn_implementation():
-        raise UnsupportedModel("its attention is of its own making")
+        raise UnsupportedModel("its attention implementation cannot be replaced")
     if unknown := set(getattr(model.base_model.config, "layer_types", None) or []) - {FULL, SLIDING}:
         raise UnsupportedModel(f"it has layers of the type '{min(unknown)}'")
     return type(model)

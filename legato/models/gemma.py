@@ -89,7 +89,7 @@ class Gemma2(Gemma):
 
 
 class Gemma3(Gemma2):
-    """Of a checkpoint that also sees, the part that reads and writes."""
+    """The language model, also of vision checkpoints."""
 
     score_cap = 0.0
     logits_cap = 0.0

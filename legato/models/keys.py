@@ -1,4 +1,4 @@
-"""A typed view of config.json. Whoever reads a key says what it must be; what is not so is an error that names it."""
+"""A typed view of config.json. A reader states the type of a key; a value of another type is an error that names it."""
 
 from __future__ import annotations
 

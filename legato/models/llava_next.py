@@ -1,6 +1,6 @@
 """LLaVA-NeXT: CLIP's tower, a projector, and a Llama or a Mistral.
 
-A picture is seen twice: as a whole, shrunk to a tile, and in tiles that together have about its own resolution. Every
+An image is encoded twice: as a whole, shrunk to a tile, and in tiles that together have about its own resolution. Every
 row of patches of the latter ends with a token of its own, and rows and columns that are mere padding are left out.
 """
 
@@ -130,7 +130,7 @@ class LlavaNext(Llama):
         return x if step.images is None else step.images.insert_into(x)
 
     def encode_image(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
-        """The whole picture, then row by row its tiles without padding; `shape` is its size as it was sent."""
+        """The whole image, then row by row its tiles without padding; `shape` is its size as it was sent."""
         seen = self.tower(pixels)
         whole, *tiles = self.projector(seen.flatten(0, 1)).unflatten(0, seen.shape[:2]).unbind(0)
         side, best = self.rules.tile // self.rules.patch, self.rules.best(shape)

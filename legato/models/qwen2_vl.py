@@ -1,8 +1,8 @@
-"""Qwen2-VL: Qwen 2 with eyes.
+"""Qwen2-VL: Qwen 2 with a vision tower.
 
 The tower reads patches of any number, which know their row and column by rotation, and merges each cell of them into
 one token. In the language model every token has three positions: in time, in height and in width. Those of text are
-equal; a picture takes as many as its longer side, so that the text behind it goes on at a smaller position than its
+equal; an image takes as many as its longer side, so that the text behind it goes on at a smaller position than its
 place in the sequence. The difference, a row's shift, stays for the rest of the sequence.
 """
 
@@ -177,7 +177,7 @@ class Qwen2VL(Qwen2):
         return SequentialLayer(plain.norm, attention, plain.mlp_norm, plain.mlp)
 
     def positions(self, step: Step) -> torch.Tensor:
-        """[3, T]. A step of which nothing is told has decodes alone, or nobody has pictures."""
+        """[3, T]. A step without images has positions of text, or decodes after images."""
         if step.images is not None and step.images.positions is not None:
             return step.images.positions
         positions = step.positions
@@ -194,7 +194,7 @@ class Qwen2VL(Qwen2):
         return self.tower(pixels, Size(shape.height * merge, shape.width * merge))
 
     def image_positions(self, num_tokens: int, images: Sequence[ImageSpan]) -> np.ndarray:
-        """Text goes on behind the farthest position so far; a picture's tokens have its rows and columns from there."""
+        """Text continues after the largest position so far; an image's tokens have its rows and columns from there."""
         positions = np.empty((3, num_tokens), dtype=np.int64)
         first, position = 0, 0
         for image in images:

@@ -114,7 +114,7 @@ def get_model(
 
 
 def model_config(files: ModelFiles, *, trust_remote_code: bool = False) -> ModelConfig:
-    """The normalised configuration, of a model type that somebody here can build."""
+    """The normalised configuration, of a supported model type."""
     model_type = str(files.config().get("model_type"))
     if model_type in ARCHITECTURES:
         return ModelConfig.from_hf(files.config())

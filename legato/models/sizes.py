@@ -10,7 +10,7 @@ from typing import Any
 
 from legato.models.keys import Keys
 
-# Sizes that a config.json leaves out where they are those that transformers knows by heart.
+# Sizes that a config.json leaves out where they are the defaults of transformers.
 _GEMMA3 = dict(
     vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131_072
 )
@@ -35,7 +35,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Sizes:
-        # Models that also see or hear keep what concerns their language part in an object of its own.
+        # Multimodal models keep the keys of their language model in an object of its own.
         language = Keys(config).below("text_config").raw
         model_type = str(config.get("model_type"))
         keys = Keys({**LEFT_OUT.get(model_type, {}), **config, **language})

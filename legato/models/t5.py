@@ -161,10 +161,10 @@ class DecoderLayer:
         self.cross_output = parts.output(cross)
         self.mlp = FeedForward(parts, f"{name}.layer.2")
         self.norms = [parts.norm(f"{name}.layer.{i}") for i in range(3)]
-        parts.weights.skip(f"{cross}.relative_attention_bias.weight")  # early checkpoints have one, which nobody uses
+        parts.weights.skip(f"{cross}.relative_attention_bias.weight")  # early checkpoints have one, which is unused
 
     def read(self, encoded: torch.Tensor, cache: LayerCache, slots: torch.Tensor) -> None:
-        """Keep what this layer will see of the prompts."""
+        """Store this layer's keys and values of the prompts."""
         self.cross.store(self.cross_kv(encoded), cache, slots)
 
     def __call__(self, x: torch.Tensor, cache: LayerCache, tokens: DecoderTokens) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What models that see have in common: the seam to the server, and the blocks of vision transformers.
+"""What vision models have in common: the protocol for the server, and the blocks of vision transformers.
 
 A tower is whole on every shard: it is small beside the language model, and its results are the same everywhere.
 """
@@ -25,7 +25,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """Where the tokens of a picture are in their sequence, and its shape as the family's rules have it."""
+    """Where the tokens of an image are in their sequence, and its shape as the family's rules have it."""
 
     start: int
     num_tokens: int
@@ -34,34 +34,34 @@ class ImageSpan:
 
 @runtime_checkable
 class VisionModel(CausalModel, Protocol):
-    """A `CausalModel` whose embeddings of some tokens come from pictures (`Step.images`)."""
+    """A `CausalModel` whose embeddings of some tokens come from images (`Step.images`)."""
 
     # [rows] int64 on the device: what is added to the position of a row's decoded tokens. Written by the server; a
     # model of one axis never reads it.
     position_shifts: torch.Tensor | None
 
     def encode_image(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
-        """What the language model reads in the places of one picture: [num_tokens, hidden_size]. `pixels` are as the
+        """The embeddings of one image: [num_tokens, hidden_size]. `pixels` are as the
         server's preprocessing has them, `shape` is that of `ImageSpan`."""
         ...
 
     def image_positions(self, num_tokens: int, images: Sequence[ImageSpan]) -> np.ndarray | None:
-        """Positions [3, num_tokens] of a sequence with these pictures; None if they are as those of any text."""
+        """Positions [3, num_tokens] of a sequence with these images; None if they are those of text."""
         ...
 
 
 class TowerAttention:
-    """Every patch sees every other of its picture."""
+    """Full attention between the patches of an image."""
 
     def __init__(self, qkv: Product, output: Product, num_heads: int) -> None:
         self.qkv = qkv
         self.output = output
         self.num_heads = num_heads
 
-    def __call__(self, x: torch.Tensor, num_pictures: int, angles: Angles | None) -> torch.Tensor:
-        """x [T, width]: the patches of pictures that have equally many."""
-        apart = self.qkv(x).unflatten(0, (num_pictures, -1)).unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = apart.unbind(-3)  # [pictures, patches, heads, head_dim] each
+    def __call__(self, x: torch.Tensor, num_images: int, angles: Angles | None) -> torch.Tensor:
+        """x [T, width]: the patches of images of equal size."""
+        apart = self.qkv(x).unflatten(0, (num_images, -1)).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = apart.unbind(-3)  # [images, patches, heads, head_dim] each
         if angles is not None:
             cos, sin = angles
             q, k = (rotate(part.float(), cos, sin).to(v.dtype) for part in (q, k))
@@ -76,6 +76,6 @@ class TowerLayer:
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def __call__(self, x: torch.Tensor, num_pictures: int = 1, angles: Angles | None = None) -> torch.Tensor:
-        x = x + self.attention(self.norm(x), num_pictures, angles)
+    def __call__(self, x: torch.Tensor, num_images: int = 1, angles: Angles | None = None) -> torch.Tensor:
+        x = x + self.attention(self.norm(x), num_images, angles)
         return x + self.mlp(self.mlp_norm(x))

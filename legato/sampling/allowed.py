@@ -1,4 +1,4 @@
-"""Which tokens a batch may choose from at all, where a grammar has a say: one bit per token, packed by the host."""
+"""The tokens that a grammar allows, one bit per token, packed by the host."""
 
 from __future__ import annotations
 

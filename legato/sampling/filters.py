@@ -6,7 +6,7 @@ ties: tokens exactly as likely as the last one kept are kept too, where a sort w
 first. So no result depends on a sorting algorithm.
 
 top_p and typical_p ask how far down an order of the tokens one must go to gather a given mass. Sorting the vocabulary
-answers that, slowly: it orders the 49,000 tokens that nobody asked about as well. `_reach` finds the same place with
+answers that, slowly: it orders all 49,000 tokens. `_reach` finds the same place with
 three histograms.
 """
 

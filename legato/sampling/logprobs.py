@@ -1,4 +1,4 @@
-"""What the model itself thinks: log probabilities of the logits as they came, whatever is done to them afterwards.
+"""Log probabilities of the model's own logits, before anything is done to them.
 
 They do not depend on temperature, filters or penalties, so that two requests for the same text see the same numbers.
 """
@@ -29,7 +29,7 @@ class LikeliestTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What the model thought of t positions of a prompt, and what it would have said there itself."""
+    """Log probabilities of t tokens of a prompt, and the likeliest tokens at their positions."""
 
     logprobs: Tensor  # [t] float32, of the tokens that follow
     top_ids: Tensor  # [t, num_top] int64, likeliest first

@@ -10,7 +10,7 @@ from legato.pb.generate_pb2 import NextTokenChooserParameters
 
 
 class Feature(Enum):
-    """The parts of sampling that cost something, and that a batch in which nobody uses them skips."""
+    """The parts of sampling that cost something; a batch without a row that uses one skips it."""
 
     WATERMARK = auto()
     BIAS = auto()

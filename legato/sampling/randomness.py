@@ -1,7 +1,7 @@
 """One random number per row and token, as a function of (seed, position) and nothing else.
 
 The position is the number of tokens that the request has generated. No generator is carried along, so a request draws
-the same numbers whoever shares its batch, however its prompt was cut into steps, and wherever it was preempted.
+the same numbers whatever else is in its batch, however its prompt was cut into steps, and wherever it was preempted.
 
 The function is splitmix64: a counter that grows by a constant stride, and a mixer that turns each of its values into
 64 bits. A row keeps the counter, which is its seed and position in one number. The seed is mixed before it becomes the

@@ -15,7 +15,7 @@ The order is fixed here and nowhere else:
       │  top_k ► top_p ► typical_p ► min_p
       ▼  choice               by one random number, a function of the request's seed and position
 
-Every row of a batch may ask for something else. What nobody asks for is not computed; what some ask for is computed
+Every row of a batch may ask for something else. What no row asks for is not computed; what some ask for is computed
 for those rows together. Nothing here waits for the device, except for the watermark, whose lists are made by the host.
 """
 

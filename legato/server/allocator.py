@@ -1,4 +1,4 @@
-"""How the C library hands out memory, on hosts that compute."""
+"""Settings of the C library's allocator, for computing on the host."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from legato.pb import generate_pb2 as pb
 from legato.server.interceptor import RequestRefused
 
-# Rows and step tokens of a shard that nobody sized: enough for a client that calls Warmup with nothing in it.
+# Defaults for clients that call Warmup without limits.
 DEFAULT_ROWS = 128
 DEFAULT_STEP_TOKENS = 512
 RESERVED_BLOCKS = 1  # block 0 takes the writes of padded rows
 GIB = 2**30
-# Of a host's free memory, what a shard takes: the rest is everybody else's.
+# Of a host's free memory, what a shard takes: the rest is left to other processes.
 HOST_SHARE = 0.5
 # Of a GPU's memory, left to fragmentation and to what libraries allocate behind torch's back.
 RESERVE_SHARE, LEAST_RESERVE = 0.01, 256 * 2**20
@@ -31,7 +31,7 @@ def gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What warm-up found room for."""
+    """What fits, as warm-up found."""
 
     num_blocks: int
     max_rows: int
@@ -42,7 +42,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class RequestedLimits:
-    """What Warmup asks for, of a model that knows `max_positions`. A 0 leaves it to us."""
+    """The limits of a Warmup request, for a model of `max_positions`. 0 leaves a limit to the shard."""
 
     request: pb.WarmupRequest
     max_positions: int
@@ -55,7 +55,7 @@ class RequestedLimits:
 
     @property
     def longest(self) -> int:
-        """Of prompt and answer together, as far as memory allows."""
+        """Tokens of prompt and answer together, if memory allows."""
         return min(self.request.max_total_tokens or self.max_positions, self.max_positions)
 
     @property
@@ -70,7 +70,7 @@ class RequestedLimits:
         return -(-num_tokens // self.block_size)
 
     def fit(self, budget: int) -> Capacity:
-        """What fits into `budget` bytes. Memory is cut to whole blocks, requested are rounded up to them."""
+        """What fits into `budget` bytes. Memory is rounded down to whole blocks, requested tokens up."""
         in_memory = max(0, budget) // (self.bytes_per_token * self.block_size)
         usable = min(in_memory, self.max_rows * self.num_blocks(self.longest))
         if self.request.max_batch_total_tokens:
@@ -87,7 +87,7 @@ class RequestedLimits:
         )
 
     def _problem(self, usable: int, in_memory: int, budget: int) -> str:
-        """The numbers, and what to change: the setting that stands in the way."""
+        """The numbers, and the option to change."""
         wanted = self.longest if self.request.max_total_tokens else self.block_size
         room = f"Not enough memory to handle `max_total_tokens={wanted}`: the KV cache has room for"
         if usable < in_memory:

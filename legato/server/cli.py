@@ -1,4 +1,4 @@
-"""`text-generation-server`: serve a model on a unix socket, or fetch its files beforehand."""
+"""`text-generation-server`: serve a model on a unix socket, or download its files beforehand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def download_weights(options: DownloadOptions) -> None:
         convert(path)
     files = ModelFiles.open(path)
     files.check_weights()
-    logger.info("Weights are here", extra={"fields": {"path": str(files.path)}})
+    logger.info("Weights downloaded", extra={"fields": {"path": str(files.path)}})
 
 
 def _located(options: DownloadOptions) -> Path:
@@ -76,7 +76,7 @@ def main() -> None:
     group = with_version(click.Group("text-generation-server", help="The model server: one shard of one model."))
     group.add_command(command(ServerOptions, serve, "serve", "Serve a model on a unix socket."))
     group.add_command(
-        command(DownloadOptions, download_weights, "download-weights", "Fetch a model's files and check them.")
+        command(DownloadOptions, download_weights, "download-weights", "Download a model's files and check them.")
     )
     sys.exit(run_program(group))
 

@@ -51,7 +51,7 @@ def convert(folder: Path) -> list[Path]:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     except BaseException:
-        # Half a model would look like a whole one to whoever comes next.
+        # Half a model would look complete to the next reader.
         for file in written:
             file.unlink(missing_ok=True)
         raise
@@ -118,7 +118,7 @@ def read_pickle(file: Path) -> Tensors:
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise ModelFileError(f"{file} holds something else than named tensors")
+        raise ModelFileError(f"{file} does not contain named tensors")
     return content
 
 
@@ -164,7 +164,7 @@ def verify(file: Path, tensors: Tensors) -> None:
             name for name, tensor in tensors.items() if not _same(stored.get_tensor(name), tensor)
         }
     if different:
-        raise ModelFileError(f"{file.name}: '{min(different)}' is not what was written; is the disk sound?")
+        raise ModelFileError(f"{file.name}: '{min(different)}' differs from what was written; check the disk")
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -178,7 +178,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cached_snapshot(repo_id: str, revision: str | None, cache: Path | None) -> Path | None:
-    """The Hub's cache counts a model without safetensors as absent, when nobody can be asked. This does not."""
+    """The Hub's cache counts a model without safetensors as absent when offline. This does not."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

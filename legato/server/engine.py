@@ -1,4 +1,4 @@
-"""The engine: rows to step, forward, sample. It runs the steps it is given and decides nothing."""
+"""The engine: from rows to a step, forward, sample. It runs the steps that it is given and schedules nothing."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from legato.vision.rules import ImageRules
 
 logger = logging.getLogger(__name__)
 
-# Logits of a long prompt at once would be gigabytes.
+# The logits of a long prompt all at once would be gigabytes.
 PROMPT_LOGITS_TOKENS = 128
-# How often a step that does not fit is cut in two: sixteen forwards of a sixteenth, and then it is lost.
+# How often a step that does not fit is split in two: after sixteen forwards of a sixteenth it fails.
 MAX_SPLITS = 4
 
 
@@ -47,9 +47,9 @@ class Engine:
         max_tokens: int,
         make_sampler: Callable[[int], Sampler],
         grammars: Grammars,
-        graph_sizes: tuple[int, ...] = (),  # of decode batches to capture; (0,) for none, () for whatever comes
+        graph_sizes: tuple[int, ...] = (),  # decode batch sizes to capture; (0,): none, (): every size that comes up
         shard: Shard | None = None,
-        image_rules: ImageRules | None = None,  # how pictures are cut for the model; None: it gets none
+        image_rules: ImageRules | None = None,  # how images are cut into tokens; None: text only
     ) -> None:
         self.model = model
         self.cache = cache
@@ -63,26 +63,26 @@ class Engine:
         if image_rules is not None and isinstance(model, VisionModel):
             self.vision_encoder = VisionEncoder(model, image_rules, max_rows, self.device)
         self.shard = shard or Shard()
-        # One shard of several must not cut: the others would go on with the whole step.
+        # One shard of several must not split a step: the others would compute the whole.
         self._max_splits = MAX_SPLITS if self.shard.world_size == 1 else 0
-        # What an encoder or eyes see of a prompt is not of one shape.
+        # Encoders of prompts and images have no fixed shape.
         self._mixed_sizes = [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows)
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
             self.use_graphs(graph_sizes, CudaRecorder())
 
     def use_graphs(self, sizes: Sequence[int], record: Record, mixed: Sequence[int] | None = None) -> None:
-        """From now on. The first ones are yet to be captured. `mixed` are other sizes for steps with prompts."""
+        """From now on; nothing is captured yet. `mixed` are other sizes for steps with prompts."""
         mixed = self._mixed_sizes if mixed is None or not self._mixed_sizes else mixed
         self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard)
 
     def launch(self, request: pb.StepRequest) -> PendingStep:
-        """Counts are booked first, for all rows: a step that fails later leaves no row behind the router's count.
+        """Counts are advanced first, for all rows: a step that fails later leaves no row behind the router's count.
 
-        A step that does not fit in memory raises `OutOfMemory`: its rows are lost, all others are as they were.
+        A step that does not fit in memory raises `OutOfMemory`: its rows are lost, all others are unchanged.
         """
         started = time.perf_counter_ns()
-        parts = self._book(request)
+        parts = self._advance(request)
         lost = f"a step of {sum(request.num_tokens)} tokens in {len(request.rows)} rows does not fit"
         cure = "lower --cuda-memory-fraction, which leaves more room beside the KV cache, or --max-batch-prefill-tokens"
         with refused_for_memory(f"{lost}; {cure}", self.device):
@@ -111,7 +111,7 @@ class Engine:
         return PendingStep(request.id, started, clock, outcomes)
 
     def _replay(self, parts: list[RowStep]) -> list[ForwardResult]:
-        """A step that there is a graph for; else nothing."""
+        """Run the step with a CUDA graph, if one fits; else an empty list."""
         if self.graphs is None:
             return []
         order = decodes_first(parts)
@@ -129,10 +129,10 @@ class Engine:
             chosen = self._choose(done.logits[: len(rows)], rows)
         return [ForwardResult(chosen, _restore(order, sampled), {})]
 
-    def _forward(self, parts: list[RowStep], cuts: int = 0) -> list[ForwardResult]:
-        """A step of any kind: one forward, or two halves one after the other where memory does not suffice for one.
+    def _forward(self, parts: list[RowStep], splits: int = 0) -> list[ForwardResult]:
+        """Run the step eagerly: one forward, or two halves one after the other where memory does not suffice.
 
-        Computing again what a failed forward had begun is harmless. Sampling is not repeated: rows would move on twice.
+        Computing again what a failed forward had begun is harmless. Sampling is not repeated: it advances the rows.
         """
         order = decodes_first(parts)
         ordered = [parts[place] for place in order]
@@ -140,17 +140,19 @@ class Engine:
         try:
             logits, scores = self._compute(ordered)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or cuts == self._max_splits or not all(halves(parts)):
+            if not is_out_of_memory(error) or splits == self._max_splits or not all(halves(parts)):
                 raise
-            logger.warning("Out of memory: a step of %d tokens is cut in two", sum(part.count for part in parts))
+            logger.warning(
+                "Out of memory: a step of %d tokens is computed in two halves", sum(part.count for part in parts)
+            )
         else:
             chosen = None if logits is None else self._choose(logits, [ordered[place].row for place in sampled])
             return [ForwardResult(chosen, _restore(order, sampled), scores)]
         release(self.device)  # here, where the error no longer holds what it failed with
-        return [outcome for half in halves(parts) for outcome in self._forward(half, cuts + 1)]
+        return [outcome for half in halves(parts) for outcome in self._forward(half, splits + 1)]
 
     def _compute(self, parts: list[RowStep]) -> tuple[torch.Tensor | None, dict[int, list[PromptScores]]]:
-        """Logits of the rows that sample, if any do, and what the model thought of prompts."""
+        """Logits of the rows that sample, if any do, and log probabilities of prompts."""
         step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
         if self.vision_encoder is not None:
             step = self.vision_encoder.add_images(step, parts)
@@ -171,7 +173,7 @@ class Engine:
         logprobs = torch.where(logits.amax(-1).isfinite(), sampled.logprobs, float("nan"))
         return SampledTokens(rows, sampled.token_ids, logprobs, sampled.top, self.grammars.errors(rows))
 
-    def _book(self, request: pb.StepRequest) -> list[RowStep]:
+    def _advance(self, request: pb.StepRequest) -> list[RowStep]:
         for admission in request.admitted:
             self.rows.admit(
                 admission.row,

@@ -1,4 +1,4 @@
-"""Errors of a call become a status with a message, and a line in the log; the shard lives on."""
+"""Errors of a call become a status with a message and a log line; the shard goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestRefused(LegatoError):
-    """The caller asked for something that cannot be done now; `code` says what kind of mistake it was."""
+    """The call cannot be served; `code` is its gRPC status."""
 
     def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(message)

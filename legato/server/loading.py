@@ -22,7 +22,7 @@ from legato.server.rendezvous import join, share_cores
 
 logger = logging.getLogger(__name__)
 
-# Percent between two lines about loading: for people, and for programs, which may draw a bar.
+# Percent between two progress lines: for people, and for programs that may draw a bar.
 STEP, FINE_STEP = 20, 2
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -60,7 +60,7 @@ def load(files: ModelFiles, options: ServerOptions) -> LoadedModel:
 
 @contextmanager
 def _naming(files: ModelFiles) -> Iterator[None]:
-    """Whoever complains about a model from here on need not know where it came from."""
+    """Prefix errors about the model with its path."""
     try:
         yield
     except ModelError as error:
@@ -74,7 +74,7 @@ def _config(files: ModelFiles, options: ServerOptions) -> ModelConfig:
     try:
         config = model_config(files, trust_remote_code=options.trust_remote_code)
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelFileError(f"the configuration makes no sense: {error}") from None
+        raise ModelFileError(f"config.json is invalid: {error}") from None
     return config if options.rope is None else config.with_rope_option(*options.rope)
 
 
@@ -89,7 +89,7 @@ def choose_device(name: str, rank: int = 0, world_size: int = 1) -> torch.device
         return torch.device("cuda")
     found = torch.cuda.device_count()
     if found < world_size:
-        raise OptionError(f"--num-shard {world_size} needs as many devices, but torch finds {found}")
+        raise OptionError(f"--num-shard {world_size} needs {world_size} GPUs, but torch finds {found}")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 
@@ -105,7 +105,7 @@ def choose_dtype(name: str | None, config: dict[str, object], device: torch.devi
 
 
 class LoadProgress:
-    """A line for every `step` percent of the weights."""
+    """Logs a line for every `step` percent of the weights."""
 
     def __init__(self, step: int) -> None:
         self._step = step

@@ -1,11 +1,11 @@
-"""How much memory the KV cache may take, and what happens when there is none.
+"""How much memory the KV cache may take, and what happens when memory runs out.
 
 On a GPU warm-up runs the largest step that it may ever get and reads what that took at its peak:
 
     device   ├ others ┼── weights ──┼─ peak of a step ─┼ graphs ┼ reserve ┼──────── KV cache ────────┤
              └─ taken ┴──── Reading.peak, torch's ─────┴──── computed ────┴──── what is left ────────┘
 
-`--cuda-memory-fraction` bounds everything but the others. The arithmetic is here and knows no device but in `measure`.
+`--cuda-memory-fraction` bounds everything but `others`. Only `measure` touches a device.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from legato.server.capacity import HOST_SHARE, LAYER_GRAPH_BYTES, reserve
 from legato.server.interceptor import RequestRefused
 
-# How torch says it, besides its own type of error: the CPU's allocator, cuBLAS, the driver.
+# Messages of errors that torch does not type: the CPU's allocator, cuBLAS, the driver.
 OUT_OF_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
 
 
 class OutOfMemory(RequestRefused):
-    """A step did not fit. It is lost, with its requests; the shard is not."""
+    """A step did not fit. Its requests fail; the shard goes on."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"Out of memory: {message}", grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -38,18 +38,18 @@ class Reading:
     """Bytes of a CUDA device, once the largest step has run."""
 
     total: int
-    free: int  # taken by nobody, after torch has given back what it does not use
+    free: int  # after torch has released what it does not use
     reserved: int  # held by torch at that time: the weights
     peak: int  # the most that torch held during the step
 
     @property
     def others(self) -> int:
-        """Taken behind torch's back: by other processes, by the driver and by libraries."""
+        """Not allocated by torch: other processes, the driver, libraries."""
         return self.total - self.free - self.reserved
 
 
 def cache_budget(reading: Reading, fraction: float, graphs: int = 0) -> int:
-    """Bytes for the KV cache: what our share leaves, and no more than is there. Negative if the rest lacks room."""
+    """Bytes for the KV cache: what our share leaves, and no more than is free. Negative if the rest does not fit."""
     available = min(int(fraction * reading.total), reading.total - reading.others)
     return available - reading.peak - graphs - reserve(reading.total)
 
@@ -94,7 +94,7 @@ def host_budget(fraction: float) -> int:
 
 
 def release(device: torch.device) -> None:
-    """Give back what torch keeps for later."""
+    """Empty torch's cache of free memory."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -108,7 +108,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def refused_for_memory(message: str, device: torch.device) -> Iterator[None]:
-    """Whatever allocation fails inside becomes an `OutOfMemory`."""
+    """An allocation that fails inside becomes an `OutOfMemory`."""
     try:
         yield
         return
@@ -120,7 +120,7 @@ def refused_for_memory(message: str, device: torch.device) -> Iterator[None]:
 
 
 def _available_ram() -> int:
-    """What the system could give without swapping; half of all memory where it does not say."""
+    """Available without swapping; half of all memory where the system does not tell."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:

@@ -1,4 +1,4 @@
-"""A loaded model with its cache and its rows: what the service calls. The words are those of TGI's server."""
+"""A loaded model with its KV cache and its rows, as the service calls it. Named after TGI's `Model`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from legato.vision.rules import image_rules
 
 logger = logging.getLogger(__name__)
 
-# Blocks of the cache in which the largest step is rehearsed: all rows write to the same one.
+# KV blocks for measuring the largest step: all rows write to the same one.
 WARMUP_BLOCKS = 2
 CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -63,17 +63,17 @@ class Model:
 
     @property
     def decoder_start_token_id(self) -> int | None:
-        """Of encoder-decoder models: what stands behind a prompt, which is then computed whole and never shared."""
+        """Of encoder-decoder models: the token after a prompt, which is then computed whole and never shared."""
         return self.loaded.model.config.decoder_start_token_id
 
     @property
     def alone(self) -> bool:
-        """Whether this shard is the whole model: then it need not do as others do, at the same time."""
+        """Whether this shard is the whole model: then it need not stay in sync with others."""
         return self.loaded.shard.world_size == 1
 
     def info(self) -> pb.InfoResponse:
         config = self.loaded.model.config
-        # An encoder reads a prompt at once, and what it makes of the beginning depends on the end.
+        # An encoder reads a prompt at once: every state depends on all tokens.
         has_encoder = config.decoder_start_token_id is not None
         graphs = None if self._engine is None else self._engine.graphs
         return pb.InfoResponse(
@@ -95,27 +95,27 @@ class Model:
 
     @property
     def kv_shape(self) -> KVShape:
-        """As the model has it, in the format that `--kv-cache-dtype` asks for."""
+        """The model's, with the dtype of `--kv-cache-dtype`."""
         shape, chosen = self.loaded.model.kv_shape, self.options.kv_cache_dtype
         return shape if chosen is None else replace(shape, dtype=CACHE_DTYPES[chosen])
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Of decodes to capture, in the words of `--cuda-graphs`: () for whatever comes, (0,) for none. The torch
-        versions of our kernels look at lengths on the host, which a capture cannot."""
+        """Of decodes to capture, as `--cuda-graphs` has them: () for every size that comes up, (0,) for none. The torch
+        versions of our kernels read lengths on the host, which a capture cannot."""
         can_capture = self.loaded.model.can_capture and not self.options.disable_custom_kernels
         return self.options.cuda_graphs if can_capture else (0,)
 
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
-        """Size the cache by the memory that is left, allocate it, and run first steps so that no request has to."""
+        """Size the KV cache by the memory that is left, allocate it, and run the first steps."""
         started = time.perf_counter()
         logger.info(WARMING_UP)
-        if self._engine is not None:  # a second warm-up replaces the first cache instead of standing beside it
+        if self._engine is not None:  # a second warm-up replaces the first cache
             unfreeze_gc()
         self._engine = self._capacity = None
         max_positions = self.loaded.model.config.max_positions
         requested = RequestedLimits(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
-        # Shards that have unlike room agree on what the smallest can hold.
+        # Shards agree on what the one with the least memory can hold.
         token_bytes = self.kv_shape.bytes_per_token
         budget = self.loaded.shard.least(self._budget(requested) // token_bytes, self.loaded.device) * token_bytes
         capacity = requested.fit(budget)
@@ -166,7 +166,7 @@ class Model:
         return cache_budget(reading, fraction, graphs)
 
     def _run_largest_steps(self, requested: RequestedLimits) -> None:
-        """The largest step that a router may send, and some that it often will, in an engine that is thrown away."""
+        """The largest step that a router may send, and some common ones, in a temporary engine."""
         engine = self._make_engine(WARMUP_BLOCKS, requested, requested.longest, graphs=False)
         if engine.vision_encoder is not None:
             engine.vision_encoder.encode_largest(requested.longest)
@@ -198,7 +198,7 @@ class Model:
         return Sampler(self.loaded.model.config.vocab_size, max_rows, self.loaded.device, **given)
 
     def _first_steps(self, capacity: Capacity) -> None:
-        """One prompt and one decode, and the first graphs: all paths have run once before anybody waits for them."""
+        """One prompt, one decode and the first CUDA graphs: everything has run once before the first request."""
         self.engine.launch(first_step(capacity, self.block_size)).read()
         self.engine.launch(decode_step()).read()
         if self.engine.graphs is not None:

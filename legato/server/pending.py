@@ -1,4 +1,4 @@
-"""A step that was launched: its tokens on their way to the host, and the answer that they become."""
+"""A launched step: its tokens on their way to the host, and the response made of them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NOT_FINITE = "Numerical error: the model's logits for this request are not finit
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of one forward, on the device or on their way to the host."""
+    """The sampled tokens of one forward, on the device or on their way to the host."""
 
     rows: list[int]
     token_ids: torch.Tensor
     logprobs: torch.Tensor  # NaN where the logits of a row were not finite
     top: LikeliestTokens | None = None
-    # Place -> why the token there means nothing.
+    # Index -> why the token there is invalid.
     errors: dict[int, str] = field(default_factory=dict)
 
     def to_host(self) -> SampledTokens:
-        """Queue the copies behind the step. Whoever reads them waits for the step's event first."""
+        """Queue the copies behind the step. Wait for the step's event before reading them."""
         top = self.top
         if top is not None:
             top = replace(top, token_ids=_to_host(top.token_ids), logprobs=_to_host(top.logprobs))
@@ -36,12 +36,12 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What a forward came to. A step is one of them, or several in the order of its rows."""
+    """The result of a forward. A step has one, or several in the order of its rows."""
 
     chosen: SampledTokens | None
-    # Place of each sampled row in the order of the request: a forward computes decodes first.
+    # Index of each sampled row, in the order of the request: a forward computes decodes first.
     places: list[int]
-    # What the model thought of the prompts of the rows that asked.
+    # By row, for the rows that asked for the log probabilities of their prompt.
     prompt_scores: dict[int, list[PromptScores]]
 
     def to_host(self) -> ForwardResult:
@@ -103,7 +103,7 @@ def _read_tokens(chosen: SampledTokens, places: list[int], response: pb.StepResp
 
 
 class StepClock:
-    """How long the device took for a step: events around it on a GPU, the host's clock where the host computes."""
+    """The device time of a step: CUDA events around it on a GPU, the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [_timed_event() for _ in range(2)] if device.type == "cuda" else []

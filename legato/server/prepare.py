@@ -1,4 +1,4 @@
-"""Rows to one `Step`: the tensors that a forward reads."""
+"""From rows to a `Step`: the tensors that a forward reads."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         input_ids=input_ids,
         positions=positions,
         slots=blocks * block_size + positions % block_size,
-        # Kernels want something to do: of a step in which nobody samples, one token goes on all the same.
+        # Kernels need at least one row: of a step without samples, one token is kept all the same.
         logits_indices=to_device(packed.sampled_tokens if len(packed.sampled_tokens) else packed.ends[:1] - 1, device),
         num_decodes=d,
         rows=row_index,

@@ -1,4 +1,4 @@
-"""Where the shards of a model find each other before they load it."""
+"""How the shards of a model form a process group, and when one of them has to end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from legato.common.options import ServerOptions
 from legato.layers.shard import Shard
 from legato.server.memory import OutOfMemory
 
-# For the others to come, to load what we have loaded, or to finish a step. A shard that ends is noticed at once.
+# For the others to start, to load, or to finish a step. A shard that ends is noticed at once.
 LONGEST_WAIT = timedelta(minutes=20)
 
 
 def join(options: ServerOptions, device: torch.device) -> Shard:
-    """Meet the other shards: over NCCL on GPUs, over gloo on CPUs. Nobody to meet is no meeting."""
+    """Join the process group: NCCL on GPUs, gloo on CPUs. A single shard needs none."""
     rank, world_size = options.rank, options.world_size
     if world_size == 1:
         return Shard()
@@ -38,7 +38,7 @@ def join(options: ServerOptions, device: torch.device) -> Shard:
             raise EndpointInUse(f"--master-port {options.master_port}: another process listens on {where}") from None
         reason = str(error).splitlines()[0]
         raise OptionError(
-            f"shard {rank} cannot meet the others at {where} (--master-addr, --master-port): {reason}"
+            f"shard {rank} cannot reach the others at {where} (--master-addr, --master-port): {reason}"
         ) from None
     return Shard(rank, world_size)
 
@@ -56,6 +56,6 @@ def end_if_out_of_sync(shard: Shard, doing: str, error: Exception) -> None:
 
 
 def share_cores(world_size: int) -> None:
-    """On a CPU all shards compute at once: each takes its share of the cores, unless somebody has said how many."""
+    """On a CPU all shards compute at once: each takes its share of the cores, unless OMP_NUM_THREADS is set."""
     if world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))

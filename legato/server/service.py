@@ -1,4 +1,4 @@
-"""The gRPC face of a shard. Everything that touches tensors runs on one thread, in the order it was asked for."""
+"""The gRPC service of a shard. Everything that touches tensors runs on one thread, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from legato.server.stream import Answer, Context, StepStreamService
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# How long nobody must have asked for anything before the engine's thread is used for what can wait.
+# How long no call must have come before the engine's thread captures graphs.
 IDLE_SECONDS = 0.25
 
 
@@ -47,7 +47,7 @@ class TextGenerationService(StepStreamService):
         # team of OpenMP threads, and OpenMP no longer waits actively when it has more threads than cores (43 ms a step
         # instead of 35).
         self._launcher = engine or ThreadPoolExecutor(1, thread_name_prefix="engine")
-        # Launches are asynchronous on a GPU, reading waits for it: on two threads the one overlaps the other.
+        # Launches are asynchronous on a GPU, reading waits for it: on two threads they overlap.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._unary: UnaryBatches | None = None
         self._last_call = 0.0
@@ -145,7 +145,7 @@ class TextGenerationService(StepStreamService):
             raise
 
     async def _capture_while_idle(self, graphs: StepGraphs) -> None:
-        """A size at a time, so that whoever comes waits for one at most. Ends with the last size."""
+        """One size at a time, so that a request waits for one capture at most. Ends with the last size."""
         loop = asyncio.get_running_loop()
         while graphs.num_pending:
             await asyncio.sleep(IDLE_SECONDS)
@@ -164,7 +164,7 @@ class TextGenerationService(StepStreamService):
 
 
 def _failed(step_id: int, error: Exception) -> pb.StepResponse:
-    """The step is lost and its requests with it. What a person can do something about is said in a sentence."""
+    """The step and its requests fail. A `LegatoError` says in a sentence what a person can do."""
     if isinstance(error, LegatoError):
         logger.error("Step %d failed: %s", step_id, error)
         return pb.StepResponse(id=step_id, error=str(error))

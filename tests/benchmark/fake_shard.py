@@ -1,4 +1,7 @@
-"""A shard without a model, for both ways to drive one. Also a program: what `spawned` finds in place of ours."""
+"""The package's fake shard with what the benchmarks need besides, and a program that `spawned` finds in place of ours.
+
+It takes unary calls too, records what it was asked, and fails on command.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,26 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
-from legato.pb import unpack_token_ids
-from legato.scheduling.state import Admission, GenerationRequest, StepPlan
-from tests.fakes import FakeShard
+from legato.server.fake import service as fake
+from legato.server.stream import Answer, Context
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 VOCAB = 300
 BLOCK_SIZE = 4
 MAX_POSITIONS = 256
+MODEL = fake.FakeModel("fake", VOCAB, MAX_POSITIONS, eos_token_ids=[0], token_ids=list(range(1, VOCAB)))
 
 
-class FakeService(rpc.TextGenerationServiceServicer):
-    """Every batch is kept under its id until its requests have all their tokens. Records what it was asked."""
+class FakeService(fake.FakeService):
+    """Every batch is kept under its id until its requests have all their tokens."""
 
     def __init__(self, path: str, driven_by_router: bool = False, fail_at_step: int | None = None) -> None:
+        super().__init__(MODEL, [f"unix://{path}"], fake.StepCost(), BLOCK_SIZE)
         self.path = path
         self.driven_by_router = driven_by_router
         self.fail_at_step = fail_at_step
@@ -46,28 +49,9 @@ class FakeService(rpc.TextGenerationServiceServicer):
         if self.driven_by_router and method in ("Warmup", "Prefill", "Decode"):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{method} is not possible while a router drives")
 
-    async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
-        return pb.InfoResponse(
-            dtype="torch.float32", device_type="cpu", block_size=BLOCK_SIZE, vocab_size=VOCAB,
-            max_position_embeddings=MAX_POSITIONS, model_type="fake", use_prefix_caching=True, eos_token_ids=[0],
-        )  # fmt: skip
-
-    async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        return pb.HealthResponse()
-
-    async def ServiceDiscovery(
-        self, request: pb.ServiceDiscoveryRequest, context: Context
-    ) -> pb.ServiceDiscoveryResponse:
-        return pb.ServiceDiscoveryResponse(urls=[f"unix://{self.path}"])
-
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         await self._receive("Warmup", request, context)
-        return pb.WarmupResponse(
-            max_input_tokens=min(request.max_total_tokens, MAX_POSITIONS) - 1,
-            max_total_tokens=min(request.max_total_tokens, MAX_POSITIONS),
-            num_blocks=request.max_batch_total_tokens // BLOCK_SIZE + 1,
-            max_rows=request.max_rows,
-        )
+        return await super().Warmup(request, context)
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         await self._receive("Prefill", request, context)
@@ -84,39 +68,21 @@ class FakeService(rpc.TextGenerationServiceServicer):
         self.left.clear()
         return pb.ClearCacheResponse()
 
-    async def Tokens(self, request_iterator: AsyncIterator[pb.StepRequest], context: Context) -> Any:
+    def _begin_stream(self) -> None:
+        super()._begin_stream()
         self.num_streams += 1
-        shard = FakeShard(BLOCK_SIZE, VOCAB)
-        async for request in request_iterator:
-            if self.fail_at_step is not None and request.id >= self.fail_at_step:
-                yield pb.StepResponse(id=request.id, error="out of paper")
-                continue
-            result = shard.run(_plan(request))
-            yield pb.StepResponse(id=result.id, token_ids=result.token_ids, logprobs=result.logprobs)
+
+    def _submit(self, request: pb.StepRequest) -> Answer:
+        if self.fail_at_step is not None and request.id >= self.fail_at_step:
+            response = pb.StepResponse(id=request.id, error="out of paper")
+            return fake.DueAnswer(response, due=0.0, clock=self._clock)
+        return super()._submit(request)
 
     def _keep(self, batch_id: int, left: int) -> pb.CachedBatch | None:
         if left == 0:
             return None
         self.left[batch_id] = left
         return pb.CachedBatch(id=batch_id)
-
-
-def _plan(request: pb.StepRequest) -> StepPlan:
-    """The plan that the router made the message from, as far as the fake cares."""
-    blocks = iter(request.new_blocks)
-    return StepPlan(
-        request.id,
-        [
-            Admission(
-                each.row, GenerationRequest(each.request_id, [], 1), unpack_token_ids(each.input_ids).tolist(),
-                each.num_generated, each.num_cached, list(each.blocks),
-            )
-            for each in request.admitted
-        ],
-        list(request.rows),
-        list(request.num_tokens),
-        [[next(blocks) for _ in range(count)] for count in request.num_new_blocks],
-    )  # fmt: skip
 
 
 @asynccontextmanager

@@ -107,7 +107,7 @@ CASES = [
     Case("gemma2-no-caps", today.tiny_gemma2, dict(attn_logit_softcapping=None, final_logit_softcapping=None)),
     Case("gemma3", today.tiny_gemma3),
     Case("gemma3-of-its-day", today.tiny_gemma3_of_its_day, dict(num_key_value_heads=1)),
-    Case("gemma3-with-eyes", today.tiny_gemma3_with_eyes),
+    Case("gemma3-of-a-vision-model", today.tiny_gemma3_of_a_vision_model),
     Case("phi3", today.tiny_phi3, dict(sliding_window=20, num_key_value_heads=6)),
     Case("phi3-longrope", today.tiny_phi3, dict(original_max_position_embeddings=256,
          rope_parameters=today.long_rope(8))),

@@ -1,4 +1,4 @@
-"""The catalogue is complete, and every test that it names exists."""
+"""docs/models.md is fresh and complete, and every test that the catalogue names exists."""
 
 from __future__ import annotations
 

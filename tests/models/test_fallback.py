@@ -52,10 +52,10 @@ SERVED: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": (dict(hidden_size=32, num_hidden_layers=2), "it keeps a state"),
     "lfm2": (dict(GROUPED, layer_types=["conv", "full_attention", "conv"]), "it has layers of the type 'conv'"),
-    "codegen": (dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "its attention is of its own making"),
-    "bert": (SIZES, "its tokens see the ones behind them"),
+    "codegen": (dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "its attention implementation cannot be replaced"),
+    "bert": (SIZES, "its attention is not causal"),
     "gpt_oss": (dict(GROUPED, head_dim=16, num_local_experts=4, num_experts_per_tok=2), "its attention has sinks"),
-    "phimoe": (dict(GROUPED, sliding_window=20), "its layers see a window and do not say how wide"),
+    "phimoe": (dict(GROUPED, sliding_window=20), "its sliding window is not passed to the attention function"),
 }
 # What a repository with code of its own looks like: StableLM under another name, which says when it is imported.
 OWN_CODE = """
@@ -124,7 +124,7 @@ def test_a_model_whose_tokens_meet_outside_attention_is_refused(
 
     original: Callable[[Any, torch.Tensor], torch.Tensor] = StableLmMLP.forward
     monkeypatch.setattr(StableLmMLP, "forward", leaking)
-    with pytest.raises(UnsupportedModel, match="something besides attention looks at other tokens"):
+    with pytest.raises(UnsupportedModel, match="something besides attention mixes tokens"):
         fallback(write(tmp_path, "stablelm", GROUPED, {}))
 
 

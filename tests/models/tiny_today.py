@@ -58,7 +58,7 @@ def tiny_gemma3(folder: Path, **changes: Any) -> Path:
     return _write("Gemma3Text", folder, _gemma3(), changes, "Gemma3")
 
 
-def tiny_gemma3_with_eyes(folder: Path, **changes: Any) -> Path:
+def tiny_gemma3_of_a_vision_model(folder: Path, **changes: Any) -> Path:
     """As Gemma 3 4B and larger come: the language model in `text_config`, a vision tower beside it."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,16 @@ from legato.kernels import language
 from legato.kernels.language import enable_triton, runs_triton
 from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
+from legato.scheduling.state import GenerationRequest
+from legato.server import engine
 from legato.server.loading import load
 from legato.server.model import Model
 from legato.server.warmup import decode_step, first_step
-from tests.server.local import DEVICE
+from tests.models.tiny_experts import tiny_mixtral
+from tests.models.tiny_seeds import tiny_bloom
+from tests.models.tiny_today import tiny_gemma2
+from tests.server.local import DEVICE, LocalServer
+from tests.server.local import load as load_local
 from tests.server.shard import OPTIONS, warmup
 from tests.tiny_models import tiny_llama
 
@@ -41,6 +48,22 @@ def test_the_option_decides_who_computes(files: ModelFiles, disabled: bool) -> N
     model = Model(load(files, options), options)
     assert runs_triton(ON_GPU) is not disabled  # type: ignore[arg-type]
     assert model.graph_sizes == ((0,) if disabled else ())
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_bloom, tiny_gemma2, tiny_mixtral])
+def test_the_torch_versions_of_the_kernels_serve_every_kind_of_step(
+    make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, whose own attention is another one, they run if a step has no context for that."""
+    model = load_local(make(tmp_path))
+    requests = [
+        GenerationRequest(i, [(7 * i + j) % 90 + 5 for j in range(length)], 12, ignore_eos=True)
+        for i, length in enumerate((3, 40, 17))
+    ]
+    expected = LocalServer(model, step_tokens=32).run(requests)
+    prepare = engine.prepare
+    monkeypatch.setattr(engine, "prepare", lambda *arguments: replace(prepare(*arguments), on_host=None))
+    assert LocalServer(model, step_tokens=32).run(requests) == expected
 
 
 @pytest.mark.gpu

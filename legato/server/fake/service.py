@@ -74,7 +74,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class DueAnswer:
-    """An answer and when it is due, by `time.perf_counter`: whoever awaits it gets it then."""
+    """An answer and when it is due, by `time.perf_counter`. Awaiting it waits until then."""
 
     response: pb.StepResponse
     due: float
@@ -187,7 +187,7 @@ class FakeService(StepStreamService):
 
 
 def _only_steps(method: str) -> RequestRefused:
-    return RequestRefused(f"{method}: a fake shard knows the Tokens stream only", grpc.StatusCode.UNIMPLEMENTED)
+    return RequestRefused(f"{method}: a fake shard supports the Tokens stream only", grpc.StatusCode.UNIMPLEMENTED)
 
 
 def run(files: ModelFiles, options: ServerOptions) -> None:

@@ -1,7 +1,7 @@
-"""An engine without a model: it keeps the books of rows and blocks, checks every step by them, and makes tokens up.
+"""An engine without a model: it tracks rows and blocks, checks every step against them, and invents tokens.
 
 The router cannot tell the difference, so its speed can be measured alone, and a step that breaks the contract of
-`proto/generate.proto` is reported in words where a real engine would compute nonsense. What a row says depends on its
+`proto/generate.proto` is reported where a real engine would compute wrong tokens. What a row says depends on its
 prompt and, if it samples, on its seed: the same request gets the same text whatever runs beside it, preempted or not.
 """
 
@@ -23,7 +23,7 @@ LOGPROB_STEPS = 64
 
 
 class BrokenContract(LegatoError):
-    """A step asks for something that no router may ask for."""
+    """A step violates the contract between router and shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +105,19 @@ class FakeEngine:
                 f"{len(rows)} rows, {len(counts)} num_tokens, {len(num_new)} num_new_blocks: all must be as many"
             )
         if not rows:
-            raise BrokenContract("a step without rows")
+            raise BrokenContract("the step has no rows")
         if len(set(rows)) < len(rows):
-            raise BrokenContract("a row is there twice")
+            raise BrokenContract("a row occurs twice in the step")
         if sum(num_new) != len(request.new_blocks):
             raise BrokenContract(f"{len(request.new_blocks)} new blocks, but the rows have room for {sum(num_new)}")
         most = self.limits.max_step_tokens
         if most is not None and sum(counts) > most:
-            raise BrokenContract(f"a step of {sum(counts)} tokens: warm-up was told of {most}")
+            raise BrokenContract(f"the step has {sum(counts)} tokens; warm-up allowed {most}")
 
     def _admit(self, admission: pb.Admission) -> _Row:
         number, tokens, blocks = admission.row, unpack_token_ids(admission.input_ids).tolist(), list(admission.blocks)
         if number >= self.limits.max_rows:
-            raise BrokenContract(f"row {number} of {self.limits.max_rows}")
+            raise BrokenContract(f"row {number} is beyond the {self.limits.max_rows} rows of warm-up")
         if not 0 <= admission.num_generated < len(tokens):
             raise BrokenContract(f"row {number}: {admission.num_generated} of {len(tokens)} tokens were generated")
         if max(tokens) >= self.limits.vocab_size:
@@ -151,7 +151,7 @@ class FakeEngine:
     # ---- what a step does -----------------------------------------------------------------------------------------
 
     def _compute(self, number: int, row: _Row, count: int, written: set[int]) -> None:
-        """Book the tokens into their blocks. Whoever writes a block has it for itself."""
+        """Record the tokens in their blocks. A block that is written belongs to one row."""
         start, end, size = row.num_computed, row.num_computed + count, self.limits.block_size
         if not start < end <= len(row.tokens):
             raise BrokenContract(f"row {number}: asked to compute {count} tokens, {len(row.tokens) - start} are left")

@@ -1,8 +1,8 @@
-"""Which steps to run as CUDA graphs, and when to capture them. Plain numbers; `graphs.py` does the capturing.
+"""Which steps to run as CUDA graphs, and when to capture them. Plain numbers; `decode.py` captures.
 
 Capturing takes up to some tenths of a second, in which no step runs. So a shard starts with a few sizes, each twice the
 one before, fills a step up to the next of them, and captures the rest a piece at a time: what was missed most, seldom
-while requests wait, and freely while nobody does.
+while requests wait, and freely while the shard is idle.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class CapturePolicy:
 
     @property
     def at_start(self) -> list[int]:
-        """The largest first: the memory that it takes is there for all others. Sizes that somebody asked for by
-        number are all captured."""
+        """The largest first: the memory that it takes is there for all others. Sizes that were given
+        are all captured."""
         if self._are_given:
             return self.sizes[::-1]
         halved = [self.sizes[-1]]
@@ -99,7 +99,7 @@ class CapturePolicy:
         return size if misses >= MISSES else None
 
     def when_idle(self) -> int | None:
-        """The size to capture while nobody waits: what was missed, then the small ones, then all."""
+        """The size to capture while idle: what was missed, then the small ones, then all."""
         if not self.num_pending:
             return None
         for size in [*(size for size, _ in self._misses.most_common()), 1, 2, 4, SMALL, *self.sizes]:

@@ -117,7 +117,7 @@ class Graphs(ABC):
 
     @torch.inference_mode()
     def capture(self, size: int) -> bool:
-        """Unless that was done, or given up, since somebody asked for it. False: it failed on some shard, and nothing
+        """Unless that was done, or given up, in the meantime. False: it failed on some shard, and nothing
         but the graph is lost.
 
         Shards that pad a step to different sizes would wait for each other for ever: all of them have a graph, or none.

@@ -1,6 +1,6 @@
 """Steps with prompt chunks as CUDA graphs, of up to a thousand tokens: beyond, the device has more to do than the host.
 
-A graph is captured for a number of tokens, whoever they belong to. It leaves room for as many decodes as a step may
+A graph is captured for a number of tokens, of any rows. It leaves room for as many decodes as a step may
 have and for some chunks, and both kinds of attention find out on the device what there is: a decode that is not there
 has no context, and to the chunks all decodes are a first sequence without one.
 """

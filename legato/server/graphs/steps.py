@@ -62,7 +62,7 @@ class StepGraphs:
         return next((partial(self._capture, graphs, size) for graphs, size in wanted if size is not None), None)
 
     def capture_while_idle(self) -> None:
-        """One size that may be needed, because nobody waits."""
+        """One size that may be needed, while no request waits."""
         for graphs in self.kinds:
             if (size := graphs.policy.when_idle()) is not None:
                 return self._capture(graphs, size)

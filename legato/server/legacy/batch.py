@@ -1,8 +1,7 @@
 """TGI's unary calls on top of the engine: batches kept under an id, texts and stopping in the shard.
 
-Our own router does not come this way; it sends steps (`Tokens`). This is the face for everybody else: a TGI router, a
-benchmark, a script. A batch is a list of members, and a member is a row: `concatenate` is list addition, `filter`
-gives rows back.
+Legato's router sends steps (`Tokens`) instead. These calls are for other clients: a TGI router, a benchmark, a script.
+A batch is a list of members, and a member is a row: `concatenate` is list addition, `filter` frees rows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class RowAndBlockAllocator:
-    """Rows, and blocks that the shard hands out or that callers choose for themselves."""
+    """Hands out rows and blocks; callers may also choose blocks themselves."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.rows = set(range(capacity.max_rows))
@@ -33,7 +32,7 @@ class RowAndBlockAllocator:
 
     def take_row(self) -> int:
         if not self.rows:
-            raise RequestRefused("no row is free: more requests are running than Warmup was told of", EXHAUSTED)
+            raise RequestRefused("no row is free: more requests are running than `max_rows` of Warmup", EXHAUSTED)
         return self.rows.pop()
 
     def take_blocks(self, count: int) -> list[int]:
@@ -42,7 +41,7 @@ class RowAndBlockAllocator:
         return [self.blocks.pop() for _ in range(count)]
 
     def share_blocks(self, blocks: list[int], count: int) -> list[int]:
-        """The blocks that a caller chose: enough, each only once, and none that the shard gave to somebody else."""
+        """The blocks that a caller chose: enough, each only once, and none that the shard allocated to others."""
         if len(blocks) < count:
             raise RequestRefused(f"{count} KV blocks needed, {len(blocks)} given")
         wrong = [block for block in blocks if block not in self.blocks and not self._sharers[block]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 import grpc
 from tokenizers import Tokenizer
@@ -16,6 +17,8 @@ from legato.server.model import Model
 from legato.server.vision.prompts import PromptReader
 from legato.text.detokenize import Vocabulary
 from legato.text.stopping import StopMatcher
+
+Answer = TypeVar("Answer", pb.PrefillResponse, pb.DecodeResponse)
 
 ALREADY_EXISTS = grpc.StatusCode.ALREADY_EXISTS
 
@@ -33,14 +36,7 @@ class UnaryBatches:
     def prefill(self, request: pb.PrefillRequest) -> pb.PrefillResponse:
         started = time.perf_counter_ns()
         batch = self._join(request) if request.HasField("cached_batch") else self._begin(request)
-        generations, forward_ns = self.generate_token(batch)
-        return pb.PrefillResponse(
-            generations=generations,
-            batch=self._keep(batch),
-            forward_ns=forward_ns,
-            decode_ns=time.perf_counter_ns() - started - forward_ns,
-            total_ns=time.perf_counter_ns() - started,
-        )
+        return self._run(batch, pb.PrefillResponse, started)
 
     def _begin(self, request: pb.PrefillRequest) -> UnaryBatch:
         if request.batch.id in self._cache:
@@ -58,8 +54,11 @@ class UnaryBatches:
         if not request.batches:
             raise RequestRefused("Decode needs at least one batch")
         batch = UnaryBatch.concatenate(self._cache.pop([cached.id for cached in request.batches]))
+        return self._run(batch, pb.DecodeResponse, started)
+
+    def _run(self, batch: UnaryBatch, answer: type[Answer], started: int) -> Answer:
         generations, forward_ns = self.generate_token(batch)
-        return pb.DecodeResponse(
+        return answer(
             generations=generations,
             batch=self._keep(batch),
             forward_ns=forward_ns,
@@ -197,13 +196,13 @@ class UnaryBatches:
         return Member(request, ids, row, blocks, detokenizer, stops, cached, prompt.images)
 
     def _check(self, request: pb.Request, ids: list[int]) -> None:
-        """A shard trusts its router; here, others call."""
+        """Steps of a router are trusted; unary calls come from other clients."""
         new, longest = request.stopping_parameters.max_new_tokens, self._model.capacity.max_total_tokens
         vocab_size = self._model.loaded.model.config.vocab_size
         if not ids or len(ids) + new > longest:
-            problem = f"{len(ids)} prompt tokens and {new} new ones do not fit between 1 and {longest}"
+            problem = f"{len(ids)} prompt tokens and {new} new ones are not within 1 to {longest}"
         elif max(ids) >= vocab_size:
-            problem = f"token {max(ids)} is none of the {vocab_size} that the model knows"
+            problem = f"token {max(ids)} is not in the vocabulary of {vocab_size} tokens"
         elif request.cache_len >= len(ids):
             problem = f"{request.cache_len} of {len(ids)} prompt tokens are cached; at least one must be computed"
         else:

@@ -149,8 +149,8 @@ class VisionEncoder:
         digest = hashlib.sha256(image.image.data).digest()
         encoded = self._cache.get(digest)
         if encoded is None and image.start + image.num_tokens <= num_cached:
-            picture = decode(image.image.data)
-            span = ImageSpan(image.start, image.num_tokens, self._rules.shape(Size(picture.height, picture.width)))
+            decoded = decode(image.image.data)
+            span = ImageSpan(image.start, image.num_tokens, self._rules.shape(Size(decoded.height, decoded.width)))
             return PromptImage(span, None)
         if encoded is None:
             encoded = self._encode(image.image.data)
@@ -159,8 +159,8 @@ class VisionEncoder:
         return PromptImage(ImageSpan(image.start, image.num_tokens, encoded.shape), encoded.embeddings)
 
     def _encode(self, data: bytes) -> EncodedImage:
-        picture = decode(data)
-        shape = self._rules.shape(Size(picture.height, picture.width))
-        pixels = to_device(pixels_of(picture, self._rules), self._device)
+        decoded = decode(data)
+        shape = self._rules.shape(Size(decoded.height, decoded.width))
+        pixels = to_device(pixels_of(decoded, self._rules), self._device)
         self.num_encoded += 1
         return EncodedImage(shape, self._model.encode_image(pixels, shape))

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def pixels_of(picture: Image, rules: ImageRules) -> np.ndarray:
-    return qwen_patches(picture, rules) if isinstance(rules, QwenRules) else llava_tiles(picture, rules)
+def pixels_of(image: Image, rules: ImageRules) -> np.ndarray:
+    return qwen_patches(image, rules) if isinstance(rules, QwenRules) else llava_tiles(image, rules)
 
 
 def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
@@ -28,10 +28,10 @@ def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
     return num_patches, 3 * rules.frames * rules.patch**2
 
 
-def qwen_patches(picture: Image, rules: QwenRules) -> np.ndarray:
+def qwen_patches(image: Image, rules: QwenRules) -> np.ndarray:
     """[N, channels frames patch patch] float32: patches cell by cell, in a cell row by row, every frame the same."""
-    size = rules.resized(Size(picture.height, picture.width))
-    pixels = _numbers(_resized(picture, size), rules.normalization)  # [height, width, 3]
+    size = rules.resized(Size(image.height, image.width))
+    pixels = _numbers(_resized(image, size), rules.normalization)  # [height, width, 3]
     patch, merge = rules.patch, rules.merge
     cells = pixels.reshape(size.height // patch // merge, merge, patch, size.width // patch // merge, merge, patch, 3)
     patches = cells.transpose(0, 3, 1, 4, 6, 2, 5)  # rows and columns of cells, of patches in them, colours, pixels
@@ -39,22 +39,22 @@ def qwen_patches(picture: Image, rules: QwenRules) -> np.ndarray:
     return frames.reshape(-1, 3 * rules.frames * patch * patch)
 
 
-def llava_tiles(picture: Image, rules: LlavaNextRules) -> np.ndarray:
+def llava_tiles(image: Image, rules: LlavaNextRules) -> np.ndarray:
     """[1 + n, 3, tile, tile] float32: the whole image, then its tiles row by row. Padding is black."""
-    size, tile = Size(picture.height, picture.width), rules.tile
+    size, tile = Size(image.height, image.width), rules.tile
     form, fitted = rules.best(size), rules.resized(size)
     top, left = (form.height - fitted.height) // 2, (form.width - fitted.width) // 2
     page = np.zeros((form.height, form.width, 3), dtype=np.uint8)
-    page[top : top + fitted.height, left : left + fitted.width] = _resized(picture, fitted)
+    page[top : top + fitted.height, left : left + fitted.width] = _resized(image, fitted)
     cut = page.reshape(form.height // tile, tile, form.width // tile, tile, 3)
-    tiles = np.concatenate((_resized(picture, Size(tile, tile))[None], cut.swapaxes(1, 2).reshape(-1, tile, tile, 3)))
+    tiles = np.concatenate((_resized(image, Size(tile, tile))[None], cut.swapaxes(1, 2).reshape(-1, tile, tile, 3)))
     return np.ascontiguousarray(_numbers(tiles, rules.normalization).transpose(0, 3, 1, 2))
 
 
-def _resized(picture: Image, size: Size) -> np.ndarray:
+def _resized(image: Image, size: Size) -> np.ndarray:
     from PIL.Image import Resampling
 
-    return np.asarray(picture.resize((size.width, size.height), Resampling.BICUBIC))
+    return np.asarray(image.resize((size.width, size.height), Resampling.BICUBIC))
 
 
 def _numbers(colours: np.ndarray, how: PixelNormalization) -> np.ndarray:

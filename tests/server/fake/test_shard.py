@@ -140,11 +140,11 @@ def cached(input_ids: list[int]) -> pb.StepRequest:
     ("make", "words"),
     [
         (lambda: first_step(num_tokens=[6, 1]), "all must be as many"),
-        (lambda: pb.StepRequest(id=1), "without rows"),
+        (lambda: pb.StepRequest(id=1), "has no rows"),
         (lambda: first_step(rows=[0, 0], num_tokens=[3, 3], num_new_blocks=[1, 1]), "twice"),
         (lambda: first_step(new_blocks=[1]), "1 new blocks"),
         (lambda: first_step(admitted=[]), "never admitted"),
-        (lambda: first_step(admitted=[admission(4)], rows=[4]), "row 4 of 4"),
+        (lambda: first_step(admitted=[admission(4)], rows=[4]), "row 4 is beyond the 4 rows"),
         (lambda: first_step(admitted=[admission(input_ids=b"")]), "0 of 0 tokens"),
         (lambda: first_step(admitted=[admission(num_generated=6)]), "6 of 6 tokens were generated"),
         (lambda: first_step(admitted=[admission(input_ids=pack_token_ids([1, VOCAB]))]), "outside the vocabulary"),
@@ -155,7 +155,7 @@ def cached(input_ids: list[int]) -> pb.StepRequest:
         (lambda: first_step(num_new_blocks=[1], new_blocks=[1]), "no room for 6 tokens"),
         (lambda: first_step(new_blocks=[0, 1]), "block 0 is not"),
         (lambda: first_step(new_blocks=[1, 32]), "block 32 is not"),
-        (lambda: first_step(admitted=[admission(num_tokens=17)], num_tokens=[17]), "17 tokens: warm-up was told of 16"),
+        (lambda: first_step(admitted=[admission(num_tokens=17)], num_tokens=[17]), "17 tokens; warm-up allowed 16"),
     ],
 )
 def test_a_first_step_that_breaks_the_contract_is_refused(make: Callable[[], pb.StepRequest], words: str) -> None:

@@ -309,8 +309,8 @@ def test_a_caller_cannot_choose_a_block_that_the_shard_gave_to_another(talk: Any
     ("refused", "words"),
     [
         (request(1, [], 4), "0 prompt tokens"),
-        (request(1, PROMPT, 200), "do not fit between 1 and 128"),
-        (request(1, [*PROMPT, 320], 4), "token 320 is none of the 320"),
+        (request(1, PROMPT, 200), "are not within 1 to 128"),
+        (request(1, [*PROMPT, 320], 4), "token 320 is not in the vocabulary of 320"),
     ],
 )
 def test_a_request_that_cannot_be_is_refused_with_the_whole_batch(talk: Any, refused: pb.Request, words: str) -> None:
