@@ -2,7 +2,8 @@
 
 GrammarError              malformed, contradictory or too large
 ├── UnsupportedKeyword    well-formed, but asks for something that is not enforced: named, so that it can be removed
-└── TooComplex            would take too much time or memory
+├── TooComplex            would take too much time or memory
+└── MaskTimeout           did, in the middle of a text
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ class UnsupportedKeyword(GrammarError):
 
 class TooComplex(GrammarError):
     pass
+
+
+class MaskTimeout(GrammarError):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"what may follow was not computed within {seconds:g} s: it took too long")
 
 
 _TOO_COMPLEX = re.compile(r"too (big|large|complex|many)|max is \d|fuel|level exceeded|recursion limit", re.IGNORECASE)

@@ -18,8 +18,8 @@ from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.matcher import MaskWriter
-from legato.grammar.numbers import MAX_DIGITS
 from legato.grammar.rehearsal import rehearse
+from legato.grammar.scanner import MAX_DIGITS
 from legato.http.app import create_app
 from legato.scheduling.state import Output
 from tests.faults.loop_lag import Lag

@@ -13,7 +13,7 @@ from legato.grammar.compile import compile_grammar
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.matcher import MaskWriter, Matcher
-from legato.grammar.numbers import MAX_DIGITS
+from legato.grammar.scanner import MAX_DIGITS
 from legato.grammar.vocabulary import TokenTrie
 from tests.grammar.texts import EOS, allowed_ids, at_random, begin, conforms, json_tokenizer, schema, trie_of, walk
 

@@ -5,7 +5,7 @@ from llguidance import LLTokenizer
 
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.matcher import MaskWriter
-from legato.grammar.numbers import MAX_DIGITS
+from legato.grammar.scanner import MAX_DIGITS
 from legato.server.grammars import WORDS
 from tests.grammar.texts import EOS, allowed_ids, at_random, begin, json_tokenizer, schema, trie_of, walk
 

@@ -15,7 +15,7 @@ from legato.grammar.compile import compile_grammar
 from legato.grammar.errors import GrammarError, UnsupportedKeyword
 from legato.grammar.kinds import GrammarKind
 from legato.grammar.matcher import MaskWriter, Matcher
-from legato.grammar.numbers import MAX_DIGITS
+from legato.grammar.scanner import MAX_DIGITS
 from legato.grammar.vocabulary import TokenTrie
 from tests.http import asgi
 
