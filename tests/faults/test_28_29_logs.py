@@ -163,7 +163,7 @@ def test_no_key_and_no_token_is_on_a_command_line(house: House) -> None:
 
 def test_those_who_render_templates_and_check_grammars_know_no_secrets(house: House) -> None:
     post(house, "/generate", {"inputs": "x", "parameters": {"grammar": {"type": "regex", "value": "a"}}})
-    names = ("chat_worker", "grammar.checker")
+    names = ("chat.worker", "grammar.checker")
     children = psutil.Process(house.program.process.pid).children(recursive=True)
     workers = [child for child in children if any(name in " ".join(child.cmdline()) for name in names)]
     assert len(workers) >= 2
