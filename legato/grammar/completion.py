@@ -165,7 +165,7 @@ class CompletionSearch:
         return tokens if position.validate_tokens(tokens) == len(tokens) else []
 
 
-class Completion:
+class JsonCompletion:
     """One text: told of every token, asked after every mask. What it does depends on nothing but the tokens."""
 
     def __init__(self, search: CompletionSearch, max_new_tokens: int, matcher: Matcher) -> None:

@@ -28,7 +28,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from legato.grammar.compile import compile_grammar
-from legato.grammar.completion import Completion, CompletionSearch, JsonTokens, completes
+from legato.grammar.completion import CompletionSearch, JsonCompletion, JsonTokens, completes
 from legato.grammar.errors import GrammarError, MaskTimeout
 from legato.grammar.kinds import Grammar
 from legato.grammar.matcher import MaskWriter, Matcher
@@ -62,7 +62,7 @@ class RowGrammar:
     grammar: Grammar
     max_new_tokens: int = 0  # JSON is completed before them; 0: without a limit
     matcher: Matcher | None = None  # None until the grammar is compiled
-    completion: Completion | None = None  # of JSON with a limit
+    completion: JsonCompletion | None = None  # of JSON with a limit
     error: str | None = None
     tokens: Future[None] = field(default_factory=Future)  # are on the host
     pending: Future[None] = field(default_factory=Future)  # makes the mask of what follows them
@@ -199,7 +199,7 @@ class Grammars:
             grammar = compiled.result()
             state.matcher = Matcher(grammar.start, has_json=state.grammar.has_json)
             if grammar.search is not None and state.max_new_tokens:
-                state.completion = Completion(grammar.search, state.max_new_tokens, state.matcher)
+                state.completion = JsonCompletion(grammar.search, state.max_new_tokens, state.matcher)
             for token_id in generated_ids:
                 self._follow(state, token_id)
             self._writer.fill_masks([state.matcher])

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from legato.grammar.compile import JSON_OPTIONS, compile_grammar
-from legato.grammar.completion import Completion, CompletionSearch, JsonTokens, completes
+from legato.grammar.completion import CompletionSearch, JsonCompletion, JsonTokens, completes
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.matcher import MaskWriter, Matcher
@@ -43,7 +43,7 @@ def written(grammar: Grammar, limit: int, choose: Choose, *, start: str = "", wi
     search = CompletionSearch(grammar, TOKENS)
     search.window = search.window if window is None else window
     matcher = Matcher(compile_grammar(grammar, TRIE), has_json=True)
-    completion, ids = Completion(search, limit, matcher), list[int]()
+    completion, ids = JsonCompletion(search, limit, matcher), list[int]()
     prefix = iter(json_tokenizer().encode(start).ids)
     while len(ids) < limit and EOS not in ids:
         WRITER.fill_masks([matcher])
@@ -164,9 +164,9 @@ def test_a_call_between_markers_is_whole(chooser: Callable[[int], Choose], limit
         assert conforms(json.loads(call.strip().removeprefix("<call>")), PERSON)
 
 
-def begun(grammar: Grammar, limit: int) -> tuple[Matcher, Completion]:
+def begun(grammar: Grammar, limit: int) -> tuple[Matcher, JsonCompletion]:
     matcher = Matcher(compile_grammar(grammar, TRIE), has_json=True)
-    return matcher, Completion(CompletionSearch(grammar, TOKENS), limit, matcher)
+    return matcher, JsonCompletion(CompletionSearch(grammar, TOKENS), limit, matcher)
 
 
 def test_a_text_far_from_its_limit_is_left_alone() -> None:

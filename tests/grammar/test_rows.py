@@ -176,7 +176,7 @@ def test_a_row_that_hangs_costs_neither_those_beside_it_nor_those_that_follow(
         grammars.set_row(row, NAMED, [], max_new_tokens=0 if row else LIMIT)
     allowed(grammars, [0, 1])
     hanging = threading.Event()
-    monkeypatch.setattr(module.Completion, "narrow", lambda self, matcher: hanging.wait(5))
+    monkeypatch.setattr(module.JsonCompletion, "narrow", lambda self, matcher: hanging.wait(5))
     for text in ("{", '"'):
         started = time.monotonic()
         accept(grammars, [0, 1], text, text)

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from legato.chat.tools.dialects import DIALECTS, HERMES, JSON, Dialect
 from legato.chat.tools.enforcement import call_grammar, call_schema
-from legato.chat.tools.parser import CallParser, Message
+from legato.chat.tools.parser import CallParser, ParsedMessage
 from legato.chat.tools.requests import Tool, tool_use_of
 from legato.grammar.compile import compile_grammar
 from legato.grammar.errors import GrammarError, UnsupportedKeyword
@@ -99,7 +99,7 @@ def test_several_calls_only_where_they_are_allowed(name: str) -> None:
 @pytest.mark.parametrize("name", DIALECTS)
 def test_what_the_grammar_allows_is_what_the_parser_reads(name: str) -> None:
     for text, num_calls in ((ONE[name], 1), (TWO.get(name, ONE[name]), 2 if name in TWO else 1)):
-        parser, message = CallParser(DIALECTS[name], {"weather", "now"}), Message()
+        parser, message = CallParser(DIALECTS[name], {"weather", "now"}), ParsedMessage()
         message.add(parser.feed(text) + parser.finish())
         assert (message.content, len(message.calls)) == ("", num_calls)
 
