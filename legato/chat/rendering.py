@@ -24,7 +24,7 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue
 
 
 class BadConversation(Exception):
-    """The request makes no sense, or not with this template."""
+    """The request is malformed, or this template cannot render it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Renderer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What whoever prepares messages should know of the template for tools."""
+        """What must be known about the template for tools before messages are prepared for it."""
         try:
             template = self._choose(with_tools=True)
         except BadConversation:

@@ -97,7 +97,7 @@ class ChatTemplate:
         try:
             facts = msgspec.json.decode(self._processes.start()[1], type=TemplateFacts)
         except ProcessEnded:
-            facts = TemplateFacts()  # whoever renders with it will be told why
+            facts = TemplateFacts()  # a request that renders with it is told why
         # Whether it has a place for tools.
         self.mentions_tools = facts.mentions_tools
         # How it wants the arguments of earlier calls, which OpenAI's clients send as a string.
@@ -147,7 +147,7 @@ class ChatTemplate:
         if error.exit_code == -signal.SIGPROF:
             return f"the chat template takes more than {self._limits.seconds:g} s"
         logger.warning("A template process ended", extra={"fields": {"cause": str(error)}})
-        return "the chat template broke the process that renders it"
+        return "the chat template crashed the process that renders it"
 
     def close(self) -> None:
         self._processes.close()

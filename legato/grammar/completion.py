@@ -30,38 +30,35 @@ from legato.grammar.scanner import JsonScanner
 from legato.grammar.vocabulary import Bitmask, TokenTrie
 
 _QUOTE, _BACKSLASH = b'"\\'
-# Behind each of these there is one key or value less to be written.
-_PASSED: Final = frozenset(b"}],:")
-# To be tried in this order outside of a string, once nothing can be closed. A digit comes after what may follow a
-# number, which would else never end.
+# Each of these leaves one key or value less to write.
+_SEPARATORS: Final = frozenset(b"}],:")
+# Tried in this order outside of strings when nothing can be closed. Digits come after what may follow a number, which
+# would otherwise never end.
 _OUTSIDE: Final = (
     *(',"', ",", ":", '""', "[]", "{}", "0", "1", "2", "3", "4", "5", "6", "7", "8", "9"),
     *("null", "true", "false", '"', "n", "t", "f", "-", "{", "[", ".", "e"),
 )
-_LARK_STRING: Final = re.compile(r'"(?:\\.|[^"\\\n])*"')
 _INSIDE: Final = ("0", "1", "a", "A", "e", "-", ".", "@", ":", "/", "n", "u")
-# Tokens before its limit at which a text is watched, besides those that its schema can demand at once.
+_LARK_STRING: Final = re.compile(r'"(?:\\.|[^"\\\n])*"')
+# Spare tokens below which masks are narrowed, in addition to what the schema can demand at once.
 _WINDOW: Final = 64
-# Positions that a search looks at: some ten milliseconds.
+# Limits of one search: positions expanded (about 10 ms), equivalent positions, tokens tried in a restricted string.
 _MAX_POSITIONS: Final = 600
-# Positions that are as far and as free to go on as each other, of which it looks at no more.
-_MAX_ALIKE: Final = 3
-# Tokens of a narrow string that a search tries.
+_MAX_EQUIVALENT: Final = 3
 _MAX_LETTERS: Final = 48
-# Tokens after which a new completion has met the one before, if it does.
-_SOON: Final = 8
-# Tokens whose completions are looked for before a mask is narrowed, and those for which one is searched.
-_MAX_TRIED: Final = 1024
+# A new completion joins the previous one within so many tokens, if at all.
+_JOIN_WITHIN: Final = 8
+# Limits for one mask: tokens tested, and searches for them; a failed search takes as long as several successful ones.
+_MAX_TESTED: Final = 1024
 _MAX_SEARCHES: Final = 64
-# One that fails takes as long as so many that succeed.
 _FAILED_SEARCH: Final = 4
-# What the content of a string may cost all the same: a minimum length is reached with fewer or more tokens.
+# Tokens that plain text may add to a completion: a minimum length may be reached with fewer or more of them.
 _SLACK: Final = 4
 _NUM_SAMPLES: Final = 16
 
 
 class JsonTokens:
-    """What the tokens of a vocabulary can do to a JSON text. Made once, in a fraction of a second."""
+    """The tokens of a vocabulary by what they do to a JSON text. Takes a fraction of a second, once."""
 
     def __init__(self, trie: TokenTrie) -> None:
         self.trie, self.eos_token_id = trie, trie.tokenizer.eos_token
@@ -69,10 +66,10 @@ class JsonTokens:
         tokens = {i: trie.bytes_of(i) for i in ids if not trie.tokenizer.is_special_token(i)}
         tokens = {i: data for i, data in tokens.items() if data}
         self.eos = bits_of(trie.tokenizer.eos_tokens, trie.num_words)
-        # What leaves a string that may hold anything as it was.
+        # Plain text: does not end a string and needs no escape.
         plain = bits_of([i for i, d in tokens.items() if _QUOTE not in d and _BACKSLASH not in d], trie.num_words)
         self.content = plain & _allowed_in_strings(trie)
-        self.samples = sorted(ids_of(self.content), key=lambda i: len(tokens[i]))  # short ones and long ones
+        self.samples = sorted(ids_of(self.content), key=lambda i: len(tokens[i]))  # by length
         longest_first = sorted(tokens, key=lambda i: -len(tokens[i]))
         by_text = {data: i for i, data in sorted(tokens.items(), reverse=True)}
         self.ends_of_values = [i for i in longest_first if not tokens[i].strip(b"]}")]
@@ -107,8 +104,8 @@ class CompletionSearch:
     def search(
         self, position: LLMatcher, scanner: JsonScanner, most: int, known: Sequence[int], *, greedy: bool
     ) -> list[int] | None:
-        """The shortest first; of those as long as each other, first those that have more behind them. Greedy: the first
-        option everywhere, which is quick and nearly always good enough."""
+        """Best first: fewest tokens, then most separators passed. Greedy: only the first option at each position, which
+        is fast and nearly always good enough."""
         order, seen = count(), Counter[tuple[int, bytes]]()
         waiting = [(0, 0, next(order), position, scanner, list[int]())]
         for _ in range(_MAX_POSITIONS):
@@ -118,24 +115,24 @@ class CompletionSearch:
             if position.is_accepting():
                 return [*found, self.tokens.eos_token_id]
             if greedy:
-                if length < _SOON and (tail := _tail(position, known, most - length)):
+                if length < _JOIN_WITHIN and (tail := _tail(position, known, most - length)):
                     return found + tail
             else:
                 mark = (length, position.compute_bitmask())
                 seen[mark] += 1
-                if seen[mark] > _MAX_ALIKE:
+                if seen[mark] > _MAX_EQUIVALENT:
                     continue
             for tokens in islice(self._options(position, scanner), 1 if greedy else None):
                 ahead = position.deep_copy()
                 if length + len(tokens) < most and ahead.consume_tokens(tokens):
                     text = self.tokens.trie.tokenizer.decode_bytes(tokens)
-                    behind = passed - sum(map(_PASSED.__contains__, text))
+                    behind = passed - sum(map(_SEPARATORS.__contains__, text))
                     there = (length + len(tokens), behind, next(order), ahead, scanner.after(text), found + tokens)
                     heapq.heappush(waiting, there)
         return None
 
     def _options(self, position: LLMatcher, scanner: JsonScanner) -> Iterator[list[int]]:
-        """Whatever can be closed is closed: no completion gets shorter by what is put in before."""
+        """What can be closed is closed: adding text first makes no completion shorter."""
         if forced := self._forced(position):
             yield forced
             return
@@ -146,13 +143,13 @@ class CompletionSearch:
                     closes = True
                     yield [token_id]
         if not closes:
-            if scanner.in_string:  # perhaps at the beginning of a key: it had better be one that is missing
+            if scanner.in_string:  # perhaps at the beginning of a key: prefer a required one
                 yield from (key for key in self._keys if position.validate_tokens(key) == len(key))
             for token_id in self.tokens.inside if scanner.in_string else self.tokens.outside:
                 if position.validate_tokens([token_id]):
                     yield [token_id]
         if scanner.in_string:
-            # One that may not hold just anything. A key may be the beginning of another one, which is the one missing.
+            # A restricted string, or a key that is the prefix of a required one.
             end = self.tokens.end_of_key
             letters = np.frombuffer(position.compute_bitmask(), dtype=np.int32)
             if not closes or (position.validate_tokens(end) == len(end) and np.count_nonzero(letters) <= _MAX_LETTERS):
@@ -166,17 +163,17 @@ class CompletionSearch:
 
 
 class JsonCompletion:
-    """One text: told of every token, asked after every mask. What it does depends on nothing but the tokens."""
+    """The completion of one text, a function of its tokens alone: a preempted request continues in the same way."""
 
     def __init__(self, search: CompletionSearch, max_new_tokens: int, matcher: Matcher) -> None:
         self._search, self._tokens = search, search.tokens
         self._left = max_new_tokens
-        self._next_look = max_new_tokens  # tokens left when it is looked again whether they suffice
+        self._next_look = max_new_tokens  # tokens left when the completion is updated next
         self._known: list[int] = []  # the last completion
-        self._is_near = False  # to the limit: masks are narrowed
-        # 1 where there is no room for the end-of-sequence token: a whole document without it is still whole.
+        self._is_near = False  # the limit: masks are narrowed
+        # 1 if there is no room for the end-of-sequence token: the document is complete without it.
         self._extra = 0
-        # In a string that may hold anything, more text changes nothing: token -> length of a completion after it.
+        # Token -> length of the completion after it. Kept in an unrestricted string, where more text changes nothing.
         self._lengths: dict[int, float] | None = None
         self._look(matcher)
 
@@ -198,10 +195,10 @@ class JsonCompletion:
                 self._known, self._extra, window = found, extra, self._search.window
                 spare = self._left - len(found) - window
                 self._is_near = spare <= 0
-                # No token makes a completion longer than the window.
+                # A token lengthens the completion by at most the window.
                 self._next_look = self._left - max(0, spare // (1 + window))
                 return
-        self._next_look = self._left * 3 // 4  # a search may fail here and succeed elsewhere
+        self._next_look = self._left * 3 // 4  # a search that fails here may succeed later
 
     def narrow(self, matcher: Matcher) -> None:
         """Takes the tokens out of a mask after which no completion fits."""
@@ -211,17 +208,17 @@ class JsonCompletion:
         doubtful = matcher.mask & ~self._tokens.eos
         if spare >= _SLACK and self._plain_tokens_fit(matcher, matcher.mask & self._tokens.content):
             doubtful &= ~self._tokens.content
-        fitting = self._fitting(ids_of(doubtful)[:_MAX_TRIED], matcher) if spare >= 0 else []
+        fitting = self._fitting(ids_of(doubtful)[:_MAX_TESTED], matcher) if spare >= 0 else []
         matcher.mask &= ~doubtful
         matcher.mask |= bits_of([*fitting, self._known[0]], len(matcher.mask))
 
     def _plain_tokens_fit(self, matcher: Matcher, plain: Bitmask) -> bool:
-        """Whether the completion stays as it is, or nearly, whatever text without quotes is added: where there are too
-        many of them to try each, some are tried. In a string that may hold anything that is so until its end."""
+        """Whether any plain text leaves the completion as it is, or nearly. Tested on samples where there are too many
+        tokens to test each."""
         is_free = np.array_equal(plain, self._tokens.content)
         self._lengths = (self._lengths or {}) if is_free else None
         token_ids = self._tokens.samples if is_free else ids_of(plain)
-        if not is_free and len(token_ids) <= _MAX_TRIED // 4:
+        if not is_free and len(token_ids) <= _MAX_TESTED // 4:
             return False
         for token_id in token_ids[:: 1 + len(token_ids) // _NUM_SAMPLES]:
             ahead = matcher.position.deep_copy()
@@ -257,9 +254,9 @@ def _tail(position: LLMatcher, known: Sequence[int], most: int) -> list[int] | N
 
 
 def _demands(schemas: list[Any]) -> tuple[list[str], int]:
-    """Required keys, and about how many bytes a schema can oblige a text to write at once: keys, the rest of an enum's
-    value, a minimum length. What is demanded several times over counts once."""
-    keys, size, waiting = dict[str, None](), 0, [*schemas]
+    """Required keys, and an estimate of the bytes that a text can be obliged to write at once: twice the most that one
+    part of a schema demands, in keys, the longest value of an enum, and minimum lengths."""
+    keys, most, waiting = dict[str, None](), 0, [*schemas]
     while waiting:
         part = waiting.pop()
         if isinstance(part, list):
@@ -267,12 +264,14 @@ def _demands(schemas: list[Any]) -> tuple[list[str], int]:
         if not isinstance(part, dict):
             continue
         waiting += part.values()
-        if isinstance(required := part.get("required"), list):  # and not a property of that name
-            keys |= dict.fromkeys(map(str, required))
-        size += sum(part[key] for key in ("minLength", "minItems") if isinstance(part.get(key), int))
+        size = sum(part[key] for key in ("minLength", "minItems") if isinstance(part.get(key), int))
         values = [part["const"]] if "const" in part else part.get("enum", ())
         size += max((len(json.dumps(value)) for value in values), default=0)
-    return [*keys], size + sum(len(key) + 6 for key in keys)
+        if isinstance(required := part.get("required"), list):  # and not a property of that name
+            keys |= dict.fromkeys(map(str, required))
+            size += sum(len(str(key)) + 6 for key in required)
+        most = max(most, size)
+    return [*keys], 2 * most
 
 
 def completes(grammar: Grammar) -> bool:

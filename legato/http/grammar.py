@@ -80,7 +80,7 @@ def _failure(ended: ProcessEnded) -> Exception:
     logger.warning("A grammar process ended", extra={"fields": {"cause": str(ended)}})
     if ended.exit_code == -signal.SIGKILL:  # by us, because it did not answer, or for want of memory elsewhere
         return Overloaded()
-    return TooComplex("it breaks the compiler")
+    return TooComplex("the compiler crashes on it")
 
 
 class GrammarCompiler:

@@ -6,7 +6,7 @@
 
 Step t+1 is launched before the tokens of step t are known, and needs them only when it samples. So `accept` takes not
 the tokens but a function that waits for them, and calls it on a thread of its own. Compiling has another thread, and so
-has a row that enters, which may have a long text behind it to follow: rows that run do not wait for rows that come.
+have rows that enter, which may have a long text to replay: running rows do not wait for either.
 """
 
 from __future__ import annotations

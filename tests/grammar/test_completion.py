@@ -1,4 +1,4 @@
-"""JSON under a limit: whoever chooses the tokens and however few there are, a document that fits is whole."""
+"""JSON under a token limit: whichever tokens are sampled, a document that fits is complete and valid."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ CHOOSERS = (at_random, longest, opening, endless, escaping)
 
 @settings(max_examples=400, deadline=None)
 @given(schemas(), st.sampled_from(CHOOSERS), st.integers(0, 2**32), st.sampled_from([0, 1, 2, 3, 5, 9, 20, 60]))
-def test_a_document_that_fits_is_whole_and_valid_whoever_writes_it(
+def test_a_document_that_fits_is_complete_and_valid(
     wanted: Any, chooser: Callable[[int], Choose], seed: int, more: int
 ) -> None:
     grammar = schema(wanted)

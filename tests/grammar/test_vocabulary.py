@@ -22,10 +22,10 @@ def test_a_number_ends_in_a_vocabulary_of_whole_words() -> None:
     trie = trie_of(json_tokenizer(), 448)
     (zero,), (one,) = (json_tokenizer().encode(digit).ids for digit in "01")
 
-    def stubborn(allowed: list[int]) -> int:
+    def last_allowed(allowed: list[int]) -> int:
         return next(token_id for token_id in (zero, one, EOS) if token_id in allowed)
 
-    text = walk(_NUMBER, lambda allowed: one if one in allowed else stubborn(allowed), trie, MaskWriter(trie, 1))
+    text = walk(_NUMBER, lambda allowed: one if one in allowed else last_allowed(allowed), trie, MaskWriter(trie, 1))
     assert text == "1" * MAX_DIGITS
 
 

@@ -173,7 +173,7 @@ def test_a_reference_to_nowhere_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_call_whose_number_has_no_bounds_ends(name: str) -> None:
-    """The model wishes for nothing but zeros, and takes what it must where it cannot have them."""
+    """The model prefers zeros, and takes another token only where zeros are not allowed."""
     tokenizer, trie, tokens = vocabulary()
     among = tools(wait={"type": "object", "properties": {"seconds": {"type": "number"}}, "required": ["seconds"]})
     grammar = call_grammar(DIALECTS[name], among, tokens, several=False)
