@@ -86,12 +86,13 @@ class JsonTokens:
 class CompletionSearch:
     """Finds completions of the texts of one grammar."""
 
-    def __init__(self, grammar: Grammar, tokens: JsonTokens) -> None:
+    def __init__(self, grammar: Grammar, tokens: JsonTokens, start: LLMatcher) -> None:
         self.tokens = tokens
         keys, size = _demands(_schemas(grammar))
         self.window = _WINDOW + size
         tokenize = tokens.trie.tokenizer.tokenize_str
         self._keys = [tokenize(json.dumps(key)[1:]) for key in keys]  # without the quote before them
+        self.of_nothing = self.find(start, JsonScanner(), _MAX_POSITIONS) or []  # a whole document
 
     def find(self, position: LLMatcher, scanner: JsonScanner, most: int, known: Sequence[int] = ()) -> list[int] | None:
         """At most so many tokens, the end-of-sequence token included. `known` is a completion of a similar text."""
@@ -169,7 +170,7 @@ class JsonCompletion:
         self._search, self._tokens = search, search.tokens
         self._left = max_new_tokens
         self._next_look = max_new_tokens  # tokens left when the completion is updated next
-        self._known: list[int] = []  # the last completion
+        self._known = search.of_nothing  # the last completion
         self._is_near = False  # the limit: masks are narrowed
         # 1 if there is no room for the end-of-sequence token: the document is complete without it.
         self._extra = 0

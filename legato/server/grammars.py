@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as _wait
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
@@ -43,7 +43,7 @@ _KEPT: Final = 32
 # A part of the vocabulary that llguidance looks at once and then allows or forbids as one, as it does with what may
 # stand in a JSON string. Half of all tokens are words, and so is most of what regular expressions allow.
 WORDS: Final = r"[a-zA-Z ]{1,16}"
-# Seconds that a step waits for its masks, once the tokens before them are on the host. They take milliseconds.
+# Seconds that a step waits for the next mask, once the tokens before it are on the host. Masks take milliseconds.
 _MASK_SECONDS: Final = 2.0
 # Seconds that it waits for those tokens, which is a wait for the device.
 _TOKEN_SECONDS: Final = 30.0
@@ -132,11 +132,13 @@ class Grammars:
         """
         states = [(place, self._rows[row]) for place, row in enumerate(rows) if row in self._rows]
         for _, state in states:
-            _wait({state.tokens}, _TOKEN_SECONDS)
+            wait_for({state.tokens}, _TOKEN_SECONDS)
         deadline = time.monotonic() + _MASK_SECONDS
         for _, state in states:
             if state.error is None:
                 self._wait(state, deadline)
+            if state.error is None:  # many rows may enter at once: those that wait their turn are not late
+                deadline = time.monotonic() + _MASK_SECONDS
         running = [(place, state.matcher) for place, state in states if state.error is None]
         if not running:
             return None
@@ -191,7 +193,8 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         self._writer  # noqa: B018 - made now, by the thread that nobody waits for
         start = compile_grammar(grammar, self._trie)
-        return CompiledGrammar(start, CompletionSearch(grammar, self._json_tokens) if completes(grammar) else None)
+        search = CompletionSearch(grammar, self._json_tokens, start) if completes(grammar) else None
+        return CompiledGrammar(start, search)
 
     def _enter(self, state: RowGrammar, compiled: Future[CompiledGrammar], generated_ids: list[int]) -> None:
         """Follows the text so far, for which no masks are needed, and computes the first one."""

@@ -40,9 +40,9 @@ PERSON = {
 
 def written(grammar: Grammar, limit: int, choose: Choose, *, start: str = "", window: int | None = None) -> list[int]:
     """Tokens under the masks and the limit, the end included where it was reached."""
-    search = CompletionSearch(grammar, TOKENS)
+    start_of_text = compile_grammar(grammar, TRIE)
+    search, matcher = CompletionSearch(grammar, TOKENS, start_of_text), Matcher(start_of_text, has_json=True)
     search.window = search.window if window is None else window
-    matcher = Matcher(compile_grammar(grammar, TRIE), has_json=True)
     completion, ids = JsonCompletion(search, limit, matcher), list[int]()
     prefix = iter(json_tokenizer().encode(start).ids)
     while len(ids) < limit and EOS not in ids:
@@ -62,7 +62,8 @@ def text_of(ids: list[int]) -> str:
 
 def shortest(grammar: Grammar) -> list[int]:
     """Tokens of a short document, without the one that ends it."""
-    search, position = CompletionSearch(grammar, TOKENS), compile_grammar(grammar, TRIE)
+    position = compile_grammar(grammar, TRIE)
+    search = CompletionSearch(grammar, TOKENS, position)
     found = search.search(position, JsonScanner(), 300, (), greedy=False) or search.find(position, JsonScanner(), 300)
     if found is None:
         raise GrammarError("no short document was found")
@@ -166,7 +167,7 @@ def test_a_call_between_markers_is_whole(chooser: Callable[[int], Choose], limit
 
 def begun(grammar: Grammar, limit: int) -> tuple[Matcher, JsonCompletion]:
     matcher = Matcher(compile_grammar(grammar, TRIE), has_json=True)
-    return matcher, JsonCompletion(CompletionSearch(grammar, TOKENS), limit, matcher)
+    return matcher, JsonCompletion(CompletionSearch(grammar, TOKENS, matcher.position), limit, matcher)
 
 
 def test_a_text_far_from_its_limit_is_left_alone() -> None:

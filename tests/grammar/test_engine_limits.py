@@ -66,8 +66,8 @@ def requests(limits: range) -> list[GenerationRequest]:
 
 def least(grammar: Grammar, trie: TokenTrie) -> int:
     """Tokens of the shortest document and its end."""
-    search = CompletionSearch(grammar, JsonTokens(trie))
-    found = search.search(compile_grammar(grammar, trie), JsonScanner(), 100, (), greedy=False)
+    start = compile_grammar(grammar, trie)
+    found = CompletionSearch(grammar, JsonTokens(trie), start).search(start, JsonScanner(), 100, (), greedy=False)
     assert found is not None
     return len(found)
 

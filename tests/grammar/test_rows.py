@@ -186,6 +186,15 @@ def test_a_row_that_hangs_costs_neither_those_beside_it_nor_those_that_follow(
     hanging.set()
 
 
+def test_rows_that_enter_together_wait_their_turn(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MASK_SECONDS", 0.2)
+    grammars.prepare(LETTER).result()
+    monkeypatch.setattr(Grammars, "_follow", lambda self, state, token_id: time.sleep(0.05))
+    for row in range(10):
+        grammars.set_row(row, LETTER, [token("a")])
+    assert len(allowed(grammars, list(range(10)))) == 10
+
+
 def test_a_preempted_request_needs_one_mask_and_not_those_of_its_text(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
