@@ -1,7 +1,7 @@
 """The language of chat templates: Jinja in its immutable sandbox, with what transformers adds to it.
 
 Templates come with models, and models come from anywhere. The sandbox keeps templates away from Python's internals;
-time and memory are limited by the process that they run in (`chat_worker.py`).
+time and memory are limited by the process that they run in (`worker.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From messages to the prompt, byte for byte as transformers' `apply_chat_template` has it.
 
-Runs inside a template process (`chat_worker.py`), because what a template does may take forever or all the memory.
+Runs inside a template process (`worker.py`), because what a template does may take forever or all the memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue
 
 
 class BadConversation(Exception):
-    """The request makes no sense, or not with this template."""
+    """The request is malformed, or this template cannot render it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Conversation:
             raise BadConversation("`continue_final_message` and `add_generation_prompt` exclude each other")
 
 
-class Template:
+class RenderTemplate:
     """One compiled template. One that cannot be compiled says so whenever it is used."""
 
     def __init__(
@@ -132,13 +132,13 @@ class Renderer:
         environment = ChatEnvironment()
         self._reserved = RESERVED | environment.globals.keys()
         self._templates = {
-            name: Template(environment, source, dict(special_tokens), output_limit, for_tools=name == "tool_use")
+            name: RenderTemplate(environment, source, dict(special_tokens), output_limit, for_tools=name == "tool_use")
             for name, source in templates.items()
         }
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What whoever prepares messages should know of the template for tools."""
+        """What must be known about the template for tools before messages are prepared for it."""
         try:
             template = self._choose(with_tools=True)
         except BadConversation:
@@ -151,7 +151,7 @@ class Renderer:
             raise BadConversation(f"`chat_template_kwargs` cannot set `{taken[0]}`")
         return self._choose(conversation.tools is not None).render(conversation)
 
-    def _choose(self, with_tools: bool) -> Template:
+    def _choose(self, with_tools: bool) -> RenderTemplate:
         for name in ("tool_use", "default") if with_tools else ("default",):
             if name in self._templates:
                 return self._templates[name]

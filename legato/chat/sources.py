@@ -70,7 +70,7 @@ def _by_name(source: str, written: Any) -> dict[str, str]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The tokens that transformers would give to the template: those with a name, whoever named them."""
+    """The tokens that transformers would give to the template: all that have a name."""
     extra: dict[str, Any] = {}
     for group in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(config.get(group), dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits
@@ -115,22 +116,29 @@ def _alternatives(text: str) -> str:
 
 def _with_options(lark: str) -> str:
     """llguidance has no default options for the schemas in a Lark grammar, so they are written into each, unless its
-    author did so. What is no JSON is left for llguidance to complain about."""
+    author did so."""
     parts, place = [], 0
+    for start, _, schema in embedded_schemas(lark):
+        if _OPTIONS not in schema:
+            parts.append(
+                lark[place : start + 1] + f'"{_OPTIONS}": {json.dumps(JSON_OPTIONS)}' + (", " if schema else "")
+            )
+            place = start + 1
+    return "".join([*parts, lark[place:]])
+
+
+def embedded_schemas(lark: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Where each begins and ends in a Lark grammar. What is no JSON is left for llguidance to complain about."""
+    place = 0
     while (found := _LARK_TOKEN.search(lark, place)) is not None:
-        parts.append(lark[place : found.end()])
         place = found.end()
         if found["schema"]:
             try:
                 schema, end = _DECODER.raw_decode(lark, place)
             except (ValueError, RecursionError):
                 continue
-            if _OPTIONS not in schema:
-                parts.append(f'{{"{_OPTIONS}": {json.dumps(JSON_OPTIONS)}' + (", " if schema else ""))
-                place += 1
-            parts.append(lark[place:end])
+            yield place, end, schema
             place = end
-    return "".join([*parts, lark[place:]])
 
 
 def _parse(text: str) -> Any:

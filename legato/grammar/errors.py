@@ -1,8 +1,9 @@
-"""Why a grammar cannot be followed, in words for whoever wrote it. What llguidance says is turned into these here.
+"""Why a grammar cannot be enforced, in words for its author. llguidance's messages are translated here.
 
 GrammarError              malformed, contradictory or too large
 ├── UnsupportedKeyword    well-formed, but asks for something that is not enforced: named, so that it can be removed
-└── TooComplex            would take too much time or memory
+├── TooComplex            would take too much time or memory
+└── MaskTimeout           took too much time in the middle of a text
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ class UnsupportedKeyword(GrammarError):
 
 class TooComplex(GrammarError):
     pass
+
+
+class MaskTimeout(GrammarError):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"computing the allowed tokens took too long (more than {seconds:g} s)")
 
 
 _TOO_COMPLEX = re.compile(r"too (big|large|complex|many)|max is \d|fuel|level exceeded|recursion limit", re.IGNORECASE)

@@ -9,7 +9,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from legato.grammar.errors import from_message
-from legato.grammar.numbers import MAX_DIGITS, DigitCount
+from legato.grammar.scanner import MAX_DIGITS, JsonScanner
 from legato.grammar.vocabulary import Bitmask, TokenTrie
 
 
@@ -18,7 +18,8 @@ class Matcher:
 
     def __init__(self, compiled: LLMatcher, *, has_json: bool) -> None:
         self.position = compiled.deep_copy()
-        self.digit_count = DigitCount() if has_json else None
+        self.scanner = JsonScanner()
+        self._has_json = has_json
         self.error: str | None = None
         # What may come next; written by `fill_masks`.
         self.mask: Bitmask | None = None
@@ -29,8 +30,8 @@ class Matcher:
             if not self.position.consume_token(token_id):
                 self.fail(str(from_message(self.position.get_error())))
                 return
-            if self.digit_count is not None:
-                self.digit_count.feed(trie.bytes_of(token_id))
+            if self._has_json:
+                self.scanner.feed(trie.bytes_of(token_id))
 
     def fail(self, message: str) -> None:
         self.error = self.error or message
@@ -73,7 +74,7 @@ class MaskWriter:
         if matcher.position.is_error():
             matcher.fail(str(from_message(matcher.position.get_error())))
             return
-        if matcher.digit_count is not None and matcher.digit_count.digits >= MAX_DIGITS:
+        if matcher.scanner.digits >= MAX_DIGITS:
             without = mask & ~self._trie.number_parts
             if self._trie.any_allowed(without):
                 mask[:] = without

@@ -38,7 +38,7 @@ def _first_byte(token_id: int, trie: TokenTrie) -> int:
     """A token for the first byte alone, which is allowed wherever the whole token is.
 
     Unless a limit was reached while the mask was computed: then tokens are missing from it, and a text would be led
-    where its author never meant it to go. Asked for such a token, llguidance owns up.
+    where its author never meant it to go. Asked for such a token, llguidance reports the error.
     """
     if trie.tokenizer.is_special_token(token_id):
         return token_id

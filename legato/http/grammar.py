@@ -1,26 +1,30 @@
 """Grammars of requests, before anything is scheduled: refused with a reason, or ready to be followed.
 
-read_grammar       what the client wrote                     (grammar_shapes.py)
-GrammarCompiler    compiles it within limits, once           (grammar_process.py)
-... prepare        has the shards compile it, so that no step waits for that
+read_grammar       what the client wrote                                           (shapes.py)
+GrammarCompiler    compiles it once, and has the shards compile it, so that no step waits for that
+GrammarChecks      ... within limits, in processes that the kernel stops           (grammar/checker.py)
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import signal
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from tokenizers import Tokenizer
 
-from legato.api.errors import GenerationFailed, InvalidRequest
+from legato.api.errors import GenerationFailed, InvalidRequest, Overloaded
 from legato.common.errors import LegatoError
+from legato.grammar import checker
 from legato.grammar.compile import check_size, lenient
-from legato.grammar.errors import GrammarError
+from legato.grammar.errors import GrammarError, TooComplex
 from legato.grammar.kinds import Grammar
-from legato.grammar.process import CheckerProcesses
+from legato.ipc.confined import ConfinedPool, Confinement, ProcessEnded
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import ModelLimits
 
@@ -28,6 +32,55 @@ logger = logging.getLogger(__name__)
 
 # Grammars whose verdict is remembered.
 _REMEMBERED: Final = 256
+# Seconds after which a process that neither answers nor ends is given up.
+_PATIENCE: Final = 5 * checker.SECONDS
+_MAX_ANSWER: Final = 16 << 20
+
+
+class GrammarChecks:
+    """In processes that start with the first grammar. One more grammar than there are processes waits."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], num_processes: int = 2
+    ) -> None:
+        def setup() -> bytes:
+            size = tokenizer.get_vocab_size()
+            return json.dumps([tokenizer.to_str(), size, vocab_size, list(eos_token_ids)]).encode()
+
+        self.processes = ConfinedPool(
+            Confinement(checker.__name__, checker.SECONDS, _PATIENCE, _MAX_ANSWER), setup, num_processes
+        )
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="check-grammar")
+
+    async def check(self, grammar: Grammar) -> list[str]:
+        """What a lenient reading leaves out. GrammarError; Overloaded if none of the processes gets to it."""
+        request = json.dumps({"kind": grammar.kind.value, "value": grammar.value}).encode()
+        answer = asyncio.get_running_loop().run_in_executor(self._threads, self.processes.ask, request)
+        try:
+            kind, body = await asyncio.wait_for(answer, _PATIENCE + checker.SECONDS)
+        except TimeoutError:
+            raise Overloaded from None
+        except ProcessEnded as ended:
+            raise _failure(ended) from None
+        if kind == checker.REFUSED:
+            raise GrammarError(body.decode())
+        ignored: list[str] = json.loads(body)
+        return ignored
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.processes.close()
+
+
+def _failure(ended: ProcessEnded) -> Exception:
+    if ended.exit_code == -signal.SIGPROF:
+        return TooComplex(f"it takes more than {checker.SECONDS:g} s to compile")
+    if ended.exit_code == -signal.SIGABRT:  # how a Rust program ends that gets no memory
+        return TooComplex(f"it takes more than {checker.MEMORY >> 20} MB to compile")
+    logger.warning("A grammar process ended", extra={"fields": {"cause": str(ended)}})
+    if ended.exit_code == -signal.SIGKILL:  # by us, because it did not answer, or for want of memory elsewhere
+        return Overloaded()
+    return TooComplex("the compiler crashes on it")
 
 
 class GrammarCompiler:
@@ -44,7 +97,7 @@ class GrammarCompiler:
         self._supported = settings.grammar_support
         self._lenient = settings.schema_lenient
         self._prepare = prepare
-        self._processes = CheckerProcesses(tokenizer, limits.vocab_size, sorted(limits.eos_token_ids))
+        self._checks = GrammarChecks(tokenizer, limits.vocab_size, sorted(limits.eos_token_ids))
         self._verdicts: OrderedDict[Grammar, asyncio.Task[list[str]]] = OrderedDict()
 
     async def check(self, grammar: Grammar, field: str = "grammar") -> Grammar:
@@ -64,7 +117,7 @@ class GrammarCompiler:
         return grammar
 
     def close(self) -> None:
-        self._processes.close()
+        self._checks.close()
 
     def _verdict(self, grammar: Grammar) -> asyncio.Task[list[str]]:
         verdict = self._verdicts.pop(grammar, None)
@@ -78,7 +131,7 @@ class GrammarCompiler:
 
     async def _compile(self, grammar: Grammar) -> list[str]:
         try:
-            ignored = await self._processes.check(grammar)
+            ignored = await self._checks.check(grammar)
         except GrammarError:
             raise
         except Exception:  # says nothing about the grammar

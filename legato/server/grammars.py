@@ -1,22 +1,24 @@
 """Grammars of rows: masks are computed while the device is busy, so that a step seldom waits for one.
 
     step t      ├── forward ──┤ sample ├─ copy to host ─┤
-    grammar                                             ├ accept, next masks ┤
+    masks                                               ├ accept, next masks ┤
     step t+1                           ├──────────── forward ────────────────┤ wait for masks, sample
 
 Step t+1 is launched before the tokens of step t are known, and needs them only when it samples. So `accept` takes not
-the tokens but a way to wait for them, and a thread of its own does the waiting. Everything that concerns one row
-happens in order: each thing is started after the one before it was waited for.
+the tokens but a function that waits for them, and calls it on a thread of its own. Compiling has another thread, and so
+have rows that enter, which may have a long text to replay: running rows do not wait for either.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
 from typing import Final
@@ -26,10 +28,8 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from legato.grammar.compile import compile_grammar
-from legato.grammar.completion.closing import Closing
-from legato.grammar.completion.endings import Endings
-from legato.grammar.completion.reach import reach_of
-from legato.grammar.errors import GrammarError
+from legato.grammar.completion import CompletionSearch, JsonCompletion, JsonTokens, completes
+from legato.grammar.errors import GrammarError, MaskTimeout
 from legato.grammar.kinds import Grammar
 from legato.grammar.matcher import MaskWriter, Matcher
 from legato.grammar.vocabulary import TokenTrie
@@ -43,30 +43,38 @@ _KEPT: Final = 32
 # A part of the vocabulary that llguidance looks at once and then allows or forbids as one, as it does with what may
 # stand in a JSON string. Half of all tokens are words, and so is most of what regular expressions allow.
 WORDS: Final = r"[a-zA-Z ]{1,16}"
-# Seconds. The router has compiled every grammar before it comes here, and masks have limits of their own: whoever
-# waits that long waits for ever.
-_PATIENCE: Final = 30.0
+# Seconds that a step waits for the next mask, once the tokens before it are on the host. Masks take milliseconds.
+_MASK_SECONDS: Final = 2.0
+# Seconds that it waits for those tokens, which is a wait for the device.
+_TOKEN_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    start: LLMatcher
+    search: CompletionSearch | None  # of JSON
 
 
 @dataclass(slots=True, eq=False)
 class RowGrammar:
-    """The grammar of the request in a row. `pending` is what was started last, and makes the mask."""
+    """The grammar of the request in a row."""
 
     grammar: Grammar
-    pending: Future[None]
-    max_new_tokens: int = 0  # JSON is finished before them; 0: nobody said
+    max_new_tokens: int = 0  # JSON is completed before them; 0: without a limit
     matcher: Matcher | None = None  # None until the grammar is compiled
-    closing: Closing | None = None  # of JSON with a limit
+    completion: JsonCompletion | None = None  # of JSON with a limit
     error: str | None = None
+    tokens: Future[None] = field(default_factory=Future)  # are on the host
+    pending: Future[None] = field(default_factory=Future)  # makes the mask of what follows them
 
-    def settle(self) -> None:
-        """Waits for the mask, or learns why there is none."""
+    def wait(self, deadline: float) -> None:
+        """For the mask, or the reason why there is none."""
         try:
-            self.pending.result(_PATIENCE)
+            self.pending.result(max(0, deadline - time.monotonic()))
         except GrammarError as error:
             self.fail(str(error))
         except TimeoutError:
-            self.fail("the grammar took too long")
+            self.fail(str(MaskTimeout(_MASK_SECONDS)))
         except Exception as error:
             logger.exception("A grammar failed")
             self.fail(f"{type(error).__name__}: {error}")
@@ -81,19 +89,19 @@ class Grammars:
     """Called on the engine's thread, but for `prepare`. A grammar that fails costs its own request and no other."""
 
     def __init__(self, load_trie: Callable[[], TokenTrie]) -> None:
-        # Compiling is another thread's work than masks: those who have a grammar do not wait for those who come.
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="compile-grammar")
-        self._masking = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        self._compiling = _thread("compile-grammar")
+        self._entering = _thread("enter-grammar")
+        self._masking = _thread("grammar-masks")
         self._load_trie = load_trie  # a third of a second and 40 MB, which many servers never need
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._lock = Lock()
         self._rows: dict[int, RowGrammar] = {}
 
     def close(self) -> None:
-        for pool in (self._compiling, self._masking):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._compiling, self._entering, self._masking):
+            thread.shutdown(wait=False, cancel_futures=True)
 
-    def prepare(self, grammar: Grammar) -> Future[LLMatcher]:
+    def prepare(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Compiles a grammar, or finds it compiled. From any thread; the future raises GrammarError."""
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
@@ -109,10 +117,10 @@ class Grammars:
         if grammar is None:
             self._rows.pop(row, None)
             return
-        state = RowGrammar(grammar, Future(), max_new_tokens)
-        self._rows[row] = state
+        state = self._rows[row] = RowGrammar(grammar, max_new_tokens)
+        state.tokens.set_result(None)
         compiled = self.prepare(grammar)
-        compiled.add_done_callback(lambda _: self._masking.submit(self._begin, state, compiled, list(generated_ids)))
+        compiled.add_done_callback(lambda _: self._entering.submit(self._enter, state, compiled, list(generated_ids)))
 
     def active(self, rows: Sequence[int]) -> bool:
         return any(row in self._rows for row in rows)
@@ -124,7 +132,13 @@ class Grammars:
         """
         states = [(place, self._rows[row]) for place, row in enumerate(rows) if row in self._rows]
         for _, state in states:
-            self._settle(state)
+            wait_for({state.tokens}, _TOKEN_SECONDS)
+        deadline = time.monotonic() + _MASK_SECONDS
+        for _, state in states:
+            if state.error is None:
+                self._wait(state, deadline)
+            if state.error is None:  # many rows may enter at once: those that wait their turn are not late
+                deadline = time.monotonic() + _MASK_SECONDS
         running = [(place, state.matcher) for place, state in states if state.error is None]
         if not running:
             return None
@@ -142,22 +156,24 @@ class Grammars:
         states = [(place, self._rows[row]) for place, row in enumerate(rows) if row in self._rows]
         states = [(place, state) for place, state in states if state.error is None]
         if states:
-            pending = self._masking.submit(self._advance, states, read)
+            tokens = Future[None]()
             for _, state in states:
-                state.pending = pending
+                state.tokens, state.pending = tokens, Future()
+            self._masking.submit(
+                self._advance, [(place, state, state.pending) for place, state in states], tokens, read
+            )
 
-    def _settle(self, state: RowGrammar) -> None:
-        if state.error is not None:
-            return
-        state.settle()
+    def _wait(self, state: RowGrammar, deadline: float) -> None:
+        state.wait(deadline)
         if state.error is None:
             return
         logger.warning("A request's grammar failed", extra={"fields": {"cause": state.error}})
         with self._lock:  # rows share what they learn of a grammar, errors included: the next one begins afresh
             self._compiled.pop(state.grammar, None)
-        if not state.pending.done():  # a thread that does not come back: leave it behind
-            self._masking.shutdown(wait=False)
-            self._masking = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        if not state.pending.done():  # a thread that does not come back is left behind
+            for thread in (self._entering, self._masking):
+                thread.shutdown(wait=False)
+            self._entering, self._masking = _thread("enter-grammar"), _thread("grammar-masks")
 
     # ---- on the other threads -------------------------------------------------------------------------------------
 
@@ -171,49 +187,60 @@ class Grammars:
         return MaskWriter(self._trie, num_threads=max(1, (os.cpu_count() or 2) // 2))
 
     @cached_property
-    def _endings(self) -> Endings:
-        return Endings(self._trie)
+    def _json_tokens(self) -> JsonTokens:
+        return JsonTokens(self._trie)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        if reach_of(grammar) is not None:
-            self._endings  # noqa: B018 - made now, by the thread that nobody waits for
-        return compile_grammar(grammar, self._trie)
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        self._writer  # noqa: B018 - made now, by the thread that nobody waits for
+        start = compile_grammar(grammar, self._trie)
+        search = CompletionSearch(grammar, self._json_tokens, start) if completes(grammar) else None
+        return CompiledGrammar(start, search)
 
-    def _begin(self, state: RowGrammar, compiled: Future[LLMatcher], generated_ids: list[int]) -> None:
-        """The text so far, and the first mask."""
+    def _enter(self, state: RowGrammar, compiled: Future[CompiledGrammar], generated_ids: list[int]) -> None:
+        """Follows the text so far, for which no masks are needed, and computes the first one."""
         try:
-            matcher = Matcher(compiled.result(), has_json=state.grammar.has_json)
-            reach = reach_of(state.grammar)
-            if reach is not None and state.max_new_tokens:
-                state.closing = Closing(self._endings, reach, self._trie, state.max_new_tokens)
-            state.matcher = matcher
+            grammar = compiled.result()
+            state.matcher = Matcher(grammar.start, has_json=state.grammar.has_json)
+            if grammar.search is not None and state.max_new_tokens:
+                state.completion = JsonCompletion(grammar.search, state.max_new_tokens, state.matcher)
             for token_id in generated_ids:
-                if state.closing is not None:  # which goes by what it has seen: it shall see the same again
-                    self._fill_masks([state])
-                self._follow(state, [token_id])
-            self._fill_masks([state])
-            state.pending.set_result(None)
+                self._follow(state, token_id)
+            self._writer.fill_masks([state.matcher])
+            self._finish(state, state.pending)
         except BaseException as error:
             state.pending.set_exception(error)
 
-    def _advance(self, states: list[tuple[int, RowGrammar]], read: Callable[[], Sequence[int]]) -> None:
-        token_ids = read()
-        for place, state in states:
-            self._follow(state, [token_ids[place]])
-        self._fill_masks([state for _, state in states])
+    def _advance(
+        self, rows: list[tuple[int, RowGrammar, Future[None]]], tokens: Future[None], read: Callable[[], Sequence[int]]
+    ) -> None:
+        try:
+            token_ids = read()
+            tokens.set_result(None)
+            for place, state, _ in rows:
+                self._follow(state, token_ids[place])
+            self._writer.fill_masks([state.matcher for _, state, _ in rows if state.matcher is not None])
+            # Those first that have nothing more to do: nobody waits for the completion of another's JSON.
+            for _, state, pending in sorted(rows, key=lambda row: row[1].completion is not None):
+                self._finish(state, pending)
+        except BaseException as error:
+            for future in [tokens, *(pending for _, _, pending in rows)]:
+                if not future.done():
+                    future.set_exception(error)
 
-    def _follow(self, state: RowGrammar, token_ids: list[int]) -> None:
+    def _follow(self, state: RowGrammar, token_id: int) -> None:
         assert state.matcher is not None, "a row that got a token had a mask"
-        state.matcher.accept(token_ids, self._trie)
-        if state.closing is not None:
-            state.closing.accept(token_ids)
+        state.matcher.accept([token_id], self._trie)
+        if state.completion is not None:
+            state.completion.accept(token_id, state.matcher)
 
-    def _fill_masks(self, states: list[RowGrammar]) -> None:
-        self._writer.fill_masks([state.matcher for state in states if state.matcher is not None])
-        for state in states:
-            matcher = state.matcher
-            if state.closing is not None and matcher is not None and matcher.error is None and matcher.mask is not None:
-                state.closing.narrow(matcher.position, matcher.mask)
+    def _finish(self, state: RowGrammar, pending: Future[None]) -> None:
+        if state.completion is not None and state.matcher is not None and state.matcher.error is None:
+            state.completion.narrow(state.matcher)
+        pending.set_result(None)
+
+
+def _thread(name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix=name)
 
 
 def load_trie(files: ModelFiles, vocab_size: int) -> TokenTrie:

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,10 +227,19 @@ class TestEscapes:
 
 class TestProcesses:
     def test_a_process_that_is_killed_is_replaced(self, echo: ChatTemplate) -> None:
-        os.kill(children()[-1], signal.SIGKILL)
-        with pytest.raises(TemplateError, match="broke the process"):
-            echo.render([user()])
+        (worker,) = echo._processes.idle
+        worker.process.kill()
+        worker.process.wait()
         assert echo.render([user("again")]) == "again"
+
+    def test_a_process_that_is_killed_while_it_renders_is_an_error(self) -> None:
+        chat = limited("{% if messages[0].content == 'x' %}" + ENDLESS["loops"] + "{% endif %}fine", seconds=20)
+        killer = threading.Timer(0.2, os.kill, [children()[-1], signal.SIGKILL])
+        killer.start()
+        with pytest.raises(TemplateError, match="crashed the process"):
+            chat.render([user("x")])
+        assert chat.render([user()]) == "fine"
+        chat.close()
 
     def test_none_is_left_after_closing(self) -> None:
         before = children()

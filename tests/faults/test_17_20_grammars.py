@@ -18,8 +18,8 @@ from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.matcher import MaskWriter
-from legato.grammar.numbers import MAX_DIGITS
 from legato.grammar.rehearsal import rehearse
+from legato.grammar.scanner import MAX_DIGITS
 from legato.http.app import create_app
 from legato.scheduling.state import Output
 from tests.faults.loop_lag import Lag
@@ -135,8 +135,8 @@ WRITER = MaskWriter(TRIE, num_threads=1)
 ANYTHING: dict[str, Any] = {}
 
 
-def stubborn(letters: str) -> Any:
-    """A model in love with some letters: it writes nothing else as long as it may."""
+def prefers(letters: str) -> Any:
+    """A model that writes nothing but these letters as long as it may."""
     data = {token_id: TRIE.bytes_of(token_id) for token_id in range(TRIE.vocab_size)}
     only = {token_id for token_id in data if data[token_id] and set(data[token_id]) <= set(letters.encode())}
 
@@ -154,7 +154,7 @@ def stubborn(letters: str) -> Any:
 )
 @pytest.mark.parametrize("letters", ["0123456789", "9", "0", "0.", "1e9", "-0.e+"])
 def test_a_number_without_bounds_ends(wanted: Any, letters: str) -> None:
-    text = walk(schema(wanted), stubborn(letters), TRIE, WRITER)
+    text = walk(schema(wanted), prefers(letters), TRIE, WRITER)
     json.loads(text)
     # A token may bring several digits, the last of them over the limit.
     assert sum(letter.isdigit() for letter in text) <= MAX_DIGITS + 8
@@ -167,7 +167,7 @@ def test_a_number_without_bounds_ends(wanted: Any, letters: str) -> None:
 def test_white_space_ends(wanted: Any, opening: str, letters: str) -> None:
     matcher = begin(schema(wanted), TRIE)
     matcher.accept(json_tokenizer().encode(opening).ids, TRIE)
-    choose, written = stubborn(letters), b""
+    choose, written = prefers(letters), b""
     while True:
         WRITER.fill_masks([matcher])
         token_id = choose(allowed_ids(matcher))

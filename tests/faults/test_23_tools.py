@@ -11,7 +11,7 @@ import pytest
 
 from legato.chat.tools.dialects import DIALECTS
 from legato.chat.tools.enforcement import call_grammar
-from legato.chat.tools.parser import CallParser, Message
+from legato.chat.tools.parser import CallParser, ParsedMessage
 from legato.chat.tools.requests import tool_use_of
 from legato.grammar.matcher import MaskWriter
 from tests.faults.loop_lag import Lag
@@ -139,7 +139,7 @@ def test_a_call_that_is_required_has_valid_arguments_whatever_the_model_likes(na
     grammar = call_grammar(DIALECTS[name], use.forced, {}, several=False)
     for seed in range(cases(full=500, quick=40)):
         text = walk(grammar, at_random(seed, trie), trie, writer, most=2000)
-        parser, message = CallParser(DIALECTS[name], use.names), Message()
+        parser, message = CallParser(DIALECTS[name], use.names), ParsedMessage()
         message.add(parser.feed(text) + parser.finish())
         (call,) = message.calls
         wanted = {**schemas[call.name], "additionalProperties": False}

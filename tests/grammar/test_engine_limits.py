@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from legato.grammar.compile import compile_grammar
-from legato.grammar.completion.endings import Endings, Place
+from legato.grammar.completion import CompletionSearch, JsonTokens
 from legato.grammar.kinds import Grammar, GrammarKind
+from legato.grammar.scanner import JsonScanner
 from legato.grammar.vocabulary import TokenTrie
 from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
@@ -66,9 +67,10 @@ def requests(limits: range) -> list[GenerationRequest]:
 
 def least(grammar: Grammar, trie: TokenTrie) -> int:
     """Tokens of the shortest document and its end."""
-    way = Endings(trie).shortest(compile_grammar(grammar, trie), Place(), 100)
-    assert way is not None
-    return len(way)
+    start = compile_grammar(grammar, trie)
+    found = CompletionSearch(grammar, JsonTokens(trie), start).search(start, JsonScanner(), 100, (), greedy=False)
+    assert found is not None
+    return len(found)
 
 
 @pytest.mark.parametrize("num_blocks", [256, 24], ids=["roomy", "preempted"])

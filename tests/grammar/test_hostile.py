@@ -14,7 +14,7 @@ import pytest
 from legato.grammar.checker import SECONDS
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
-from legato.grammar.process import CheckerProcesses
+from legato.http.grammar import GrammarChecks
 from tests.grammar.texts import EOS, json_tokenizer, schema
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -22,10 +22,10 @@ T = TypeVar("T")
 REGEX, LARK = GrammarKind.REGEX, GrammarKind.LARK
 
 
-def run(work: Callable[[CheckerProcesses], Awaitable[T]], num_processes: int = 1) -> T:
+def run(work: Callable[[GrammarChecks], Awaitable[T]], num_processes: int = 1) -> T:
     async def main() -> T:
         tokenizer = json_tokenizer()
-        processes = CheckerProcesses(tokenizer, tokenizer.get_vocab_size(), [EOS], num_processes)
+        processes = GrammarChecks(tokenizer, tokenizer.get_vocab_size(), [EOS], num_processes)
         try:
             return await work(processes)
         finally:
@@ -34,7 +34,7 @@ def run(work: Callable[[CheckerProcesses], Awaitable[T]], num_processes: int = 1
     return asyncio.run(main())
 
 
-async def verdict(processes: CheckerProcesses, grammar: Grammar) -> str:
+async def verdict(processes: GrammarChecks, grammar: Grammar) -> str:
     """Empty for a grammar that may be used."""
     try:
         await processes.check(grammar)
@@ -91,7 +91,7 @@ def test_what_looks_dangerous_and_is_not_may_be_used(name: str) -> None:
 def test_what_would_take_too_much_is_refused_in_time(name: str) -> None:
     grammar, reason = REFUSED[name]
 
-    async def work(processes: CheckerProcesses) -> tuple[str, float, str]:
+    async def work(processes: GrammarChecks) -> tuple[str, float, str]:
         await processes.check(Grammar(REGEX, "a"))
         started = time.monotonic()
         refusal = await verdict(processes, grammar)
@@ -106,7 +106,7 @@ def test_what_would_take_too_much_is_refused_in_time(name: str) -> None:
 def test_others_are_served_while_one_takes_its_time() -> None:
     slow = schema({"type": "integer", "multipleOf": 99_991})
 
-    async def work(processes: CheckerProcesses) -> tuple[float, float]:
+    async def work(processes: GrammarChecks) -> tuple[float, float]:
         await asyncio.gather(*(processes.check(Grammar(REGEX, "a")) for _ in range(2)))
         hanging = asyncio.create_task(verdict(processes, slow))
         await asyncio.sleep(0.02)
@@ -125,11 +125,11 @@ def test_others_are_served_while_one_takes_its_time() -> None:
 
 
 def test_a_process_that_is_killed_is_replaced() -> None:
-    async def work(processes: CheckerProcesses) -> str:
+    async def work(processes: GrammarChecks) -> str:
         await processes.check(Grammar(REGEX, "a"))
-        (only,) = processes._idle
-        only._process.kill()
-        only._process.wait()
+        (only,) = processes.processes.idle
+        only.process.kill()
+        only.process.wait()
         return await verdict(processes, Grammar(REGEX, "a"))
 
     assert run(work) == ""
@@ -144,7 +144,7 @@ def test_a_tokenizer_of_an_unknown_kind_is_a_reason_to_refuse_every_time() -> No
             def get_vocab_size(self) -> int:
                 return 5
 
-        processes = CheckerProcesses(Strange(), 5, [EOS], 1)  # type: ignore[arg-type]
+        processes = GrammarChecks(Strange(), 5, [EOS], 1)  # type: ignore[arg-type]
         return [await verdict(processes, Grammar(REGEX, "a")) for _ in range(2)]
 
     first, second = asyncio.run(main())

@@ -13,7 +13,7 @@ from legato.grammar.compile import compile_grammar
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.matcher import MaskWriter, Matcher
-from legato.grammar.numbers import MAX_DIGITS
+from legato.grammar.scanner import MAX_DIGITS
 from legato.grammar.vocabulary import TokenTrie
 from tests.grammar.texts import EOS, allowed_ids, at_random, begin, conforms, json_tokenizer, schema, trie_of, walk
 
@@ -121,20 +121,20 @@ def test_a_token_that_was_not_allowed_is_an_error_of_its_text_alone(trie: TokenT
 # ---- texts that would never end -----------------------------------------------------------------------------------
 
 
-def stubborn(wish: str) -> int:
-    (token_id,) = json_tokenizer().encode(wish).ids
+def token(text: str) -> int:
+    (token_id,) = json_tokenizer().encode(text).ids
     return token_id
 
 
 @pytest.mark.parametrize("wanted", [{}, {"type": "number"}, {"type": "integer"}, {"type": "number", "minimum": 0}])
 @pytest.mark.parametrize("start", ["", "1", "0.", "1e", "-2.5e+"])
-def test_a_number_ends_whatever_the_model_wishes(
+def test_a_number_ends_whatever_the_model_prefers(
     wanted: object, start: str, trie: TokenTrie, writer: MaskWriter
 ) -> None:
     prefix = iter(json_tokenizer().encode(start).ids)
 
     def choose(allowed: list[int]) -> int:
-        for token_id in (next(prefix, -1), stubborn("0"), stubborn("1"), EOS):
+        for token_id in (next(prefix, -1), token("0"), token("1"), EOS):
             if token_id in allowed:
                 return token_id
         raise AssertionError(allowed)
@@ -146,24 +146,24 @@ def test_a_number_ends_whatever_the_model_wishes(
 
 def test_digits_in_a_string_are_nobodys_business(trie: TokenTrie, writer: MaskWriter) -> None:
     matcher = begin(schema({"type": "string"}), trie)
-    matcher.accept([stubborn('"'), *[stubborn("7")] * 200], trie)
+    matcher.accept([token('"'), *[token("7")] * 200], trie)
     writer.fill_masks([matcher])
-    assert stubborn("7") in allowed_ids(matcher)
+    assert token("7") in allowed_ids(matcher)
 
 
 def test_a_schema_that_wants_a_longer_number_gets_it(trie: TokenTrie, writer: MaskWriter) -> None:
     long = "7" * 80
     item = f'{{"type": "array", "prefixItems": [{{"enum": [{long}]}}], "minItems": 1, "maxItems": 1}}'
     grammar = Grammar(GrammarKind.JSON_SCHEMA, item)
-    digits = walk(grammar, lambda allowed: stubborn("7") if stubborn("7") in allowed else allowed[-1], trie, writer)
+    digits = walk(grammar, lambda allowed: token("7") if token("7") in allowed else allowed[-1], trie, writer)
     assert float(json.loads(digits)[0]) == pytest.approx(float(long))
 
 
-def test_white_space_ends_whatever_the_model_wishes(trie: TokenTrie, writer: MaskWriter) -> None:
+def test_white_space_ends_whatever_the_model_prefers(trie: TokenTrie, writer: MaskWriter) -> None:
     otherwise = at_random(1, trie)
 
     def blank(allowed: list[int]) -> int:
-        return stubborn(" ") if stubborn(" ") in allowed else otherwise(allowed)
+        return token(" ") if token(" ") in allowed else otherwise(allowed)
 
     text = walk(schema({"type": "array", "items": {"enum": [1]}, "maxItems": 3}), blank, trie, writer)
     assert max(map(len, re.findall(r"\s+", text))) == 8
@@ -176,22 +176,22 @@ def between_tags(*values: object) -> Grammar:
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 
 
-def test_a_number_in_a_lark_grammar_ends_whatever_the_model_wishes(trie: TokenTrie, writer: MaskWriter) -> None:
+def test_a_number_in_a_lark_grammar_ends_whatever_the_model_prefers(trie: TokenTrie, writer: MaskWriter) -> None:
     otherwise = at_random(1, trie)
 
     def zeros(allowed: list[int]) -> int:
-        return stubborn("0") if stubborn("0") in allowed else otherwise(allowed)
+        return token("0") if token("0") in allowed else otherwise(allowed)
 
     text = walk(between_tags({"type": "array", "items": {"type": "number"}, "maxItems": 2}), zeros, trie, writer)
     assert max(map(len, re.findall(r"\d+", text))) <= MAX_DIGITS
     assert text.startswith("<%json {>[") and text.endswith("]</%json {}>")
 
 
-def test_white_space_in_a_lark_grammar_ends_whatever_the_model_wishes(trie: TokenTrie, writer: MaskWriter) -> None:
+def test_white_space_in_a_lark_grammar_ends_whatever_the_model_prefers(trie: TokenTrie, writer: MaskWriter) -> None:
     otherwise = at_random(1, trie)
 
     def blank(allowed: list[int]) -> int:
-        return stubborn(" ") if stubborn(" ") in allowed else otherwise(allowed)
+        return token(" ") if token(" ") in allowed else otherwise(allowed)
 
     numbers = {"type": "array", "items": {"enum": [1]}, "minItems": 1, "maxItems": 2}
     text = walk(between_tags({}, numbers), blank, trie, writer)

@@ -12,9 +12,10 @@ import pytest
 
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
+from legato.grammar.matcher import MaskWriter, Matcher
 from legato.grammar.vocabulary import TokenTrie
 from legato.server import grammars as module
-from legato.server.grammars import Grammars
+from legato.server.grammars import Grammars, RowGrammar
 from tests.grammar.texts import EOS, json_tokenizer, schema
 
 DIGITS = Grammar(GrammarKind.REGEX, "[0-9]{2}")
@@ -152,7 +153,8 @@ def test_a_device_that_fails_fails_the_rows_of_its_step(grammars: Grammars) -> N
 def test_a_mask_that_never_comes_fails_its_row_and_the_others_go_on(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.2)
+    monkeypatch.setattr(module, "_TOKEN_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_MASK_SECONDS", 0.1)
     for row in (0, 1):
         grammars.set_row(row, DIGITS, [])
     allowed(grammars, [0, 1])
@@ -163,6 +165,74 @@ def test_a_mask_that_never_comes_fails_its_row_and_the_others_go_on(
     accept(grammars, [1], "1")
     assert EOS not in allowed(grammars, [1])[0]
     hanging.set()
+
+
+def test_a_row_that_hangs_costs_neither_those_beside_it_nor_those_that_follow(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Completing JSON is the one thing that is done row by row."""
+    monkeypatch.setattr(module, "_MASK_SECONDS", 0.2)
+    for row in (0, 1):
+        grammars.set_row(row, NAMED, [], max_new_tokens=0 if row else LIMIT)
+    allowed(grammars, [0, 1])
+    hanging = threading.Event()
+    monkeypatch.setattr(module.JsonCompletion, "narrow", lambda self, matcher: hanging.wait(5))
+    for text in ("{", '"'):
+        started = time.monotonic()
+        accept(grammars, [0, 1], text, text)
+        assert list(allowed(grammars, [0, 1])) == [1]
+        assert time.monotonic() - started < 1
+    assert "took too long" in grammars.errors([0, 1])[0]
+    hanging.set()
+
+
+def test_rows_that_enter_together_wait_their_turn(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MASK_SECONDS", 0.2)
+    grammars.prepare(LETTER).result()
+    monkeypatch.setattr(Grammars, "_follow", lambda self, state, token_id: time.sleep(0.05))
+    for row in range(10):
+        grammars.set_row(row, LETTER, [token("a")])
+    assert len(allowed(grammars, list(range(10)))) == 10
+
+
+def test_a_preempted_request_needs_one_mask_and_not_those_of_its_text(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+    fill_masks = module.MaskWriter.fill_masks
+
+    def counted(self: MaskWriter, matchers: list[Matcher]) -> None:
+        computed.append(len(matchers))
+        fill_masks(self, matchers)
+
+    monkeypatch.setattr(module.MaskWriter, "fill_masks", counted)
+    ids = json_tokenizer().encode('{"name": "' + "a b c " * 100).ids
+    grammars.set_row(0, NAMED, ids, max_new_tokens=len(ids) + LIMIT)
+    assert token('"') in allowed(grammars, [0])[0]
+    assert computed == [1]
+
+
+def test_rows_that_run_do_not_wait_for_one_that_follows_its_text(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars.set_row(0, DIGITS, [])
+    allowed(grammars, [0])
+    following, following_ended = threading.Event(), threading.Event()
+    follow = Grammars._follow
+
+    def slow(self: Grammars, state: RowGrammar, token_id: int) -> None:
+        if state.grammar == LETTER:
+            following.set()
+            following_ended.wait(5)
+        follow(self, state, token_id)
+
+    monkeypatch.setattr(Grammars, "_follow", slow)
+    grammars.set_row(1, LETTER, [token("a")])
+    assert following.wait(5)
+    accept(grammars, [0], "1")
+    assert EOS not in allowed(grammars, [0])[0]
+    following_ended.set()
+    assert allowed(grammars, [1]) == {0: [EOS]}
 
 
 def test_a_grammar_prepared_ahead_is_not_compiled_again(trie: TokenTrie, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from llguidance import LLTokenizer
 
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.matcher import MaskWriter
-from legato.grammar.numbers import MAX_DIGITS
+from legato.grammar.scanner import MAX_DIGITS
 from legato.server.grammars import WORDS
 from tests.grammar.texts import EOS, allowed_ids, at_random, begin, json_tokenizer, schema, trie_of, walk
 
@@ -22,10 +22,10 @@ def test_a_number_ends_in_a_vocabulary_of_whole_words() -> None:
     trie = trie_of(json_tokenizer(), 448)
     (zero,), (one,) = (json_tokenizer().encode(digit).ids for digit in "01")
 
-    def stubborn(allowed: list[int]) -> int:
+    def last_allowed(allowed: list[int]) -> int:
         return next(token_id for token_id in (zero, one, EOS) if token_id in allowed)
 
-    text = walk(_NUMBER, lambda allowed: one if one in allowed else stubborn(allowed), trie, MaskWriter(trie, 1))
+    text = walk(_NUMBER, lambda allowed: one if one in allowed else last_allowed(allowed), trie, MaskWriter(trie, 1))
     assert text == "1" * MAX_DIGITS
 
 

@@ -100,14 +100,14 @@ def test_a_lost_shard_is_not_the_clients_fault() -> None:
 def test_one_grammar_of_many_requests_is_compiled_once() -> None:
     async def work(compiler: GrammarCompiler) -> int:
         checks = 0
-        check = compiler._processes.check
+        check = compiler._checks.check
 
         async def counted(grammar: Grammar) -> list[str]:
             nonlocal checks
             checks += 1
             return await check(grammar)
 
-        compiler._processes.check = counted  # type: ignore[method-assign]
+        compiler._checks.check = counted  # type: ignore[method-assign]
         for _ in range(2):
             await asyncio.gather(*(compiler.check(Grammar(GrammarKind.REGEX, "a")) for _ in range(16)))
         for _ in range(2):

@@ -164,7 +164,8 @@ class ChatRequest(SharedFields, kw_only=True, frozen=True):
         str | dict[str, Any] | None,
         Meta(
             description='`auto`, `none`, `required`, or the tool to call: `{"type": "function", "function": '
-            '{"name": ...}}` or just its name. A call that is asked for follows the tool\'s schema.'
+            '{"name": ...}}` or just its name; `{"type": "allowed_tools", ...}` for some of them. A call that is asked '
+            "for follows the tool's schema."
         ),
     ] = None
     parallel_tool_calls: Annotated[

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from legato.chat.tools.json_text import WHITESPACE, JsonText, Place
+from legato.chat.tools.json_text import WHITESPACE, JsonState, JsonText
 
 NAME: Final = "name"
 # Models are trained on either word, and mix them up.
@@ -35,7 +35,7 @@ class CallReader:
 
     @property
     def done(self) -> bool:
-        return self._json.place is Place.DONE
+        return self._json.state is JsonState.DONE
 
     @property
     def certain(self) -> bool:
@@ -60,14 +60,14 @@ class CallReader:
 
     def _feed(self, character: str) -> bool:
         text = self._json
-        place, depth, in_key = text.place, text.depth, text.in_key
+        state, depth, in_key = text.state, text.depth, text.in_key
         if not text.feed(character):
             return False
         if depth == 1 and in_key:
             self._key += character
         elif depth == 1 and text.in_key:  # its first quote
             self._key, self._value = character, None
-        elif depth == 1 and place is Place.VALUE and character not in WHITESPACE:
+        elif depth == 1 and state is JsonState.VALUE and character not in WHITESPACE:
             return self._begin_value(character)
         elif self._value is not None:
             return self._go_on(character)
@@ -92,7 +92,7 @@ class CallReader:
 
     def _go_on(self, character: str) -> bool:
         assert self._value is not None
-        ended = self._json.depth == 1 and self._json.place is Place.AFTER_VALUE
+        ended = self._json.depth == 1 and self._json.state is JsonState.AFTER_VALUE
         if self._streams:
             self._new_arguments += character
             if ended:

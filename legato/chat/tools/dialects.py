@@ -42,8 +42,9 @@ LLAMA3: Final = Dialect("llama3", openings=("<|python_tag|>",), bare=True, closi
 MISTRAL: Final = Dialect(
     "mistral", openings=("[TOOL_CALLS]",), closings=(",", "]"), after_name="[ARGS]", several=True, id_len=9
 )
-# Asked for JSON, models like to put it into a block of code.
-JSON: Final = Dialect("json", openings=("```json",), bare=True, closings=(",", "]", "```"), arguments="parameters")
+JSON: Final = Dialect("json", bare=True, closings=(",", "]"), arguments="parameters")
+# Models of every family like to put JSON into a block of code.
+FENCE, END_OF_FENCE = "```json", "```"
 
 DIALECTS: Final = {dialect.name: dialect for dialect in (HERMES, LLAMA3, MISTRAL, JSON)}
 

@@ -1,7 +1,7 @@
 """Tools, and what has become of earlier calls, as the chat template wants to have them.
 
-A template without a word about tools has no place for either. Then the tools go into the last message of the user, as
-in TGI, earlier calls are shown in the words that the model is asked to use, and their results are told by the user.
+A template without a word about tools has no place for either. Then the tools go into the last message that the user
+wrote, earlier calls are shown in the words that the model is asked to use, and their results are told by the user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT: Final = (
 )
 
 
-class History:
+class ToolHistory:
     def __init__(self, dialect: Dialect, *, mentions_tools: bool, arguments: Literal["object", "string"]) -> None:
         """What the template is like."""
         self._dialect = dialect
@@ -32,12 +32,13 @@ class History:
 
     def messages(self, messages: list[Message], use: ToolUse | None) -> list[Message]:
         """New ones where anything is different."""
-        if not self._mentions_tools:
-            messages = [self._without_tools(message) for message in messages]
-        else:
-            messages = [self._with_fitting_calls(message) for message in messages]
+        fit = self._with_fitting_calls if self._mentions_tools else self._without_tools
+        fitting = [fit(message) for message in messages]
         words = None if use is None else self._words(use)
-        return messages if words is None else _said_by_user(messages, f"\n---\n{words}")
+        if words is not None:
+            place = _last_of_user(messages)
+            fitting[place] = _with_text(fitting[place], f"\n---\n{words}")
+        return fitting
 
     def tools(self, use: ToolUse | None) -> list[Message] | None:
         """Those for the template."""
@@ -113,11 +114,10 @@ def _parsed(arguments: Any) -> Any:
         return arguments
 
 
-def _said_by_user(messages: list[Message], words: str) -> list[Message]:
-    """At the end of what the user said last; of what anybody said last, if there is no user."""
+def _last_of_user(messages: list[Message]) -> int:
+    """The last message that the user wrote, and not a tool; the last of all, if there is none."""
     by_user = [number for number, message in enumerate(messages) if message.get("role") == "user"]
-    last = by_user[-1] if by_user else len(messages) - 1
-    return [*messages[:last], _with_text(messages[last], words), *messages[last + 1 :]]
+    return by_user[-1] if by_user else len(messages) - 1
 
 
 def _with_text(message: Message, text: str) -> Message:

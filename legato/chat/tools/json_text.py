@@ -18,7 +18,7 @@ _HEX: Final = frozenset("0123456789abcdefABCDEF")
 _NUMBER_PREFIX: Final = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:(?<=[0-9])[eE][+-]?[0-9]*)?)?")
 
 
-class Place(Enum):
+class JsonState(Enum):
     """What may come next."""
 
     VALUE = auto()
@@ -35,7 +35,7 @@ class Place(Enum):
 
 class JsonText:
     def __init__(self) -> None:
-        self.place = Place.VALUE
+        self.state = JsonState.VALUE
         self._open: list[str] = []
         self._in_key = False
         # Inside a string: what is left of an escape sequence, 1 after the backslash, 5 to 2 for the digits of \u.
@@ -51,69 +51,69 @@ class JsonText:
 
     @property
     def in_string(self) -> bool:
-        return self.place is Place.STRING
+        return self.state is JsonState.STRING
 
     @property
     def in_key(self) -> bool:
-        return self.place is Place.STRING and self._in_key
+        return self.state is JsonState.STRING and self._in_key
 
     def feed(self, character: str) -> bool:
         """Whether the text can go on like that. If not, it stays where it was."""
-        if self.place is Place.STRING:
+        if self.state is JsonState.STRING:
             return self._feed_string(character)
-        if self.place is Place.NUMBER:
+        if self.state is JsonState.NUMBER:
             return self._feed_number(character)
-        if self.place is Place.LITERAL:
+        if self.state is JsonState.LITERAL:
             return self._feed_literal(character)
         if character in WHITESPACE:
             return True
-        if self.place in (Place.VALUE, Place.VALUE_OR_END):
+        if self.state in (JsonState.VALUE, JsonState.VALUE_OR_END):
             return self._begin_value(character)
-        if self.place in (Place.KEY, Place.KEY_OR_END):
+        if self.state in (JsonState.KEY, JsonState.KEY_OR_END):
             return self._begin_key(character)
-        if self.place is Place.COLON:
-            return self._step(character == ":", Place.VALUE)
+        if self.state is JsonState.COLON:
+            return self._step(character == ":", JsonState.VALUE)
         return self._after_value(character)
 
-    def _step(self, fits: bool, place: Place) -> bool:
+    def _step(self, fits: bool, state: JsonState) -> bool:
         if fits:
-            self.place = place
+            self.state = state
         return fits
 
     def _begin_value(self, character: str) -> bool:
-        if character == "]" and self.place is Place.VALUE_OR_END:
+        if character == "]" and self.state is JsonState.VALUE_OR_END:
             return self._close()
         if character in _CLOSERS:
             self._open.append(character)
-            return self._step(True, Place.KEY_OR_END if character == "{" else Place.VALUE_OR_END)
+            return self._step(True, JsonState.KEY_OR_END if character == "{" else JsonState.VALUE_OR_END)
         if character in _LITERALS:
             self._rest = _LITERALS[character]
-            return self._step(True, Place.LITERAL)
+            return self._step(True, JsonState.LITERAL)
         if character in "-0123456789":
             self._number = character
-            return self._step(True, Place.NUMBER)
+            return self._step(True, JsonState.NUMBER)
         self._in_key = False
-        return self._step(character == '"', Place.STRING)
+        return self._step(character == '"', JsonState.STRING)
 
     def _begin_key(self, character: str) -> bool:
-        if character == "}" and self.place is Place.KEY_OR_END:
+        if character == "}" and self.state is JsonState.KEY_OR_END:
             return self._close()
         self._in_key = character == '"'
-        return self._step(character == '"', Place.STRING)
+        return self._step(character == '"', JsonState.STRING)
 
     def _after_value(self, character: str) -> bool:
         if not self._open:
             return False
         if character == _CLOSERS[self._open[-1]]:
             return self._close()
-        return self._step(character == ",", Place.KEY if self._open[-1] == "{" else Place.VALUE)
+        return self._step(character == ",", JsonState.KEY if self._open[-1] == "{" else JsonState.VALUE)
 
     def _close(self) -> bool:
         self._open.pop()
         return self._end_value()
 
     def _end_value(self) -> bool:
-        self.place = Place.AFTER_VALUE if self._open else Place.DONE
+        self.state = JsonState.AFTER_VALUE if self._open else JsonState.DONE
         return True
 
     def _feed_string(self, character: str) -> bool:
@@ -124,7 +124,7 @@ class JsonText:
             self._escape = 5 if character == "u" else 0
             return character in '"\\/bfnrtu'
         if character == '"':
-            return self._step(True, Place.COLON) if self._in_key else self._end_value()
+            return self._step(True, JsonState.COLON) if self._in_key else self._end_value()
         self._escape = int(character == "\\")
         return character >= " "
 

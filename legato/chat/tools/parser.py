@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from legato.chat.tools.call_reader import ARGUMENTS, NAME, CallReader
-from legato.chat.tools.dialects import Dialect
+from legato.chat.tools.dialects import END_OF_FENCE, FENCE, Dialect
 from legato.chat.tools.json_text import WHITESPACE
 
 # Characters between an opening and a brace after which it is no name of a tool any more.
@@ -50,25 +50,25 @@ Event = Content | CallBegins | CallGoesOn
 
 
 @dataclass(slots=True)
-class Call:
+class ParsedCall:
     id: str
     name: str
     arguments: str = ""
 
 
 @dataclass(slots=True)
-class Message:
+class ParsedMessage:
     """All events of a text together."""
 
     content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ParsedCall] = field(default_factory=list)
 
     def add(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Content):
                 self.content += event.text
             elif isinstance(event, CallBegins):
-                self.calls.append(Call(event.id, event.name))
+                self.calls.append(ParsedCall(event.id, event.name))
             else:
                 self.calls[event.index].arguments += event.arguments
 
@@ -77,6 +77,7 @@ class CallParser:
     def __init__(self, dialect: Dialect, names: Container[str], *, several: bool = True) -> None:
         """`several` calls, or only the first: what a model calls beyond that is left out."""
         self._dialect = dialect
+        self._openings, self._closings = (*dialect.openings, FENCE), (*dialect.closings, END_OF_FENCE)
         self._names = names
         self._max_calls = None if several else 1
         self._brackets = "{[" if "]" in dialect.closings else "{"
@@ -117,7 +118,7 @@ class CallParser:
         self._held += character
         while self._held:
             word = self._held.lstrip(WHITESPACE)
-            if word in self._dialect.openings:
+            if word in self._openings:
                 self._state = self._opened
                 return
             if self._dialect.bare and not self._said_something and word and word in self._brackets:
@@ -125,7 +126,7 @@ class CallParser:
                 self._state = self._opened
                 self._opened(word)
                 return
-            if any(opening.startswith(word) for opening in self._dialect.openings) or not word:
+            if any(opening.startswith(word) for opening in self._openings) or not word:
                 return
             self._say(self._held[0])
             self._held = self._held[1:]
@@ -167,14 +168,14 @@ class CallParser:
     def _after_call(self, character: str) -> None:
         self._held += character
         word = self._held.lstrip(WHITESPACE)
-        if word in self._dialect.closings:
+        if word in self._closings:
             self._held = ""
-        elif word in self._dialect.openings:
+        elif word in self._openings:
             self._state = self._opened
         elif word == "{":
             self._held = self._held[:-1]
             self._begin_call()
-        elif word and not any(marker.startswith(word) for marker in self._dialect.closings + self._dialect.openings):
+        elif word and not any(marker.startswith(word) for marker in self._closings + self._openings):
             self._back_to_text()
 
     # ---- steps ------------------------------------------------------------------------------------------------------
@@ -224,12 +225,12 @@ class CallParser:
     # ---- a name before the arguments --------------------------------------------------------------------------------
 
     def _may_be_name(self) -> bool:
-        return self._dialect.after_name is not None and len(self._held) < _MAX_HEAD
+        return self._dialect.after_name is not None and len(self._held) < _MAX_HEAD and FENCE not in self._held
 
     def _name_before(self) -> str | None:
         """What stands between the last opening and the arguments, if that is not a bracket."""
         if self._dialect.after_name is None:
             return None
-        head = max((self._held.rpartition(opening)[2] for opening in self._dialect.openings), key=len, default="")
+        head = min((self._held.rpartition(opening)[2] for opening in self._openings), key=len)
         name = head.removesuffix(self._dialect.after_name).strip(WHITESPACE)
         return None if name in ("", "[") else name

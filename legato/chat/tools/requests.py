@@ -1,6 +1,9 @@
 """The fields of a chat request that are about tools, checked: which there are, and whether one must be called.
 
 OpenAI's shapes, and what TGI's clients send: `arguments` for `parameters`, the name of a tool as `tool_choice`.
+
+    tool_choice   "auto"   "none"   "required"   {"type": "function", "function": {"name": ...}}
+                  {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [functions]}}
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ def tool_use_of(
     if _is_deep(tools):
         raise InvalidRequest(f"`tools` are nested more than {_MAX_DEPTH} levels deep", "tools")
     known = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools))
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        known, choice = _allowed(known, choice)
     if choice == "none":
         return None
     named = choice not in (None, "auto", "required")
@@ -106,16 +111,32 @@ def _parameters(function: dict[str, Any], place: str) -> Schema:
     return parameters
 
 
+def _allowed(tools: tuple[Tool, ...], choice: dict[str, Any]) -> tuple[tuple[Tool, ...], str]:
+    """Some of the tools, and "auto" or "required". The model is not told of the others."""
+    place = "tool_choice"
+    if "allowed_tools" in choice:  # the Responses API leaves this level out
+        choice, place = choice["allowed_tools"], "tool_choice.allowed_tools"
+    mode = choice.get("mode") if isinstance(choice, dict) else None
+    if mode not in ("auto", "required"):
+        raise InvalidRequest(f"`{place}.mode` must be `auto` or `required`", f"{place}.mode")
+    if not isinstance(choice.get("tools"), list) or not choice["tools"]:
+        raise InvalidRequest(f"`{place}.tools` must be a list of at least one function", f"{place}.tools")
+    return tuple(_named(tools, _name_in(function)) for function in choice["tools"]), mode
+
+
 def _forced(tools: tuple[Tool, ...], choice: Any) -> tuple[Tool, ...]:
     if choice in (None, "auto"):
         return ()
     if choice == "required":
         return tools
-    name = choice if isinstance(choice, str) else _name_in(choice)
-    chosen = tuple(tool for tool in tools if tool.name == name)[:1]
-    if not chosen:
-        raise ToolError(f"Tool with name {name} not found")
-    return chosen
+    return (_named(tools, choice if isinstance(choice, str) else _name_in(choice)),)
+
+
+def _named(tools: tuple[Tool, ...], name: str) -> Tool:
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    raise ToolError(f"Tool with name {name} not found")
 
 
 def _name_in(choice: Any) -> str:
@@ -124,6 +145,7 @@ def _name_in(choice: Any) -> str:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise InvalidRequest(
-            "`tool_choice` must be `auto`, `none`, `required`, or an object that names a function", "tool_choice"
+            "`tool_choice` must be `auto`, `none`, `required`, or an object that names one or several functions",
+            "tool_choice",
         )
     return name

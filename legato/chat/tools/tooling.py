@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from legato.chat.tools.dialects import Dialect, dialect_of
 from legato.chat.tools.enforcement import call_grammar
-from legato.chat.tools.history import History
+from legato.chat.tools.history import ToolHistory
 from legato.chat.tools.parser import CallParser
 from legato.chat.tools.requests import ToolUse
 from legato.grammar.kinds import Grammar
@@ -46,7 +46,7 @@ class ChatRenderer(Protocol):
 @dataclass(frozen=True, slots=True)
 class Tooling:
     dialect: Dialect
-    history: History
+    history: ToolHistory
     # Markers that are tokens of their own, whether these have a text or not.
     tokens: dict[str, int]
 
@@ -55,9 +55,9 @@ class Tooling:
         found = dialect_of("" if template is None else template.text, dialect)
         added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         if template is None:
-            history = History(found, mentions_tools=False, arguments="object")
+            history = ToolHistory(found, mentions_tools=False, arguments="object")
         else:
-            history = History(found, mentions_tools=template.mentions_tools, arguments=template.tool_arguments)
+            history = ToolHistory(found, mentions_tools=template.mentions_tools, arguments=template.tool_arguments)
         return Tooling(found, history, {marker: added[marker] for marker in found.markers if marker in added})
 
     @property

@@ -9,13 +9,13 @@ from tokenizers import AddedToken, Tokenizer
 
 from legato.chat.tools.dialects import DIALECTS, HERMES, JSON, Dialect
 from legato.chat.tools.enforcement import call_grammar, call_schema
-from legato.chat.tools.parser import CallParser, Message
+from legato.chat.tools.parser import CallParser, ParsedMessage
 from legato.chat.tools.requests import Tool, tool_use_of
 from legato.grammar.compile import compile_grammar
 from legato.grammar.errors import GrammarError, UnsupportedKeyword
 from legato.grammar.kinds import GrammarKind
 from legato.grammar.matcher import MaskWriter, Matcher
-from legato.grammar.numbers import MAX_DIGITS
+from legato.grammar.scanner import MAX_DIGITS
 from legato.grammar.vocabulary import TokenTrie
 from tests.http import asgi
 
@@ -99,7 +99,7 @@ def test_several_calls_only_where_they_are_allowed(name: str) -> None:
 @pytest.mark.parametrize("name", DIALECTS)
 def test_what_the_grammar_allows_is_what_the_parser_reads(name: str) -> None:
     for text, num_calls in ((ONE[name], 1), (TWO.get(name, ONE[name]), 2 if name in TWO else 1)):
-        parser, message = CallParser(DIALECTS[name], {"weather", "now"}), Message()
+        parser, message = CallParser(DIALECTS[name], {"weather", "now"}), ParsedMessage()
         message.add(parser.feed(text) + parser.finish())
         assert (message.content, len(message.calls)) == ("", num_calls)
 
@@ -173,7 +173,7 @@ def test_a_reference_to_nowhere_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_call_whose_number_has_no_bounds_ends(name: str) -> None:
-    """The model wishes for nothing but zeros, and takes what it must where it cannot have them."""
+    """The model prefers zeros, and takes another token only where zeros are not allowed."""
     tokenizer, trie, tokens = vocabulary()
     among = tools(wait={"type": "object", "properties": {"seconds": {"type": "number"}}, "required": ["seconds"]})
     grammar = call_grammar(DIALECTS[name], among, tokens, several=False)

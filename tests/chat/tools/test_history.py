@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 from legato.chat.tools.dialects import HERMES, JSON, MISTRAL
-from legato.chat.tools.history import PROMPT, History
+from legato.chat.tools.history import PROMPT, ToolHistory
 from legato.chat.tools.requests import tool_use_of
 
 WEATHER = {"name": "weather", "description": "The weather", "parameters": {"type": "object", "properties": {}}}
 USE = tool_use_of([{"type": "function", "function": {**WEATHER, "strict": True}}], None)
-KNOWS = History(HERMES, mentions_tools=True, arguments="object")
-KNOWS_NOT = History(JSON, mentions_tools=False, arguments="object")
+KNOWS = ToolHistory(HERMES, mentions_tools=True, arguments="object")
+KNOWS_NOT = ToolHistory(JSON, mentions_tools=False, arguments="object")
 
 
 def conversation(arguments: Any = '{"city": "Oslo"}') -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def test_earlier_arguments_become_objects() -> None:
 
 
 def test_earlier_arguments_stay_strings_for_templates_that_print_them() -> None:
-    history = History(HERMES, mentions_tools=True, arguments="string")
+    history = ToolHistory(HERMES, mentions_tools=True, arguments="string")
     assert history.messages(conversation(), USE) == conversation()
     assert history.messages(conversation({"city": "Oslo"}), USE) == conversation('{"city":"Oslo"}')
 
@@ -46,7 +46,7 @@ def test_tgis_word_for_parameters_is_replaced() -> None:
 
 
 def test_call_and_result_keep_one_id_where_the_template_insists_on_nine_letters() -> None:
-    history = History(MISTRAL, mentions_tools=True, arguments="object")
+    history = ToolHistory(MISTRAL, mentions_tools=True, arguments="object")
     _, call, answer = history.messages(conversation(), USE)
     call_id = call["tool_calls"][0]["id"]
     assert call_id == answer["tool_call_id"]
@@ -81,6 +81,17 @@ def test_earlier_calls_are_written_out_for_a_template_that_knows_none() -> None:
         {"role": "assistant", "content": '{"name":"weather","parameters":{"city":"Oslo"}}'},
         {"role": "user", "content": "sunny"},
     ]
+
+
+def test_a_model_reads_about_tools_before_it_reads_their_results() -> None:
+    messages = KNOWS_NOT.messages(conversation(), USE)
+    assert messages[0]["content"].startswith("hi\n---\n") and messages[0]["content"].endswith(PROMPT)
+    assert messages[-1] == {"role": "user", "content": "sunny"}
+
+
+def test_without_a_message_of_the_user_the_last_one_tells_about_tools() -> None:
+    (message,) = KNOWS_NOT.messages([{"role": "system", "content": "Be brief."}], USE)
+    assert message["content"].startswith("Be brief.\n---\n")
 
 
 def test_what_the_client_sent_is_not_changed() -> None:

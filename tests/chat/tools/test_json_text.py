@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.chat.tools.json_text import JsonText, Place
+from legato.chat.tools.json_text import JsonState, JsonText
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -23,7 +23,7 @@ def accepted(text: str) -> JsonText | None:
 def test_whatever_is_json_is_followed_to_its_end(value: object, ascii_only: bool, indent: int | None) -> None:
     reader = accepted("[" + json.dumps(value, ensure_ascii=ascii_only, indent=indent) + "]")
     assert reader is not None
-    assert reader.place is Place.DONE
+    assert reader.state is JsonState.DONE
 
 
 @pytest.mark.parametrize(
@@ -41,5 +41,5 @@ def test_what_no_json_begins_with_is_refused(text: str) -> None:
 @given(st.text(alphabet='{}[]",:\\u0a1-.eE+ truefalsn', max_size=12))
 def test_what_is_done_is_json(text: str) -> None:
     reader = accepted(text)
-    if reader is not None and reader.place is Place.DONE:
+    if reader is not None and reader.state is JsonState.DONE:
         json.loads(text)

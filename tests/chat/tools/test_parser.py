@@ -9,22 +9,22 @@ from hypothesis import strategies as st
 
 from legato.chat.tools.dialects import DIALECTS, HERMES, JSON, LLAMA3, MISTRAL, Dialect
 from legato.chat.tools.json_text import JsonText
-from legato.chat.tools.parser import CallBegins, CallGoesOn, CallParser, Content, Event, Message
+from legato.chat.tools.parser import CallBegins, CallGoesOn, CallParser, Content, Event, ParsedMessage
 
 NAMES = frozenset({"weather", "math.add", "名前"})
 Result = tuple[str, list[tuple[str, Any]]]
 
 
-def read(dialect: Dialect, pieces: list[str], *, several: bool = True) -> Message:
+def read(dialect: Dialect, pieces: list[str], *, several: bool = True) -> ParsedMessage:
     parser = CallParser(dialect, NAMES, several=several)
-    message = Message()
+    message = ParsedMessage()
     for piece in pieces:
         message.add(parser.feed(piece))
     message.add(parser.finish())
     return message
 
 
-def result(message: Message) -> Result:
+def result(message: ParsedMessage) -> Result:
     return message.content, [(call.name, json.loads(call.arguments)) for call in message.calls]
 
 
@@ -173,6 +173,28 @@ CASES: list[tuple[str, Dialect, str, Result]] = [
         JSON,
         'Sure!\n```json\n{"name": "weather", "parameters": {"city": "Oslo"}}\n```\n',
         ("Sure!", [OSLO]),
+    ),
+    *(
+        (
+            f"a block of code with {word}",
+            dialect,
+            f'Sure!\n```json\n{{"name": "weather", "{word}": {{"city": "Oslo"}}}}\n```\nDone.',
+            ("Sure!\nDone.", [OSLO]),
+        )
+        for dialect in (HERMES, LLAMA3, MISTRAL)
+        for word in ("arguments", "parameters")
+    ),
+    (
+        "a block of code that is no call",
+        HERMES,
+        'Like so:\n```json\n{"name": "x", "city": 5}\n```\n',
+        ('Like so:\n```json\n{"name": "x", "city": 5}\n```\n', []),
+    ),
+    (
+        "a block of code with words",
+        MISTRAL,
+        "```json\nweather is a word {}",
+        ("```json\nweather is a word {}", []),
     ),
     ("a list of numbers", JSON, "[1, 2] are two", ("[1, 2] are two", [])),
 ]

@@ -29,6 +29,7 @@ WEATHER = {
     },
 }
 NOW = {"type": "function", "function": {"name": "now"}}
+OTHER = {"type": "function", "function": {"name": "other"}}
 TOOLS = [WEATHER, NOW]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 ROOMY = replace(LIMITS, max_input_tokens=4000, max_total_tokens=8000)
@@ -196,20 +197,12 @@ def schema_of(backend: FakeBackend) -> list[str]:
     return [call["properties"]["name"]["const"] for call in schema["anyOf"]]
 
 
-@pytest.fixture
-def any_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether grammars are followed is for other tests to say; here they only have to be asked for."""
-    monkeypatch.setattr("legato.http.routes.openai.options.check_grammar", lambda *_: None, raising=False)
-
-
-@pytest.mark.usefixtures("any_grammar")
 def test_required_is_enforced_over_all_tools() -> None:
     backend = says(CALL)
     ask(backend, tool_choice="required")
     assert schema_of(backend) == ["weather", "now"]
 
 
-@pytest.mark.usefixtures("any_grammar")
 @pytest.mark.parametrize(
     "choice", ["now", {"type": "function", "function": {"name": "now"}}, {"function": {"name": "now"}}]
 )
@@ -217,6 +210,32 @@ def test_a_named_tool_is_enforced(choice: Any) -> None:
     backend = says(CALL)
     ask(backend, tool_choice=choice)
     assert schema_of(backend) == ["now"]
+
+
+def allowed(mode: str, *names: str, flat: bool = False) -> dict[str, Any]:
+    """OpenAI's shape for chats, or the flat one of its Responses API."""
+    if flat:
+        return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_allowed_tools_that_are_required_are_enforced(flat: bool) -> None:
+    backend = says(CALL)
+    ask(backend, tools=[*TOOLS, OTHER], tool_choice=allowed("required", "now", "weather", flat=flat))
+    assert schema_of(backend) == ["now", "weather"]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_model_may_choose_among_allowed_tools_only(flat: bool) -> None:
+    template, backend = FakeTemplate(text="<tool_call>"), says(CALL)
+    choice = choice_of(ask(backend, template, tool_choice=allowed("auto", "now", flat=flat)))
+    assert [tool["function"]["name"] for tool in template.asked[0]["tools"]] == ["now"]
+    assert from_pb(parameters_of(backend.requests[0])) is None
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop"), "of a tool that is not allowed"
+    choice = choice_of(ask(says(CALL), tool_choice=allowed("auto", "weather", flat=flat)))
+    assert choice["finish_reason"] == "tool_calls"
 
 
 def test_the_parser_can_be_chosen() -> None:
@@ -235,8 +254,9 @@ def test_grammar_and_tools_exclude_each_other() -> None:
     assert ask(says("x"), response_format={"type": "text"}).status == 200
 
 
-def test_a_choice_that_is_none_of_the_tools() -> None:
-    assert problem(ask(says("x"), tool_choice="sing")) == (422, None, "Tool error: Tool with name sing not found")
+@pytest.mark.parametrize("choice", ["sing", {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "sing"}]}])
+def test_a_choice_that_is_none_of_the_tools(choice: Any) -> None:
+    assert problem(ask(says("x"), tool_choice=choice)) == (422, None, "Tool error: Tool with name sing not found")
 
 
 def nested(depth: int) -> Any:
@@ -261,6 +281,10 @@ def nested(depth: int) -> Any:
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": 1}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": 5}}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [1]}}, "tool_choice"),
     ],
 )
 def test_what_is_refused(request_: dict[str, Any], param: str) -> None:

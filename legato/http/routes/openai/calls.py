@@ -15,7 +15,7 @@ from legato.api.openai.responses import (
     ToolCall,
     ToolCallDelta,
 )
-from legato.chat.tools.parser import CallBegins, CallParser, Content, Event, Message
+from legato.chat.tools.parser import CallBegins, CallParser, Content, Event, ParsedMessage
 from legato.http.answering import Choice
 from legato.http.routes.openai.chunks import ChatChunks
 from legato.http.routes.openai.serving import finish_reason_of
@@ -23,7 +23,7 @@ from legato.http.routes.openai.serving import finish_reason_of
 
 def called_message(parser: CallParser, echo: str, text: str) -> ChatMessage:
     """The whole text at once."""
-    message = Message()
+    message = ParsedMessage()
     message.add(parser.feed(text))
     message.add(parser.finish())
     calls = [

@@ -1,1 +1,0 @@
-"""Completes JSON before `max_tokens` runs out."""
