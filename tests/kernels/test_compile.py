@@ -39,7 +39,7 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_gate_and_mul_kernel",
         "_decode_kernel",
         "_chunk_kernel",
-        "_sample_kernel",
+        "_greedy_kernel",
         "_small_linear_kernel",
         "_span_kernel",
         "_group_rows_kernel",
@@ -58,7 +58,7 @@ def test_attention_runs_on_the_matrix_units(compiled):
 
 
 def test_weights_keys_and_activations_are_loaded_16_bytes_at_a_time(compiled):
-    narrow = ("_sample_kernel", "_group_rows_kernel")  # which read scores and small integers
+    narrow = ("_greedy_kernel", "_group_rows_kernel")  # which read scores and small integers
     assert all(kernel["wide_loads"] for kernel in compiled if kernel["name"] not in narrow)
 
 
