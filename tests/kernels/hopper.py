@@ -119,8 +119,7 @@ def compile_all() -> None:
         span_attention._span_attention_triton(q, paged(2, dtype), None, None)
         span_attention._span_attention_triton(q, paged(2, dtype), torch.zeros(2, dtype=torch.int32), bias)
     logits = torch.zeros(2, VOCAB, dtype=BF16)
-    sample._sample_triton(logits)
-    sample._sample_triton(logits, torch.ones(2), places, places)
+    sample._greedy_triton(logits)
     packed = torch.zeros(2 * INNER, HIDDEN, dtype=BF16)
     for linear, rows in (
         (small_linear._small_linear_triton, 1),

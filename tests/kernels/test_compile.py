@@ -41,7 +41,7 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_chunk_kernel",
         "_hopper_kernel",
         "_few_kernel",
-        "_sample_kernel",
+        "_greedy_kernel",
         "_small_linear_kernel",
         "_span_kernel",
         "_group_rows_kernel",
@@ -61,7 +61,7 @@ def test_attention_runs_on_the_matrix_units(compiled):
 
 
 def test_weights_keys_and_activations_are_loaded_16_bytes_at_a_time(compiled):
-    narrow = ("_sample_kernel", "_group_rows_kernel")  # which read scores and small integers
+    narrow = ("_greedy_kernel", "_group_rows_kernel")  # which read scores and small integers
     assert all(kernel["wide_loads"] for kernel in compiled if kernel["name"] not in narrow)
 
 

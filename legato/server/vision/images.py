@@ -29,7 +29,7 @@ STORED_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class PromptImage:
+class ImageInPrompt:
     """One image of a prompt, as the language model reads it."""
 
     span: ImageSpan
@@ -45,7 +45,7 @@ class RowImages:
     """The images of a row's prompt. They are dropped as soon as the prompt is computed."""
 
     num_tokens: int
-    images: list[PromptImage]
+    images: list[ImageInPrompt]
     positions: np.ndarray | None  # [3, num_tokens]
     shift: int = 0  # of the tokens that follow them
 
@@ -145,18 +145,18 @@ class VisionEncoder:
             if row is not None and part.start + part.count >= row.num_tokens:
                 row.images = []
 
-    def _image(self, image: pb.AdmittedImage, num_cached: int) -> PromptImage:
+    def _image(self, image: pb.AdmittedImage, num_cached: int) -> ImageInPrompt:
         digest = hashlib.sha256(image.image.data).digest()
         encoded = self._cache.get(digest)
         if encoded is None and image.start + image.num_tokens <= num_cached:
             decoded = decode(image.image.data)
             span = ImageSpan(image.start, image.num_tokens, self._rules.shape(Size(decoded.height, decoded.width)))
-            return PromptImage(span, None)
+            return ImageInPrompt(span, None)
         if encoded is None:
             encoded = self._encode(image.image.data)
             self._cache.put(digest, encoded)
         assert len(encoded.embeddings) == image.num_tokens, "the router counts by the same rules"
-        return PromptImage(ImageSpan(image.start, image.num_tokens, encoded.shape), encoded.embeddings)
+        return ImageInPrompt(ImageSpan(image.start, image.num_tokens, encoded.shape), encoded.embeddings)
 
     def _encode(self, data: bytes) -> EncodedImage:
         decoded = decode(data)
