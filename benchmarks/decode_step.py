@@ -29,7 +29,7 @@ from benchmarks.kernel_cases import (
 )
 from legato.kernels import overlap
 from legato.kernels.activation import silu_and_mul
-from legato.kernels.decode_attention import decode_attention
+from legato.kernels.attention.decode import decode_attention
 from legato.kernels.norm import add_rms_norm, rms_norm
 from legato.kernels.paged_kv import PagedKV
 from legato.kernels.rotary import rotary_and_store

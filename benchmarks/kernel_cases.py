@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from legato.kernels import activation, norm, rotary, sample
-from legato.kernels.chunk_attention import ChunkConfig, chunk_attention
-from legato.kernels.decode_attention import DecodeConfig, decode_attention
+from legato.kernels.attention.chunk import ChunkConfig, chunk_attention
+from legato.kernels.attention.decode import DecodeConfig, decode_attention
+from legato.kernels.attention.prompt import prompt_attention
 from legato.kernels.few_linear import FewConfig, few_linear
 from legato.kernels.paged_kv import PagedKV, Scoring, ragged_attention_torch
-from legato.kernels.prompt_attention import prompt_attention
 from legato.kernels.small_linear import LinearConfig, small_linear
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 128256, 16

@@ -1,6 +1,6 @@
 """How every generating route answers: check, validate, run the sequences, then one body or a stream of events.
 
-A route brings a `Job`, which knows the fields of its API, and a `Dialect`, which knows its errors.
+A route brings a `Job`, which knows the fields of its API, and a `StreamErrors`, which knows its errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from legato.api.errors import ClientGone, InternalError, Overloaded, RequestError
 from legato.http import sse
-from legato.http.exchange import Client, Exchange
+from legato.http.exchange import ClientConnection, Exchange
 from legato.http.inference import Inference, logger
 from legato.http.streams import Piece, Stream, StreamGroup
 from legato.http.validation import ValidRequest
@@ -22,7 +22,7 @@ from legato.telemetry.metrics import Timings
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class StreamErrors:
     """How an API tells of errors in a stream."""
 
     error_event: Callable[[RequestError], bytes]
@@ -99,11 +99,11 @@ class Job(Protocol):
 
 
 async def serve(
-    exchange: Exchange, inference: Inference, make_job: Callable[[], Job], dialect: Dialect, *, stream: bool
+    exchange: Exchange, inference: Inference, make_job: Callable[[], Job], errors: StreamErrors, *, stream: bool
 ) -> None:
     """`make_job` checks the request's fields; it is called where a failure is counted."""
     answer = _Answer(exchange, inference, make_job)
-    await (answer.stream(dialect) if stream else answer.whole())
+    await (answer.stream(errors) if stream else answer.whole())
 
 
 def num_prompt_tokens(choices: Sequence[Choice]) -> int:
@@ -146,7 +146,7 @@ class _Answer:
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
-    async def stream(self, dialect: Dialect) -> None:
+    async def stream(self, errors: StreamErrors) -> None:
         """The status goes out with the first event, so a request that is refused says so in its status."""
         try:
             with self._inference.counted():
@@ -154,12 +154,12 @@ class _Answer:
         except ClientGone:
             raise
         except Exception as error:
-            in_events = dialect.refuses_in_events and not isinstance(error, Overloaded)
+            in_events = errors.refuses_in_events and not isinstance(error, Overloaded)
             if not (self._started or in_events):
                 raise
             if not isinstance(error, RequestError):
                 logger.exception("A stream failed")
-            await self._write(dialect.error_event(error if isinstance(error, RequestError) else InternalError()))
+            await self._write(errors.error_event(error if isinstance(error, RequestError) else InternalError()))
         await self._exchange.end()
 
     async def _events(self, job: Job) -> None:
@@ -205,7 +205,7 @@ class _Answer:
         return requests
 
     @contextmanager
-    def _running(self, job: Job, requests: list[ValidRequest], client: Client) -> Iterator[list[Choice]]:
+    def _running(self, job: Job, requests: list[ValidRequest], client: ClientConnection) -> Iterator[list[Choice]]:
         """Choices 0 to `num_sequences` - 1 are of the first prompt, and so on."""
         choices: list[Choice] = []
         for prompt, request in enumerate(requests):

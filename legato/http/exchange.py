@@ -70,7 +70,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-class Client:
+class ClientConnection:
     """Whoever waits for the answer, and what to do when they hang up."""
 
     def __init__(self, tenant: str = "", abort: Callable[[], None] | None = None) -> None:
@@ -135,9 +135,9 @@ class Exchange:
                 raise CompressedBody(value.decode("latin-1")[:_SHOWN])
 
     @contextmanager
-    def client(self) -> Iterator[Client]:
+    def client(self) -> Iterator[ClientConnection]:
         """Watches for the client to stop reading, and to hang up: once the body was read, `receive` tells of that."""
-        client = Client(self.tenant, self._abort)
+        client = ClientConnection(self.tenant, self._abort)
         watch = asyncio.create_task(self._watch(client))
         self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
         try:
@@ -155,7 +155,7 @@ class Exchange:
         else:
             self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
 
-    async def _watch(self, client: Client) -> None:
+    async def _watch(self, client: ClientConnection) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         client.hang_up()

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from legato.api.errors import ClientGone, RequestError
 from legato.chat.tools.tooling import ChatRenderer
 from legato.http.concurrency import ConcurrencyLimit
-from legato.http.exchange import Client
+from legato.http.exchange import ClientConnection
 from legato.http.scheduler import SchedulerClient
 from legato.http.streams import Stream, Transcript
 from legato.http.validation import Validator, ValidRequest
@@ -90,7 +90,7 @@ class Inference:
             raise
 
     @contextmanager
-    def running(self, streams: Sequence[Stream], client: Client) -> Iterator[None]:
+    def running(self, streams: Sequence[Stream], client: ClientConnection) -> Iterator[None]:
         """Starts the streams. None of them runs on once this is left or the client is gone."""
         client.raise_if_gone()
 

@@ -33,8 +33,8 @@ from legato.api.openai.responses import (
     ChatTokenizeResponse,
     Completion,
     CompletionChunk,
-    Model,
     ModelList,
+    ModelObject,
     OpenAIError,
 )
 from legato.chat.template import TemplateError
@@ -182,7 +182,7 @@ OPERATIONS = [
         (400, 413, 415, 429, 500, 504),
     ),
     Operation("get", "/v1/models", "The model, as in OpenAI's API", response={_JSON: ModelList}),
-    Operation("get", "/v1/models/{model}", "One model by its name", response={_JSON: Model}, errors=(404,)),
+    Operation("get", "/v1/models/{model}", "One model by its name", response={_JSON: ModelObject}, errors=(404,)),
     Operation(
         "post",
         "/invocations",

@@ -10,9 +10,10 @@ import asyncio
 import secrets
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
@@ -22,7 +23,6 @@ from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
 from legato.http.grammar import GrammarCompiler
-from legato.http.offsets import token_offsets
 from legato.http.shapes import read_grammar
 from legato.ipc.settings import RouterSettings
 from legato.pb import generate_pb2 as pb
@@ -385,3 +385,17 @@ def as_float32(name: str, value: float) -> float:
         raise InvalidRequest(f"`{name}` must fit in a 32-bit float. Given: {value}", name) from None
     assert isinstance(rounded, float)
     return rounded
+
+
+def token_offsets(encoding: Encoding, text: str) -> list[SimpleToken]:
+    """Where tokens are in a text, in bytes of its UTF-8. Tokens that share a character have all of it; special tokens
+    that were added have nothing."""
+    byte_at: Sequence[int]
+    if text.isascii():
+        byte_at = range(len(text) + 1)
+    else:
+        byte_at = [0, *accumulate(len(character.encode()) for character in text)]
+    return [
+        SimpleToken(id=token_id, text=text[start:stop], start=byte_at[start], stop=byte_at[stop])
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+    ]

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from legato.kernels.chunk_attention import chunk_attention
-from legato.kernels.decode_attention import decode_attention
-from legato.kernels.paged_attention import paged_attention
+from legato.kernels.attention.chunk import chunk_attention
+from legato.kernels.attention.decode import decode_attention
+from legato.kernels.attention.paged import paged_attention
+from legato.kernels.attention.prompt import RepeatedLengths, prompt_attention
 from legato.kernels.paged_kv import PagedKV, Scoring
-from legato.kernels.prompt_attention import RepeatedLengths, prompt_attention
 from legato.kernels.rotary import rotary_and_store
 from legato.layers.kv_cache import LayerCache
 from legato.layers.rotary import Rotary

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from legato.kernels.attention.span import span_attention
 from legato.kernels.paged_kv import PagedKV
-from legato.kernels.span_attention import span_attention
 from legato.layers.kv_cache import LayerCache
 from legato.layers.shard import Heads
 from legato.layers.step import Sides, Step

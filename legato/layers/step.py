@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 import torch
 
-from legato.kernels.paged_attention import PagedContext
+from legato.kernels.attention.paged import PagedContext
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from legato.kernels.paged_attention import PagedContext
+from legato.kernels.attention.paged import PagedContext
 from legato.layers.step import ChunkSpans, Sides, Step
 from legato.server.rows import Rows, RowStep, to_device
 

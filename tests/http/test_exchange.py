@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message
 
 from legato.http import exchange as exchanges
-from legato.http.exchange import ABORT, Client, Exchange
+from legato.http.exchange import ABORT, ClientConnection, Exchange
 
 
 class Connection:
@@ -72,7 +72,7 @@ def test_nobody_is_watched_when_all_is_said() -> None:
     async def main() -> None:
         connection = Connection()
         with connection.exchange.client() as client:
-            assert isinstance(client, Client)
+            assert isinstance(client, ClientConnection)
         late = asyncio.create_task(connection.exchange.write(b"the end"))
         await asyncio.sleep(0.1)
         assert not connection.is_lost

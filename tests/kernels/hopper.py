@@ -15,19 +15,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import (
-    activation,
-    chunk_attention,
-    decode_attention,
-    few_linear,
-    grouped_linear,
-    hopper_attention,
-    norm,
-    rotary,
-    sample,
-    small_linear,
-    span_attention,
-)
+from legato.kernels import activation, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels.attention import chunk as chunk_attention
+from legato.kernels.attention import decode as decode_attention
+from legato.kernels.attention import hopper as hopper_attention
+from legato.kernels.attention import span as span_attention
 from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.paged_kv import PagedKV, Scoring
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from legato.kernels import chunk_attention as chunk
-from legato.kernels import decode_attention as decode
 from legato.kernels import rotary
-from legato.kernels.chunk_attention import ChunkConfig
-from legato.kernels.decode_attention import DecodeConfig
+from legato.kernels.attention import chunk, decode
+from legato.kernels.attention.chunk import ChunkConfig
+from legato.kernels.attention.decode import DecodeConfig
+from legato.kernels.attention.paged import PagedContext, paged_attention, paged_attention_reference
 from legato.kernels.kv_format import EIGHT_BITS, gather, largest, store
-from legato.kernels.paged_attention import PagedContext, paged_attention, paged_attention_reference
 from legato.kernels.paged_kv import Scoring, ragged_attention_torch
 from tests.kernels.paged_case import paged_case
 

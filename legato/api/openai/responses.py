@@ -174,7 +174,7 @@ class ChatTokenizeResponse(Struct, kw_only=True):
 # ---- models and errors -----------------------------------------------------------------------------------------------
 
 
-class Model(Struct, kw_only=True):
+class ModelObject(Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -183,7 +183,7 @@ class Model(Struct, kw_only=True):
 
 class ModelList(Struct, kw_only=True):
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelObject]
 
 
 class ErrorObject(Struct, kw_only=True):

@@ -18,13 +18,13 @@ from legato.api.native import (
     StreamResponse,
 )
 from legato.http import sse
-from legato.http.answering import Choice, Dialect, serve
+from legato.http.answering import Choice, StreamErrors, serve
 from legato.http.exchange import Exchange
 from legato.http.inference import Inference
 from legato.http.streams import Piece
 from legato.http.validation import ValidRequest, random_seed
 
-DIALECT = Dialect(sse.error_event, refuses_in_events=True)
+STREAM_ERRORS = StreamErrors(sse.error_event, refuses_in_events=True)
 
 _generate_decoder = msgspec.json.Decoder(GenerateRequest)
 _compat_decoder = msgspec.json.Decoder(CompatGenerateRequest)
@@ -58,7 +58,7 @@ class GenerateRoutes:
         def make_job() -> GenerateJob:
             return GenerateJob(request, self._inference, stream=stream, as_list=as_list)
 
-        await serve(exchange, self._inference, make_job, DIALECT, stream=stream)
+        await serve(exchange, self._inference, make_job, STREAM_ERRORS, stream=stream)
 
 
 class GenerateJob:

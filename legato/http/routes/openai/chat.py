@@ -31,9 +31,8 @@ from legato.http.routes.openai.conversation import (
     tool_use,
 )
 from legato.http.routes.openai.logprobs import chat_logprobs
-from legato.http.routes.openai.options import SharedOptions, shared_options, top_logprobs
-from legato.http.routes.openai.response_format import grammar_of
-from legato.http.routes.openai.serving import DIALECT, ChunkWriter, OpenAIJob, identity_of, usage_of
+from legato.http.routes.openai.options import SharedOptions, grammar_of, shared_options, top_logprobs
+from legato.http.routes.openai.serving import STREAM_ERRORS, ChunkWriter, OpenAIJob, identity_of, usage_of
 from legato.http.routes.openai.token_names import TokenNames
 from legato.http.streams import Piece
 from legato.http.validation import ValidRequest
@@ -58,7 +57,7 @@ class ChatRoutes:
         def make_job() -> ChatJob:
             return ChatJob(request, self._inference, self._names, self._tooling)
 
-        await serve(exchange, self._inference, make_job, DIALECT, stream=bool(request.stream))
+        await serve(exchange, self._inference, make_job, STREAM_ERRORS, stream=bool(request.stream))
 
     async def chat_tokenize(self, exchange: Exchange) -> None:
         request = await self._read(exchange)

@@ -14,8 +14,15 @@ from legato.http.routes.openai.chunks import CompletionChunks, Envelope
 from legato.http.routes.openai.errors import unsupported
 from legato.http.routes.openai.logprobs import completion_logprobs, joined, prompt_logprobs
 from legato.http.routes.openai.options import shared_options, top_logprobs
-from legato.http.routes.openai.prompts import Prompt, raw_prompts, read_prompt
-from legato.http.routes.openai.serving import DIALECT, ChunkWriter, OpenAIJob, finish_reason_of, identity_of, usage_of
+from legato.http.routes.openai.prompts import CompletionPrompt, raw_prompts, read_prompt
+from legato.http.routes.openai.serving import (
+    STREAM_ERRORS,
+    ChunkWriter,
+    OpenAIJob,
+    finish_reason_of,
+    identity_of,
+    usage_of,
+)
 from legato.http.routes.openai.token_names import TokenNames
 from legato.http.streams import Piece
 from legato.http.validation import ValidRequest
@@ -39,7 +46,7 @@ class CompletionRoutes:
         def make_job() -> CompletionJob:
             return CompletionJob(request, self._inference, self._names)
 
-        await serve(exchange, self._inference, make_job, DIALECT, stream=bool(request.stream))
+        await serve(exchange, self._inference, make_job, STREAM_ERRORS, stream=bool(request.stream))
 
 
 class CompletionJob(OpenAIJob):
@@ -54,7 +61,7 @@ class CompletionJob(OpenAIJob):
         self._num_top = top_logprobs("logprobs", request.logprobs)
         self._raw_prompts = raw_prompts(request, inference.settings.max_client_batch_size)
         super().__init__(options, len(self._raw_prompts), inference.settings)
-        self._prompts: list[Prompt] = []
+        self._prompts: list[CompletionPrompt] = []
         self._echo = bool(request.echo)
         self._max_tokens = request.max_tokens
         self._identity = identity_of("cmpl", request, inference.settings)

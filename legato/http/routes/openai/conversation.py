@@ -14,7 +14,7 @@ from legato.chat.template import TemplateError
 from legato.chat.tools.requests import ToolUse, tool_use_of
 from legato.chat.tools.tooling import ChatRenderer, Tooling
 from legato.http.inference import Inference
-from legato.http.offsets import token_offsets
+from legato.http.validation import token_offsets
 from legato.vision.prompts import PromptImage, in_messages
 
 
@@ -74,7 +74,7 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ChatPrompt:
     text: str
     ids: list[int]
     images: tuple[PromptImage, ...] = ()
@@ -82,7 +82,7 @@ class Prompt:
 
 async def read_conversation(
     request: ChatRequest, inference: Inference, tooling: Tooling, use: ToolUse | None
-) -> Prompt:
+) -> ChatPrompt:
     """Templates write the special tokens themselves, one for each image."""
     template = _template(inference)
     validator = inference.validator
@@ -97,9 +97,9 @@ async def read_conversation(
     if not ids:
         raise InvalidRequest("the chat template makes nothing of `messages`", "messages")
     if validator.images is None:
-        return Prompt(text, ids)
+        return ChatPrompt(text, ids)
     images = await validator.images.read(sources, validator.limits.max_input_tokens)
-    return Prompt(text, *validator.images.place(ids, images))
+    return ChatPrompt(text, *validator.images.place(ids, images))
 
 
 async def tokenize_conversation(

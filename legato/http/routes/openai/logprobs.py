@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from legato.api.openai.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
-from legato.http.routes.openai.prompts import Prompt
+from legato.http.routes.openai.prompts import CompletionPrompt
 from legato.http.routes.openai.token_names import TokenNames
 from legato.http.streams import Piece, Stream
 
 
-def prompt_logprobs(prompt: Prompt, stream: Stream, num_top: int, names: TokenNames) -> CompletionLogprobs:
+def prompt_logprobs(prompt: CompletionPrompt, stream: Stream, num_top: int, names: TokenNames) -> CompletionLogprobs:
     """Those of an echoed prompt. Its first token has none."""
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=prompt.offsets)
     tops = stream.prompt_top_tokens or [None] * len(prompt.ids)

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from legato.api.openai.responses import Model, ModelList
+from legato.api.openai.responses import ModelList, ModelObject
 from legato.http.routes.openai.errors import UnknownModel
 from legato.ipc.settings import RouterSettings
 
@@ -18,7 +18,7 @@ JSON = "application/json"
 
 class ModelRoutes:
     def __init__(self, settings: RouterSettings) -> None:
-        self._model = Model(id=settings.model_id, created=int(time.time()), owned_by=settings.model_id)
+        self._model = ModelObject(id=settings.model_id, created=int(time.time()), owned_by=settings.model_id)
 
     async def models(self, request: Request) -> Response:
         return Response(msgspec.json.encode(ModelList(data=[self._model])), media_type=JSON)

@@ -12,7 +12,7 @@ from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import SharedFields
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
-from legato.http.routes.openai.response_format import grammar_of
+from legato.http.shapes import read_grammar
 from legato.http.validation import (
     Validator,
     ValidRequest,
@@ -107,6 +107,11 @@ def shared_options(
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         priority=check_priority(request.priority),
     )
+
+
+def grammar_of(response_format: object) -> Grammar | None:
+    """What the text must look like, in OpenAI's and TGI's shapes. None: any text will do."""
+    return read_grammar(response_format, "response_format")
 
 
 def top_logprobs(name: str, wanted: int | None) -> int | None:

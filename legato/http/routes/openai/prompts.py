@@ -14,7 +14,7 @@ RawPrompt = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CompletionPrompt:
     text: str
     ids: list[int]
     # Where each token begins in the text, in characters. Only where somebody wants to know.
@@ -46,27 +46,29 @@ def _are_ids(given: list[str | int | list[int]]) -> TypeGuard[list[int]]:
     return all(isinstance(item, int) for item in given)
 
 
-async def read_prompt(raw: RawPrompt, validator: Validator, vocabulary: Vocabulary, *, echoed: bool) -> Prompt:
+async def read_prompt(
+    raw: RawPrompt, validator: Validator, vocabulary: Vocabulary, *, echoed: bool
+) -> CompletionPrompt:
     """`echoed`: its text and the places of its tokens will be asked for, and are worth computing."""
     if isinstance(raw, str):
         prompt = await _from_text(raw, validator, with_offsets=echoed)
     else:
         validator.max_new_tokens(len(raw), None)  # first, because it is cheap
         validator.check_token_ids("prompt", raw)
-        prompt = _from_ids(raw, vocabulary) if echoed else Prompt("", raw, [])
+        prompt = _from_ids(raw, vocabulary) if echoed else CompletionPrompt("", raw, [])
     if not raw or not prompt.ids:
         raise InvalidRequest("`prompt` cannot be empty", "prompt")
     return prompt
 
 
-async def _from_text(text: str, validator: Validator, *, with_offsets: bool) -> Prompt:
+async def _from_text(text: str, validator: Validator, *, with_offsets: bool) -> CompletionPrompt:
     if not with_offsets:
-        return Prompt(text, await validator.input_ids(text), [])
+        return CompletionPrompt(text, await validator.input_ids(text), [])
     encoding = await validator.in_thread(lambda: validator.encode(text, with_offsets=True))
-    return Prompt(text, encoding.ids, [start for start, _ in encoding.offsets])
+    return CompletionPrompt(text, encoding.ids, [start for start, _ in encoding.offsets])
 
 
-def _from_ids(ids: list[int], vocabulary: Vocabulary) -> Prompt:
+def _from_ids(ids: list[int], vocabulary: Vocabulary) -> CompletionPrompt:
     """Special tokens appear by name: who sends them as ids wants to see them again."""
     detokenizer = vocabulary.detokenizer()
     texts, offsets, size = [], [], 0
@@ -76,4 +78,4 @@ def _from_ids(ids: list[int], vocabulary: Vocabulary) -> Prompt:
         texts.append(text)
         size += len(text)
     texts.append(detokenizer.flush())
-    return Prompt("".join(texts), ids, offsets)
+    return CompletionPrompt("".join(texts), ids, offsets)

@@ -9,7 +9,7 @@ from uuid import uuid4
 from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import SharedFields
 from legato.api.openai.responses import FinishReason, PromptTokensDetails, Usage
-from legato.http.answering import Choice, Dialect, first_streams, num_prompt_tokens
+from legato.http.answering import Choice, StreamErrors, first_streams, num_prompt_tokens
 from legato.http.routes.openai import errors
 from legato.http.routes.openai.chunks import DONE, Envelope, Identity
 from legato.http.routes.openai.options import SharedOptions
@@ -17,7 +17,7 @@ from legato.http.streams import Piece
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import FinishReason as NativeReason
 
-DIALECT = Dialect(errors.event)
+STREAM_ERRORS = StreamErrors(errors.event)
 
 
 class OpenAIJob:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from legato.api.errors import InvalidRequest
-from legato.http.exchange import Client, Exchange, decode
+from legato.http.exchange import ClientConnection, Exchange, decode
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -50,11 +50,11 @@ class Part(Reread):
 
     def __init__(self, outer: Exchange, body: bytes) -> None:
         super().__init__(outer, body)
-        self.asker = Client(outer.tenant)
+        self.asker = ClientConnection(outer.tenant)
         self.answer = b""
 
     @contextmanager
-    def client(self) -> Iterator[Client]:
+    def client(self) -> Iterator[ClientConnection]:
         yield self.asker
 
     async def respond(self, body: bytes, headers: Mapping[str, str], *, status: int = 200) -> None:

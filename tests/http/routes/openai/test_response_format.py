@@ -6,7 +6,7 @@ import pytest
 
 from legato.api.errors import InvalidRequest
 from legato.grammar.kinds import Grammar, GrammarKind
-from legato.http.routes.openai.response_format import grammar_of
+from legato.http.routes.openai.options import grammar_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 AS_GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","properties":{"a":{"type":"integer"}}}')

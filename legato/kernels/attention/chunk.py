@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.kernels.hopper_attention import hopper_attention, suits
+from legato.kernels.attention.hopper import hopper_attention, suits
 from legato.kernels.language import (
     Pointer,
     Scalar,

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from legato.kernels.attention.prompt import LONG, OFTEN, REMEMBERED, RepeatedLengths, prompt_attention
 from legato.kernels.paged_kv import PagedKV, Scoring, ragged_attention_torch
-from legato.kernels.prompt_attention import LONG, OFTEN, REMEMBERED, RepeatedLengths, prompt_attention
 
 
 @pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [4, 4, 9, 1, 4]])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
-from legato.kernels.context_splits import choose_split_len, find_sequence, splits_before, visible
+from legato.kernels.attention.splits import choose_split_len, find_sequence, splits_before, visible
 from legato.kernels.language import Pointer, Scalar, compile_time, constexpr, jit, jit_for_any, padded, runs_triton, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.paged_kv import (

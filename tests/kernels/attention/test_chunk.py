@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from legato.kernels import chunk_attention as chunk
-from legato.kernels.chunk_attention import ChunkConfig
+from legato.kernels.attention import chunk
+from legato.kernels.attention.chunk import ChunkConfig
 from legato.kernels.paged_kv import Scoring, check_queries, ragged_attention_torch
 from tests.kernels.paged_case import paged_case
 

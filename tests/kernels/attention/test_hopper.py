@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from legato.kernels import chunk_attention as chunk
-from legato.kernels.hopper_attention import hopper_attention, suits
+from legato.kernels.attention import chunk
+from legato.kernels.attention.hopper import hopper_attention, suits
 from legato.kernels.paged_kv import Scoring, ragged_attention_torch
 from tests.kernels.paged_case import paged_case
 
@@ -84,13 +84,13 @@ def test_long_chunks_go_there(hopper, monkeypatch):
     ],
 )
 def test_what_it_cannot_do_goes_elsewhere(monkeypatch, scoring, shape):
-    monkeypatch.setattr("legato.kernels.hopper_attention._is_hopper", lambda device: True)
+    monkeypatch.setattr("legato.kernels.attention.hopper._is_hopper", lambda device: True)
     queries = [40]
     case = paged_case(torch.device("cpu"), queries, [50], **({"dtype": torch.bfloat16} | shape))
     assert not suits(case.q, case.kv, scoring)
 
 
 def test_few_rows_go_elsewhere(monkeypatch):
-    monkeypatch.setattr("legato.kernels.hopper_attention._is_hopper", lambda device: True)
+    monkeypatch.setattr("legato.kernels.attention.hopper._is_hopper", lambda device: True)
     case = paged_case(torch.device("cpu"), [4] * 8, [50] * 8, dtype=torch.bfloat16)
     assert not suits(case.q, case.kv, Scoring(0.1))

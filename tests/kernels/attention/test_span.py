@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from legato.kernels import span_attention as span
+from legato.kernels.attention import span
 from legato.kernels.kv_format import gather
 from tests.kernels.paged_case import PagedCase, paged_case
 

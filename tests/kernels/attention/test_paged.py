@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from legato.kernels.paged_attention import PagedContext, paged_attention, paged_attention_reference
+from legato.kernels.attention.paged import PagedContext, paged_attention, paged_attention_reference
 from legato.kernels.paged_kv import Scoring
 
 

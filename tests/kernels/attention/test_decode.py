@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from legato.kernels import decode_attention as decode
 from legato.kernels.arrival import arrival_counters
-from legato.kernels.decode_attention import DecodeConfig
+from legato.kernels.attention import decode
+from legato.kernels.attention.decode import DecodeConfig
 from legato.kernels.paged_kv import Scoring
 from tests.kernels.paged_case import paged_case
 

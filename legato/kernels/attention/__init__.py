@@ -1,0 +1,1 @@
+"""Attention: a definition in torch over the paged KV cache, and kernels for prompts, chunks and decodes."""
