@@ -83,7 +83,8 @@ def test_without_triton_everything_runs_on_torch():
         "-c",
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from legato.kernels import chunk_attention, decode_attention, rotary, small_linear\n"
+        "from legato.kernels import rotary, small_linear\n"
+        "from legato.kernels.attention import chunk, decode, hopper\n"
         "from legato.kernels.norm import rms_norm\n"
         "from legato.kernels.sample import greedy_sample\n"
         "rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)\n"
