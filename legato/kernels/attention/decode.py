@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
-from legato.kernels.attention.splits import choose_split_len, find_sequence, splits_before, visible
+from legato.kernels.attention.splits import choose_split_len, find_sequence, shortest_split_len, splits_before, visible
 from legato.kernels.language import Pointer, Scalar, compile_time, constexpr, jit, jit_for_any, padded, runs_triton, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.paged_kv import (
@@ -115,6 +115,7 @@ def _decode_attention_triton(
         BLOCK_N=config.block_n,
         # Lengths at a time: few are known to every warp, without asking the others.
         SCAN=32 if num_sequences <= 32 else 128,
+        SINGLE=num_sequences == 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(q),
@@ -145,6 +146,7 @@ def _decode_kernel(
     EXTRA_SPLITS: constexpr,
     MIN_SPLIT_LEN: constexpr,
     SCAN: constexpr,
+    SINGLE: constexpr,
     SCALE: constexpr,
     SOFT_CAP: constexpr,
     WINDOW: constexpr,
@@ -156,7 +158,14 @@ def _decode_kernel(
     sequence = tl.program_id(1)
     split = 0
     split_len = 1 << 30
-    if EXTRA_SPLITS > 0:
+    if SINGLE and EXTRA_SPLITS > 0:  # a lone stream: nothing to look up, which is a microsecond a layer
+        sequence = 0
+        split = tl.program_id(1)
+        length = visible(tl.load(context_lens), WINDOW)
+        split_len = shortest_split_len(length, EXTRA_SPLITS, MIN_SPLIT_LEN, BLOCK_N)
+        if (split > 0) & (split * split_len >= length):
+            return
+    elif EXTRA_SPLITS > 0:
         split_len = choose_split_len(context_lens, num_sequences, EXTRA_SPLITS, MIN_SPLIT_LEN, BLOCK_N, WINDOW, SCAN)
         if sequence >= num_sequences:
             place = sequence - num_sequences
@@ -196,7 +205,9 @@ def _decode_kernel(
         _store_part(parts, tl.program_id(1), mixed, maximum, total, GROUP, HEAD_DIM)
         num_parts = tl.cdiv(visible_len, split_len)
         if arrives_last(counters + pair, num_parts):
-            first_extra = num_sequences + splits_before(sequence, context_lens, num_sequences, split_len, WINDOW, SCAN)
+            first_extra = num_sequences
+            if not SINGLE:
+                first_extra += splits_before(sequence, context_lens, num_sequences, split_len, WINDOW, SCAN)
             _merge(out, parts, pair, sequence, first_extra, num_parts, GROUP, HEAD_DIM)
 
 
