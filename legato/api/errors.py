@@ -134,4 +134,4 @@ class TimedOut(RequestError):
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected."""

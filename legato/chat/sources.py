@@ -1,6 +1,6 @@
 """Where a chat template comes from.
 
-    --tokenizer-config-path      a file that somebody prefers to the model's own
+    --tokenizer-config-path      a file that replaces the model's own
     chat_template.jinja          with additional_chat_templates/NAME.jinja beside it
     chat_template.json           as processors used to write it
     tokenizer_config.json        a string, or a list of named templates

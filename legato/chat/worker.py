@@ -1,10 +1,10 @@
 """A template process (`ipc/confined.py`): renders conversations within limits that the kernel keeps.
 
-Jinja has a hundred ways to ask for too much, so what somebody's template does happens here. Memory runs out as a
+Jinja has a hundred ways to ask for too much, so templates run here. Memory runs out as a
 `MemoryError`; there are no files, sockets or children to be had.
 
 Towards the process conversations are marshalled Python, which is fast and exact and can hold nothing but plain data.
-Back come only text and JSON: a process that ran somebody else's template is not to be trusted with more.
+Back come only text and JSON: a process that ran an untrusted template is trusted with nothing else.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def _platform_routes(
     completions: CompletionRoutes,
     health: Callable[[Request], Awaitable[Response]],
 ) -> list[Route]:
-    """The paths that Vertex AI chooses come first: whoever deploys there means them."""
+    """The paths that Vertex AI chooses come first: they take precedence over ours."""
     settings = inference.settings
     vertex = Endpoint(VertexRoutes(settings, generate, chat).vertex)
     invocations = Endpoint(SageMakerRoutes(settings, generate, chat, completions).invocations)

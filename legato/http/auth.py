@@ -1,6 +1,6 @@
 """API keys: the check that every request passes before any route sees it.
 
-Nothing is reachable without a key unless it is listed as open here, so a route that somebody adds is closed.
+Nothing is reachable without a key unless it is listed as open here, so a new route is closed by default.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Unauthorized(RequestError):
 
 
 class RequireKey:
-    """Refuses whoever has no key. `refuse` puts the error into the words of the API that the path belongs to."""
+    """Refuses requests without a valid key. `refuse` formats the error for the API that the path belongs to."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class RequireKey:
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The router has no other kind of route, and the framework's start and stop are nobody's request.
+        # The router has no other kind of route, and lifespan events carry no key.
         if scope["type"] != "http" or self._is_open(scope):
             await self._app(scope, receive, send)
             return

@@ -1,6 +1,6 @@
 """How many sequences one HTTP worker takes at once, so that parsing and tokenizing are bounded, too.
 
-The scheduler bounds what all workers send to it; nobody has to ask it beforehand.
+The scheduler bounds the total of all workers when requests are submitted.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 class ClientConnection:
-    """Whoever waits for the answer, and what to do when they hang up."""
+    """The client of one exchange, and what to do when it disconnects."""
 
     def __init__(self, tenant: str = "", abort: Callable[[], None] | None = None) -> None:
         self.tenant = tenant

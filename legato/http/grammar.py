@@ -143,6 +143,6 @@ class GrammarCompiler:
 
 
 def _look(verdict: asyncio.Task[list[str]]) -> None:
-    """Nobody may be left to hear of a failure; asyncio would complain about that."""
+    """Retrieve the exception: asyncio warns about failures that nobody awaits."""
     if not verdict.cancelled():
         verdict.exception()

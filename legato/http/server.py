@@ -16,12 +16,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from legato.http.exchange import ABORT
 from legato.http.lingering_close import LingeringConnections, LingeringTransport
 
-# Connections to take in one turn of the event loop. uvloop takes one: when thousands come at once and each turn has a
-# step's tokens to write, the last of them, perhaps somebody's health check, would wait for seconds.
+# Connections to accept in one turn of the event loop. uvloop accepts one: when thousands connect at once and each turn
+# has a step's tokens to write, the last of them, a health check perhaps, would wait for seconds.
 ACCEPTED_PER_TURN = 128
 # Bytes to read from a connection at once, and of a body to keep for an application that is busy.
 READ_SIZE = 16 * 1024
-# Bytes to throw away of a body that nobody wants, besides as many as the application takes: what was under way when the
+# Bytes to discard of a body that is not read, besides as many as the application takes: what was under way when the
 # answer was written.
 SLACK = 2 * READ_SIZE
 

@@ -221,7 +221,7 @@ class Stream:
         self.wakeup.set()
 
     def cancel(self) -> None:
-        """Nobody reads any more. Safe at any time, also after the end."""
+        """The reader is gone. Safe at any time, also after the end."""
         self._cancelled = True
         if not self._ended:
             self._ended = True
@@ -246,7 +246,7 @@ class Stream:
         return self._transcribe(outputs)
 
     async def read_all(self) -> list[Piece]:
-        """The whole generation. Without stop strings nobody needs to look before it is complete."""
+        """The whole generation. Without stop strings the reader need not wake before it is complete."""
         self._patient = not self.transcript.has_stop_strings
         pieces: list[Piece] = []
         while self.transcript.finish_reason is None:

@@ -1,7 +1,7 @@
 """Starts a few requests in each turn of the event loop.
 
-Beginning costs a hundred times as much as passing a token on. When a thousand requests come at once, all of them in one
-turn would keep everybody who is being served, and whoever asks for our health, waiting for a second.
+Starting a request costs a hundred times as much as delivering a token. A thousand of them in one turn would delay
+running streams and health checks by a second.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Validator:
         return encoding
 
     def _check_known(self, ids: list[int]) -> None:
-        """A tokenizer may have tokens that were added after the model was made: they would fail everybody's step."""
+        """A tokenizer may have tokens that were added after the model was made: they would fail the whole step."""
         strangers = [token_id for token_id in ids if token_id >= self.limits.vocab_size]
         if strangers:
             token = self._tokenizer.id_to_token(strangers[0])
@@ -311,7 +311,7 @@ def _chooser(parameters: GenerateParameters, best_of: int) -> pb.NextTokenChoose
         raise InvalidRequest("`top_k` must be strictly positive")
     top_k = parameters.top_k or 0
     return pb.NextTokenChooserParameters(
-        # Whoever sets a filter wants to sample, also without saying so. At its neutral value it says nothing.
+        # A filter implies sampling, unless it has its neutral value.
         do_sample=bool(parameters.do_sample)
         or best_of > 1
         or (temperature, top_k, top_p, typical_p, min_p) != (1.0, 0, 1.0, 1.0, 0.0),

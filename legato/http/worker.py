@@ -90,18 +90,18 @@ class HttpWorker:
                 self._serve.set_result(message)
             case msg.Drain() if self._server is not None:
                 self._server.should_exit = True
-            case msg.Drain():  # it replaces one that died, and nobody has come yet
+            case msg.Drain():  # a replacement that does not serve yet
                 self._link.close()
 
     def _on_lost(self) -> None:
-        """Whether we closed the link or the scheduler is gone: nobody can be served any more. What is left to do at an
-        ordinary end (joining threads that tokenize) nobody needs either."""
+        """We closed the link, or the scheduler is gone: either way nothing can be served. Skip the ordinary exit, which
+        would join the tokenizer threads."""
         sys.stdout.flush()
         os._exit(0)
 
 
 def main() -> None:
-    # Ctrl-C and a service's stop reach every process. The scheduler's process hears them and tells us what to do.
+    # Ctrl-C and a service manager's SIGTERM reach every process. The scheduler's process handles them for all.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     import uvloop

@@ -1,4 +1,4 @@
-"""Processes for work that somebody else's input can make endless: chat templates and grammars.
+"""Processes for work that untrusted input can make endless: chat templates and grammars.
 
 A thread cannot be stopped, a process can: the kernel ends it when it takes more processor time or memory than it may
 have, the request is answered with an error, and the next one gets a new process. A process inherits no file, no secret
@@ -148,7 +148,7 @@ def main() -> None:
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Processor time, so that a busy machine makes nobody late. Nothing handles the signal: it ends the process."""
+    """Processor time, so that a busy machine does not matter. Nothing handles the signal: it ends the process."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield

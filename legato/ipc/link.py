@@ -16,7 +16,7 @@ import msgspec
 M = TypeVar("M")
 
 _HEAD = 4
-# Of the event loop, that may be spent on messages before it is somebody else's.
+# Seconds to spend on messages in one turn of the event loop.
 TURN_SECONDS = 0.002
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -46,7 +46,7 @@ class Link(asyncio.Protocol, Generic[M]):
         await self._loop.create_unix_connection(lambda: self, sock=connection)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Never waits, and never fails: what is sent to somebody who is gone is lost."""
+        """Never waits, and never fails: messages to a peer that is gone are lost."""
         if not self._outbox:
             self._loop.call_soon(self.flush)
         self._outbox.append(message)
@@ -79,9 +79,9 @@ class Link(asyncio.Protocol, Generic[M]):
         self._on_lost()
 
     def _work(self, seconds: float) -> None:
-        """Handle what has arrived, for so long; the rest when everybody else had a turn.
+        """Handle what has arrived for up to `seconds`; the rest in a later turn of the event loop.
 
-        A socket's buffer holds dozens of steps. Whoever asks for our health would wait for the tokens of all of them.
+        A socket's buffer holds dozens of steps: a health check would wait for the tokens of all of them.
         """
         self._resting = False
         deadline = time.perf_counter() + seconds

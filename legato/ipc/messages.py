@@ -59,11 +59,11 @@ class Answer(Struct, tag=3, array_like=True, frozen=True):
 
 
 class AskFigures(Struct, tag=4, array_like=True, frozen=True):
-    """Somebody wants the metrics. Answered with `Report`."""
+    """A scrape of the metrics. Answered with `Report`."""
 
 
 class Drain(Struct, tag=5, array_like=True, frozen=True):
-    """Let nobody in, finish what runs, and end."""
+    """Accept no new requests, finish those that run, and exit."""
 
 
 ToWorker: TypeAlias = WorkerSetup | Serve | Tokens | Answer | AskFigures | Drain

@@ -34,9 +34,9 @@ class RouterSettings:
     payload_limit: int = 2_000_000
     # Origins that browsers may call from; empty allows any.
     cors_allow_origin: tuple[str, ...] = ()
-    # Whoever has one of these may use the routes that are not open; without any, everybody. Never shown.
+    # Keys for the routes that are not open; without any, no key is needed. Never shown.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    # Where Vertex AI asks for predictions and health, besides the paths that everybody uses.
+    # Where Vertex AI asks for predictions and health, besides the usual paths.
     vertex_predict_route: str | None = None
     vertex_health_route: str | None = None
     # What x-compute-type says.
@@ -49,5 +49,5 @@ class RouterSettings:
 
     @property
     def default_return_full_text(self) -> bool:
-        """What `POST /` does when nobody says: local models have no tag and count as text generation."""
+        """Default of `POST /`: local models have no tag and count as text generation."""
         return self.model_pipeline_tag in (None, "text-generation")

@@ -33,7 +33,7 @@ from legato.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-# HTTP workers where nobody says: more would wait for the scheduler.
+# Default maximum of HTTP workers: more would wait for the scheduler.
 MAX_WORKERS = 8
 
 
@@ -76,7 +76,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
     start = info.decoder_start_token_id if info.HasField("decoder_start_token_id") else None
     if start is not None:
         prompt_tokens = whole_prompt_tokens(sizes, options)
-        # Beside everybody's decodes: a prompt that cannot be cut would wait for ever for a step with room for it.
+        # Room beside all decodes: a prompt that cannot be chunked would otherwise wait for ever.
         step_tokens, longest_input = prompt_tokens + rows, prompt_tokens - 1
     found = await shards.warmup(
         WarmupLimits(
@@ -145,7 +145,7 @@ def whole_prompt_tokens(sizes: StepSizes, options: RouterOptions) -> int:
 
 def read_keys(keys: Iterable[str], path: str | None) -> tuple[str, ...]:
     """The keys of `--api-key` and of the lines of `--api-key-file`. A file that has none is a mistake: taken at its
-    word, it would open the server to everybody."""
+    word, it would disable authentication."""
     if path is None:
         return tuple(keys)
     try:
@@ -160,7 +160,7 @@ def read_keys(keys: Iterable[str], path: str | None) -> tuple[str, ...]:
 
 
 def vertex_port(environ: Mapping[str, str]) -> int | None:
-    """Where Vertex AI will call. It sets the variable in every container, and nobody else does, so it beats --port."""
+    """Where Vertex AI will call. Only Vertex AI sets the variable, in every container, so it overrides --port."""
     port = environ.get("AIP_HTTP_PORT") or None
     if port is not None and not (port.isdecimal() and 0 < int(port) < 65536):
         raise OptionError(f"AIP_HTTP_PORT is {port!r}: it must be a port between 1 and 65535")

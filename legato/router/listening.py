@@ -29,7 +29,7 @@ class Listeners:
         with _naming_the_flags(*self._address):
             self._check()
             first = self._bind()
-            # Whoever asks for any port gets one, and the others must have the same.
+            # Port 0 asks for any free port; all sockets must share the one that is found.
             self._address = (host, first.getsockname()[1])
             others = [self._bind() if self._are_several else first for _ in range(num - 1)]
         self.sockets = [first, *others]
@@ -62,7 +62,7 @@ class Listeners:
 
     def _check(self) -> None:
         """Sockets that share a port would share it with another router, too. One that does not share shows whether
-        somebody listens there."""
+        another program listens there."""
         if self._are_several:
             with self._socket() as probe:
                 probe.bind(self._address)

@@ -44,9 +44,9 @@ class RouterProcess:
         freeze_gc()
         listeners.listen()
         # First of all: a worker that is ready lets clients in while others still get ready, and a step that is planned
-        # before somebody takes it to the shards is lost, and with it all that follow.
+        # before the stream to the shards is open is lost, and with it all that follow.
         steps = asyncio.create_task(self._steps.run())
-        await self._workers.serve(lambda worker, number: self._employ(worker, number, grace))
+        await self._workers.serve(lambda worker, number: self._attach(worker, number, grace))
         url = browser_url(listeners.host, listeners.port)
         fields = {"model": self._settings.model_id, "address": url, "docs": f"{url}/docs"}
         logger.info(LISTENING, extra={"fields": fields})
@@ -72,7 +72,7 @@ class RouterProcess:
             self._workers.kill()
         self._stopping.set()
 
-    def _employ(self, worker: WorkerProcess, number: int, grace: float) -> None:
+    def _attach(self, worker: WorkerProcess, number: int, grace: float) -> None:
         def port(send: Callable[[msgspec.Struct], None]) -> Port:
             return Port(self._steps, self._scrape, send)
 

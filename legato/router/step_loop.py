@@ -170,7 +170,7 @@ class StepLoop:
             receiver.put(request_id, output)
 
     def _set_alarm(self) -> None:
-        """Unless it comes in time anyway. Deadlines that nobody cares about any more may let it come for nothing."""
+        """Unless it fires in time anyway. It may fire for a deadline that is obsolete by then."""
         deadline = self.scheduler.next_deadline()
         if deadline is None or deadline >= self._alarm_at:
             return
@@ -181,7 +181,7 @@ class StepLoop:
 
     def _on_alarm(self) -> None:
         self._alarm, self._alarm_at = None, math.inf
-        self._pump()  # whoever is ended leaves room for others
+        self._pump()  # requests that ended leave room for others
         self._set_alarm()
 
     def _on_result(self, result: StepResult) -> None:

@@ -126,10 +126,10 @@ class Workers:
         self._listeners = listeners
         self._workers: list[WorkerProcess] = []
         self._numbers = itertools.count()
-        # What the dead had counted when they were last asked, so that no counter goes back.
-        self._departed: Figures = {}
+        # The last figures of workers that died, so that no counter goes back.
+        self._dead_figures: Figures = {}
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
-        self._employ: Callable[[WorkerProcess, int], None] | None = None
+        self._attach: Callable[[WorkerProcess, int], None] | None = None
 
     async def load(self) -> None:
         """Start all, and wait until they have what they need. WorkerFailed."""
@@ -138,11 +138,11 @@ class Workers:
             await worker.load(self._setup)
         await self._all([worker.loaded for worker in self._workers])
 
-    async def serve(self, employ: Callable[[WorkerProcess, int], None]) -> None:
-        """`employ` gives a worker its port; the number is different for each that there ever is. WorkerFailed."""
-        self._employ = employ
+    async def serve(self, attach: Callable[[WorkerProcess, int], None]) -> None:
+        """`attach` gives a worker its port; its number is unique over all workers ever started. WorkerFailed."""
+        self._attach = attach
         for worker in self._workers:
-            employ(worker, next(self._numbers))
+            attach(worker, next(self._numbers))
         await self._all([worker.serving for worker in self._workers])
 
     async def _all(self, steps: list[asyncio.Future[None]]) -> None:
@@ -156,15 +156,15 @@ class Workers:
             raise WorkerFailed(ended[0])
 
     async def watch(self) -> None:
-        """Replace whoever dies, until that has happened too often: WorkerFailed."""
+        """Replace workers that die, until that happens too often: WorkerFailed."""
         await asyncio.gather(*(self._keep(place) for place in range(len(self._workers))))
 
     async def _keep(self, place: int) -> None:
-        assert self._employ is not None, "they serve"
+        assert self._attach is not None, "they serve"
         while True:
             dead = self._workers[place]
             how = await dead.exit()
-            self._departed = add_up([self._departed, dead.figures])
+            self._dead_figures = add_up([self._dead_figures, dead.figures])
             now = time.monotonic()
             self._deaths.append(now)
             if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WITHIN:
@@ -172,7 +172,7 @@ class Workers:
             logger.error("%s: starting another", how)
             worker = self._workers[place] = WorkerProcess(dead.number, self._listeners[place])
             await worker.load(self._setup)
-            self._employ(worker, next(self._numbers))
+            self._attach(worker, next(self._numbers))
 
     async def drain(self, grace: float) -> None:
         """Let requests finish, for so many seconds."""
@@ -190,4 +190,4 @@ class Workers:
         """What all workers have counted together."""
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(worker.report() for worker in self._workers)), REPORT_PATIENCE)
-        return add_up([self._departed, *(worker.figures for worker in self._workers)])
+        return add_up([self._dead_figures, *(worker.figures for worker in self._workers)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Block 0 is nobody's: padded rows of a captured graph write there.
+# Block 0 is reserved: padded rows of a captured graph write there.
 RESERVED_BLOCKS = 1
 
 

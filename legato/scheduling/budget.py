@@ -1,8 +1,8 @@
-"""How many prompt tokens a step may compute, so that nobody who is reading waits long for the next token.
+"""How many prompt tokens a step may compute, so that running streams do not wait long for their next token.
 
-A step is over when its longest part is, so a prompt beside decodes makes everybody wait. While nobody decodes a step
-may be large, which computes prompts fastest; beside decodes it is small, and it shrinks further where steps turn out
-to take longer than they should: on a slower device, with a larger model or with longer contexts.
+A step is over when its longest part is, so a prompt beside decodes delays all of them. Without decodes a step may be
+large, which computes prompts fastest; beside decodes it is small, and it shrinks further where steps take longer than
+they should: on a slower device, with a larger model or with longer contexts.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 
 class Deadlines:
-    """One timeout for everybody, so deadlines come in the order in which they were set: a line, and no heap.
+    """One timeout for all requests, so deadlines come in the order in which they were set: a queue, no heap.
 
     Of those that are stopped nothing is left: a million requests may end before the first deadline comes.
     """

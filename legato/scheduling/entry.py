@@ -88,7 +88,7 @@ class Entry:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that steps in flight will sample: they count, but nobody knows them yet."""
+        """Tokens that steps in flight will sample: they count, but are not known yet."""
         return self.num_known - len(self.tokens)
 
     @property

@@ -100,7 +100,7 @@ class PrefixTree:
         return child, taken
 
     def evict(self, count: int) -> list[int]:
-        """Give back up to `count` blocks that nobody uses."""
+        """Give back up to `count` unused blocks."""
         blocks: list[int] = []
         while len(blocks) < count and self._leaves:
             last_used, _, node = heapq.heappop(self._leaves)

@@ -27,7 +27,7 @@ def rank(now: float, priority: int, arrival: int) -> Rank:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """Whoever shares the server with others, as a rule the holder of an API key."""
+    """One who shares the server with others, as a rule the holder of an API key."""
 
     name: str
     # Tokens, or what it would have had by now if it had come earlier. Never falls.
@@ -66,7 +66,7 @@ class LeastServed:
 
 
 class Tenants:
-    """Everybody who has requests here, waiting or running. There are as many as keys, so none is ever forgotten."""
+    """Tenants with requests, waiting or running. There are as many as API keys, so none is ever forgotten."""
 
     def __init__(self) -> None:
         self._known: dict[str, Tenant] = {}
@@ -118,7 +118,7 @@ class Level(Generic[T]):
     """Requests of equal priority: one line for each tenant."""
 
     def __init__(self) -> None:
-        # Everybody, oldest first, also those who were called.
+        # All requests, oldest first, also those that were called.
         self.waiting: OrderedDict[int, T] = OrderedDict()
         self._lines: dict[Tenant, OrderedDict[int, T]] = {}
         self._shares = LeastServed(self._lines.__contains__)
@@ -143,7 +143,7 @@ class Level(Generic[T]):
 
     def call(self) -> T:
         tenant = self._shares.first()
-        assert tenant is not None, "nobody is in line"
+        assert tenant is not None, "no request is waiting"
         line = self._lines[tenant]
         _, entry = line.popitem(last=False)
         if not line:

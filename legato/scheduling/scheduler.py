@@ -122,7 +122,7 @@ class Scheduler:
         order = rank(now, request.priority, next(self._arrivals))
         tenant = self._tenants.enter(request.tenant)
         entry = Entry.of(request, order, tenant, limits.eos_token_ids, limits.decoder_start_token_id, now)
-        room = limits.max_step_tokens - limits.max_rows + 1  # beside everybody else's decodes
+        room = limits.max_step_tokens - limits.max_rows + 1  # beside all decodes
         assert entry.num_whole <= room, f"a prompt of {entry.num_whole} tokens never fits in a step"
         self._entries[request.id] = entry
         self._queue_deadlines.start(request.id, now)
@@ -157,7 +157,7 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks that requests use; cached ones that nobody uses are as good as free."""
+        """Share of the blocks that requests use; unused cached ones are as good as free."""
         return 1 - (self.pool.available + self.tree.num_evictable) / self.pool.total
 
     # ---- plan a step ----------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Scheduler:
         wanted = [entry.num_to_compute for entry in running]
         num_decodes = wanted.count(1)
         budget = rest = self._budget.prompt_tokens(num_decodes)
-        if max(wanted, default=0) > 1:  # a prompt has begun: whoever comes before it by rank also does if it waits
+        if max(wanted, default=0) > 1:  # a prompt has begun: requests of a better rank come first
             first = next(entry for entry, count in zip(running, wanted, strict=True) if count > 1)
             rest = self._plan_admissions(step, rest, first.rank)
         rest = self._plan_running(step, running, wanted, rest)
@@ -195,7 +195,7 @@ class Scheduler:
 
     def _plan_admissions(self, step: InFlight, budget: int, before: Rank = LAST) -> int:
         """Rows for those who wait, as far as the budget goes. With `before` only for those of a better rank: they leave
-        a block to everybody who runs and are behind none but decodes, so that nobody takes their blocks in this plan.
+        a block to every running request and are behind none but decodes, so that none takes their blocks in this plan.
         """
         if not (self.queue and budget and self._free_rows):
             return budget
@@ -211,14 +211,14 @@ class Scheduler:
                 break
             node, blocks = self._cached_prefix(entry)
             upcoming = self._next_block(entry, node, len(blocks))
-            # Preempted, and its last token is still on the way; or somebody is computing what comes next: in a moment
-            # it is there for the taking.
+            # Preempted, and its last token is still on the way; or another request is computing what comes next:
+            # in a moment it is in the cache.
             if entry.num_pending or (upcoming and upcoming in filling and not entry.wants_prompt_logprobs):
                 passed.append(entry)
                 continue
             if entry.num_whole > budget or not self._admit(step.plan, entry, node, blocks):
                 passed.append(entry)
-                break  # it waits for memory, or for a step with room for it, and nobody overtakes it there
+                break  # it waits for memory, or for a step with room for it, and no other overtakes it there
             count = min(entry.num_to_compute, budget)
             first_new = len(entry.blocks)
             fits = self._grow(entry, count)

@@ -128,7 +128,7 @@ class Grammars:
     def allowed(self, rows: Sequence[int]) -> Allowed | None:
         """What the rows of a batch may choose from, as far as they have grammars. Waits for the masks.
 
-        A row whose grammar failed is free to choose; `errors` says that nobody may believe what it chose.
+        A row whose grammar failed is free to choose; `errors` says that its token means nothing.
         """
         states = [(place, self._rows[row]) for place, row in enumerate(rows) if row in self._rows]
         for _, state in states:
@@ -191,7 +191,7 @@ class Grammars:
         return JsonTokens(self._trie)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        self._writer  # noqa: B018 - made now, by the thread that nobody waits for
+        self._writer  # noqa: B018 - made now, by a thread that no step waits for
         start = compile_grammar(grammar, self._trie)
         search = CompletionSearch(grammar, self._json_tokens, start) if completes(grammar) else None
         return CompiledGrammar(start, search)
@@ -219,7 +219,7 @@ class Grammars:
             for place, state, _ in rows:
                 self._follow(state, token_ids[place])
             self._writer.fill_masks([state.matcher for _, state, _ in rows if state.matcher is not None])
-            # Those first that have nothing more to do: nobody waits for the completion of another's JSON.
+            # Those first that have nothing more to do: no row waits for the completion of another's JSON.
             for _, state, pending in sorted(rows, key=lambda row: row[1].completion is not None):
                 self._finish(state, pending)
         except BaseException as error:

@@ -64,12 +64,12 @@ class SchedulerLoad(Protocol):
 
     @property
     def queue_size(self) -> int:
-        """Requests that wait for a row."""
+        """Requests in the queue."""
         ...
 
     @property
     def running(self) -> int:
-        """Requests that have a row."""
+        """Requests running."""
         ...
 
 
@@ -80,7 +80,7 @@ class Metrics:
         self._define_steps(limits)
 
     def watch(self, load: SchedulerLoad) -> None:
-        """What is read whenever somebody asks, instead of being told at every change."""
+        """Gauges that are read at every scrape."""
         self._queue_size.set_function(lambda: load.queue_size)
         self._current_size.set_function(lambda: load.running)
 
@@ -134,54 +134,62 @@ class Metrics:
     # ---- definitions ----------------------------------------------------------------------------------------------
 
     def _define_requests(self, limits: ModelLimits) -> None:
-        self._requests = self._counter("tgi_request_count", "Requests that arrived.")
-        self._successes = self._counter("tgi_request_success", "Requests that were answered.")
-        self._failures = self._counter("tgi_request_failure", "Requests that failed, by reason.", "err")
-        self._duration = self._seconds("tgi_request_duration", "From arrival to the end.")
-        self._validation = self._seconds("tgi_request_validation_duration", "Checking and tokenizing.")
-        self._queue = self._seconds("tgi_request_queue_duration", "Waiting for a row.")
-        self._inference = self._seconds("tgi_request_inference_duration", "From getting a row to the end.")
-        self._per_token = self._seconds("tgi_request_mean_time_per_token_duration", "Inference time per token.")
-        self._first_token = self._seconds("tgi_request_time_to_first_token", "From arrival to the first token.")
+        self._requests = self._counter("tgi_request_count", "Requests received.")
+        self._successes = self._counter("tgi_request_success", "Requests completed.")
+        self._failures = self._counter("tgi_request_failure", "Requests failed, by reason.", "err")
+        self._duration = self._seconds("tgi_request_duration", "Seconds from arrival to the end of the response.")
+        self._validation = self._seconds("tgi_request_validation_duration", "Seconds of validation and tokenization.")
+        self._queue = self._seconds("tgi_request_queue_duration", "Seconds in the queue.")
+        self._inference = self._seconds("tgi_request_inference_duration", "Seconds from leaving the queue to the end.")
+        self._per_token = self._seconds(
+            "tgi_request_mean_time_per_token_duration", "Seconds of inference per generated token."
+        )
+        self._first_token = self._seconds("tgi_request_time_to_first_token", "Seconds from arrival to the first token.")
         self._input_length = self._histogram(
             "tgi_request_input_length", "Prompt tokens.", _steps(limits.max_input_tokens)
         )
         self._max_new_tokens = self._histogram(
-            "tgi_request_max_new_tokens", "Tokens asked for.", _steps(limits.max_total_tokens)
+            "tgi_request_max_new_tokens", "Requested max_new_tokens.", _steps(limits.max_total_tokens)
         )
         self._generated_tokens = self._histogram(
             "tgi_request_generated_tokens", "Tokens generated.", _steps(limits.max_total_tokens)
         )
         self._skipped_tokens = Summary(
-            "tgi_request_skipped_tokens", "Tokens that needed no step of their own.", registry=self.registry
+            "tgi_request_skipped_tokens",
+            "Tokens generated without a step of their own (speculation).",
+            registry=self.registry,
         )
-        self._queue_size = self._gauge("tgi_queue_size", "Requests that wait for a row.")
+        self._queue_size = self._gauge("tgi_queue_size", "Requests in the queue.")
 
     def _define_steps(self, limits: ModelLimits) -> None:
-        self._batches = self._counter("tgi_batch_inference_count", "Steps.", "method")
+        self._batches = self._counter("tgi_batch_inference_count", "Steps executed.", "method")
         self._batch_successes = self._counter("tgi_batch_inference_success", "Steps that succeeded.", "method")
         self._batch_failures = self._counter("tgi_batch_inference_failure", "Steps that failed.", "method")
-        self._concats = self._counter("tgi_batch_concat", "Steps that new requests joined.", "reason")
-        self._batch_inference = self._seconds("tgi_batch_inference_duration", "A whole step.", "method")
-        self._batch_forward = self._seconds("tgi_batch_forward_duration", "A step on the device.", "method")
-        self._batch_decode = self._seconds("tgi_batch_decode_duration", "Handing tokens out.", "method")
-        self._batch_filter = self._seconds("tgi_batch_filter_duration", "Deciding what to compute.", "method")
+        self._concats = self._counter("tgi_batch_concat", "Steps that admitted requests to a running batch.", "reason")
+        self._batch_inference = self._seconds(
+            "tgi_batch_inference_duration", "Seconds of a step, from sending it to receiving its tokens.", "method"
+        )
+        self._batch_forward = self._seconds("tgi_batch_forward_duration", "Seconds of a step on the device.", "method")
+        self._batch_decode = self._seconds(
+            "tgi_batch_decode_duration", "Seconds to deliver the tokens of a step.", "method"
+        )
+        self._batch_filter = self._seconds("tgi_batch_filter_duration", "Seconds to plan a step.", "method")
         self._batch_concat = self._seconds(
-            "tgi_batch_concat_duration", "Deciding what to compute, with new requests.", "method"
+            "tgi_batch_concat_duration", "Seconds to plan a step that admits requests.", "method"
         )
-        self._next_size = self._histogram(
-            "tgi_batch_next_size", "Requests that got a row together.", BATCH_SIZE_BUCKETS
-        )
-        self._current_size = self._gauge("tgi_batch_current_size", "Requests that have a row.")
+        self._next_size = self._histogram("tgi_batch_next_size", "Requests admitted by a step.", BATCH_SIZE_BUCKETS)
+        self._current_size = self._gauge("tgi_batch_current_size", "Requests running.")
         self._current_max_tokens = self._gauge(
-            "tgi_batch_current_max_tokens", "Tokens that the running requests may come to."
+            "tgi_batch_current_max_tokens", "Maximum tokens of the running requests."
         )
-        max_total_tokens = self._gauge("tgi_batch_max_total_tokens", "Tokens that the KV cache holds.")
+        max_total_tokens = self._gauge("tgi_batch_max_total_tokens", "Capacity of the KV cache in tokens.")
         max_total_tokens.set(limits.max_batch_total_tokens)
-        self._kv_usage = self._gauge("legato_kv_usage", "Share of KV blocks that running requests use.")
+        self._kv_usage = self._gauge("legato_kv_usage", "Fraction of KV blocks used by running requests.")
         self._prompt_tokens = self._counter("legato_prompt_tokens", "Prompt tokens of admitted requests.")
-        self._cached_tokens = self._counter("legato_prefix_hit_tokens", "Prompt tokens found in the prefix cache.")
-        self._preemptions = self._counter("legato_preemptions", "Requests that gave their blocks back for a while.")
+        self._cached_tokens = self._counter("legato_prefix_hit_tokens", "Prompt tokens served from the prefix cache.")
+        self._preemptions = self._counter(
+            "legato_preemptions", "Preemptions: requests that released their blocks and were resumed later."
+        )
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(name, help, labels, registry=self.registry)

@@ -36,7 +36,7 @@ def check_conversation(request: ChatRequest) -> None:
 
 
 def _check_results(messages: list[dict[str, Any]]) -> None:
-    """The result of a call that nobody made would be told to the model all the same."""
+    """Without this, the model would see the result of a call that was never made."""
     made: set[str] = set()
     for number, message in enumerate(messages):
         calls = message.get("tool_calls")

@@ -131,7 +131,7 @@ def _sequences(request: SharedFields, best_of: int | None, max_best_of: int) -> 
         limit = f">= `n`, which is {n}, and <= {maximum} (--max-best-of)"
         raise InvalidRequest(f"`best_of` must be {limit}. Given: {best_of}", "best_of")
     if request.stream and best_of > n:
-        raise InvalidRequest("`best_of` must equal `n` when streaming: nobody knows the best before the end", "best_of")
+        raise InvalidRequest("`best_of` must equal `n` when streaming: the best are known only at the end", "best_of")
     return n, best_of
 
 

@@ -17,7 +17,7 @@ RawPrompt = str | list[int]
 class CompletionPrompt:
     text: str
     ids: list[int]
-    # Where each token begins in the text, in characters. Only where somebody wants to know.
+    # Where each token begins in the text, in characters. Only where the answer needs it.
     offsets: list[int]
 
 

@@ -74,7 +74,7 @@ class Ask:
 
 
 async def answer_all(exchange: Exchange, asks: Sequence[Ask], max_parts: int) -> list[bytes]:
-    """All parts at once. The first that fails fails the whole, and nothing runs on for nobody."""
+    """All parts at once. The first failure fails the whole and cancels the others."""
     if len(asks) > max_parts:  # coming back later would not help
         raise InvalidRequest(f"{len(asks)} sequences at once are more than this server runs: {max_parts}")
     parts = [Part(exchange, ask.body) for ask in asks]
