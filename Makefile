@@ -56,11 +56,13 @@ imports: setup
 MODELS := tests/kernels tests/models tests/quantization tests/sampling
 # Two files have time limits.
 GRAMMARS := $(filter-out %/test_hostile.py %/test_rows.py,$(wildcard tests/grammar/test_*.py))
-ENGINE := tests/server tests/client tests/examples tests/plan/test_plan.py tests/scheduling/test_scheduler.py $(GRAMMARS)
+ENGINE := tests/server tests/client tests/examples tests/plan/test_plan.py $(GRAMMARS)
 
-TEXTS := tests/modelfiles/test_tokenizer.py tests/chat/tools tests/chat/test_published.py tests/chat/test_sources.py \
-	tests/chat/test_template.py tests/http/test_app.py tests/http/test_auth.py tests/vision/test_prompts.py \
-	tests/scheduling/test_policy_pace.py
+# Everything about requests that has no time limits.
+TEXTS := tests/api tests/docgen tests/fuzz tests/scheduling tests/telemetry tests/text tests/vision tests/chat/tools \
+	tests/http/routes tests/modelfiles/test_files.py tests/modelfiles/test_tokenizer.py \
+	$(filter-out %/test_limits.py,$(wildcard tests/chat/test_*.py)) \
+	$(filter-out %/test_server.py,$(wildcard tests/http/test_*.py))
 
 unit: unit-models unit-engine unit-texts unit-timed
 
