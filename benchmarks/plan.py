@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, StepPlan, StepResult
 
 BLOCK, ROWS = 16, 512

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import struct
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,11 +21,12 @@ from legato.api.errors import InvalidRequest, TooLong
 from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
+from legato.http.checks import check_bias, check_priority, penalty, positive, probability, share
 from legato.http.grammar import GrammarCompiler
 from legato.http.shapes import read_grammar
 from legato.ipc.settings import RouterSettings
 from legato.pb import generate_pb2 as pb
-from legato.scheduling.state import DEFAULT_PRIORITY, LAST_PRIORITY, GenerationRequest, ModelLimits
+from legato.scheduling.state import DEFAULT_PRIORITY, GenerationRequest, ModelLimits
 from legato.vision.prompts import Images, PromptImage, refuse_images, with_cache_keys
 
 T = TypeVar("T")
@@ -289,12 +289,6 @@ class Validator:
                 )
 
 
-def check_bias(logit_bias: Mapping[int, float]) -> None:
-    for token_id, bias in logit_bias.items():
-        if not -100 <= bias <= 100:
-            raise InvalidRequest(f"`logit_bias` must be >= -100 and <= 100. Given: {bias} for {token_id}", "logit_bias")
-
-
 def _chooser(parameters: GenerateParameters, best_of: int) -> pb.NextTokenChooserParameters:
     """The sampling parameters, without the seed."""
     warpers = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p, parameters.min_p)
@@ -335,56 +329,6 @@ def _seed(parameters: GenerateParameters, best_of: int) -> int:
     if not 0 <= parameters.seed <= _MAX_SEED:
         raise InvalidRequest(f"`seed` must be >= 0 and <= {_MAX_SEED}. Given: {parameters.seed}")
     return parameters.seed
-
-
-def positive(name: str, value: float | None) -> float:
-    if value is None:
-        return 1.0
-    if as_float32(name, value) <= 0:
-        raise InvalidRequest(f"`{name}` must be strictly positive", name)
-    return value
-
-
-def check_priority(value: int | None) -> int:
-    if value is None:
-        return DEFAULT_PRIORITY
-    if not 0 <= value <= LAST_PRIORITY:
-        raise InvalidRequest(f"`priority` must be >= 0 and <= {LAST_PRIORITY}. Given: {value}", "priority")
-    return value
-
-
-def penalty(name: str, value: float | None) -> float:
-    if value is None:
-        return 0.0
-    if not -2 <= value <= 2:
-        raise InvalidRequest(f"`{name}` must be >= -2.0 and <= 2.0", name)
-    return value
-
-
-def share(name: str, value: float | None) -> float:
-    if value is None:
-        return 1.0
-    if as_float32(name, value) <= 0 or value > 1:
-        raise InvalidRequest(f"`{name}` must be > 0.0 and < 1.0", name)
-    return value
-
-
-def probability(name: str, value: float | None) -> float:
-    if value is None:
-        return 0.0
-    if not 0 <= value <= 1:
-        raise InvalidRequest(f"`{name}` must be >= 0.0 and <= 1.0", name)
-    return value
-
-
-def as_float32(name: str, value: float) -> float:
-    """What a shard will see: 1e-50 is zero there, and 1e300 nothing at all."""
-    try:
-        (rounded,) = struct.unpack("<f", struct.pack("<f", value))
-    except OverflowError:
-        raise InvalidRequest(f"`{name}` must fit in a 32-bit float. Given: {value}", name) from None
-    assert isinstance(rounded, float)
-    return rounded
 
 
 def token_offsets(encoding: Encoding, text: str) -> list[SimpleToken]:

@@ -27,7 +27,8 @@ from legato.router.step_loop import StepLoop
 from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes, step_sizes
-from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import ModelLimits
 from legato.telemetry.metrics import Metrics
 

@@ -17,10 +17,11 @@ import itertools
 from collections import deque
 from dataclasses import dataclass
 
-from legato.scheduling.blocks import RESERVED_BLOCKS, BlockPool
-from legato.scheduling.budget import StepBudget, StepSizes
+from legato.scheduling.blocks import BlockPool
+from legato.scheduling.budget import StepBudget
 from legato.scheduling.deadlines import Deadlines
 from legato.scheduling.entry import NEVER, Entry, InFlight, PlannedRow
+from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.prefix_tree import Node, PrefixTree
 from legato.scheduling.queue import LAST, Queue, Rank, Tenants, rank
 from legato.scheduling.retry import RetryEstimate
@@ -35,41 +36,6 @@ ENTRY_WORK = 24  # of each request that is considered, besides its blocks
 WAITED_TOO_LONG = "The request waited longer than {:g} seconds for its turn (--queue-timeout)"
 OVERLOADED = "Model is overloaded"
 RAN_TOO_LONG = "The request took longer than {:g} seconds (--request-timeout)"
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    num_blocks: int
-    block_size: int
-    max_rows: int
-    # Tokens of one step, prompt chunks and decodes together.
-    max_step_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
-    prefix_caching: bool = True
-    # Prompt tokens of any step, if that is less.
-    max_prompt_tokens: int | None = None
-    # Prompt tokens of a step in which others decode, and the seconds it should take at most (`budget.py`).
-    max_mixed_tokens: int | None = None
-    mixed_step_time: float | None = None
-    # Seconds until a request must have a row, and until it must have ended. 0: no limit.
-    queue_timeout: float = 0
-    request_timeout: float = 0
-    # Requests that run or wait; more are refused. None: no limit.
-    max_requests: int | None = None
-    # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
-    decoder_start_token_id: int | None = None
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest sequence that fits when it is alone."""
-        return (self.num_blocks - RESERVED_BLOCKS) * self.block_size
-
-    @property
-    def step_sizes(self) -> StepSizes:
-        if self.decoder_start_token_id is not None:  # a whole prompt must fit, also beside decodes
-            return StepSizes(self.max_step_tokens, self.max_step_tokens)
-        mixed = self.max_step_tokens if self.max_mixed_tokens is None else self.max_mixed_tokens
-        return StepSizes(self.max_step_tokens, mixed, self.mixed_step_time, max_prompt_tokens=self.max_prompt_tokens)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ import pytest
 
 from legato.router.shards import ShardsLost
 from legato.router.step_loop import STEPS_IN_FLIGHT, StepLoop
-from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, StepPlan, StepResult
 from legato.telemetry.metrics import StepFigures
 from tests.clock import FakeClock

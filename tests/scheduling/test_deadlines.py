@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from legato.http.app import create_app
-from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, Output
 from tests.fakes import Simulation, check_blocks
 from tests.http.asgi import SETTINGS, FakeBackend, post, tokenizer

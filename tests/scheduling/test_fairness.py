@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.queue import LeastServed, Queue, Rank, Tenant, Tenants, rank
-from legato.scheduling.scheduler import SchedulerLimits
 from legato.scheduling.state import GenerationRequest
 from tests.fakes import Simulation
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from legato.scheduling.budget import FEWEST_MIXED_TOKENS, StepBudget, StepSizes, step_sizes
-from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, StepPlan, StepResult
 from tests.fakes import Simulation
 

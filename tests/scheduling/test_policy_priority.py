@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.queue import AGING_SECONDS
-from legato.scheduling.scheduler import SchedulerLimits
 from legato.scheduling.state import GenerationRequest
 from tests.fakes import Simulation, check_blocks, expected_tokens
 

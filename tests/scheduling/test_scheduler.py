@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.prefix_tree import Node
 from legato.scheduling.queue import AGING_SECONDS
-from legato.scheduling.scheduler import MAX_ADMISSION_WORK, RAN_TOO_LONG, Scheduler, SchedulerLimits
+from legato.scheduling.scheduler import MAX_ADMISSION_WORK, RAN_TOO_LONG, Scheduler
 from legato.scheduling.state import FinishReason, GenerationRequest, StepPlan, StepResult
 from tests.fakes import Simulation, check_blocks, expected_tokens
 

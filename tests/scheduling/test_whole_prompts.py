@@ -12,7 +12,8 @@ from legato.common.options import RouterOptions
 from legato.pb import generate_pb2 as pb
 from legato.router.cli import settings_for, warm_up
 from legato.router.shards import WarmupLimits
-from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, StepPlan
 from tests.fakes import Simulation, check_blocks, expected_tokens
 

@@ -16,7 +16,8 @@ from legato.models.config import ModelConfig
 from legato.models.registry import CausalModel, get_model
 from legato.router.shards import _from_pb, _to_pb
 from legato.sampling.sampler import Sampler
-from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, Output
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars

@@ -21,7 +21,8 @@ from legato.layers.step import Step
 from legato.pb import generate_pb2 as pb
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.step_loop import StepLoop
-from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output
 from legato.server.loading import LoadedModel
 from legato.telemetry.metrics import StepFigures

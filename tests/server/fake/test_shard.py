@@ -10,7 +10,8 @@ import pytest
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
 from legato.router.shards import _from_pb, _to_pb
-from legato.scheduling.scheduler import Scheduler, SchedulerLimits
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, Output
 from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits
 from tests.generation import generation, sampling

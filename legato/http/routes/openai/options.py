@@ -12,19 +12,9 @@ from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import SharedFields
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
+from legato.http.checks import as_float32, check_bias, check_priority, penalty, positive, probability, share
 from legato.http.shapes import read_grammar
-from legato.http.validation import (
-    Validator,
-    ValidRequest,
-    as_float32,
-    check_bias,
-    check_priority,
-    penalty,
-    positive,
-    probability,
-    random_seed,
-    share,
-)
+from legato.http.validation import Validator, ValidRequest, random_seed
 from legato.pb import generate_pb2 as pb
 
 # Answers to one prompt. TGI has no flag for it; `--max-best-of` is for those that are thrown away.
