@@ -251,6 +251,24 @@ class RendezvousOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SupervisionOptions(Options):
+    """Supervision"""
+
+    hang_timeout: float = option(
+        30.0,
+        "Seconds without progress after which a process counts as hung and is replaced: shards that do not finish a"
+        " step, a router or an HTTP worker whose event loop does not run.",
+        minimum=0.1,
+    )
+    max_restarts: int = option(
+        10,
+        "Maximum restarts of shards, router or HTTP workers, each within ten minutes; one more failure ends the"
+        " server with an error. 0 ends it with the first failure.",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FakeShardOptions(Options):
     """Fake shard"""
 
@@ -276,6 +294,7 @@ class LauncherOptions(
     HttpOptions,
     LogOptions,
     RendezvousOptions,
+    SupervisionOptions,
     FakeShardOptions,
 ):
     """Processes"""
@@ -289,7 +308,7 @@ class LauncherOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions):
+class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions, SupervisionOptions):
     """Shards"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"flag": "tokenizer-name", "env": "TOKENIZER_NAME"}}

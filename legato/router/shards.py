@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.pb import pack_token_ids
+from legato.router.peer import PeerProcess
 from legato.scheduling.state import Admission, StepPlan, StepResult
 
 T = TypeVar("T")
@@ -43,8 +44,9 @@ class WarmupLimits:
 
 
 class GrpcShards:
-    def __init__(self, channels: list[grpc.aio.Channel]) -> None:
+    def __init__(self, channels: list[grpc.aio.Channel], processes: Sequence[PeerProcess] = ()) -> None:
         self._channels = channels
+        self._processes = processes
         self._stubs = [_stub(channel) for channel in channels]
         self._outboxes: list[asyncio.Queue[pb.StepRequest]] = []
 
@@ -58,8 +60,9 @@ class GrpcShards:
         except TimeoutError:
             raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
         answer = await _answer(_stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest()))
-        others = [_channel(url) for url in answer.urls if url != master]
-        return cls([first, *others])
+        others = [url for url in answer.urls if url != master]
+        processes = [PeerProcess(url.removeprefix("unix://")) for url in (master, *others)]
+        return cls([first, *map(_channel, others)], processes)
 
     async def info(self) -> pb.InfoResponse:
         return await _answer(self._stubs[0].Info(pb.InfoRequest()))
@@ -113,7 +116,14 @@ class GrpcShards:
             for reader in readers:
                 reader.cancel()
 
+    def kill(self) -> None:
+        """All of them, hung or not: shards that have lost one of them, or their router, do not work together again."""
+        for process in self._processes:
+            process.kill()
+
     async def close(self) -> None:
+        for process in self._processes:
+            process.close()
         for channel in self._channels:
             await channel.close()
 

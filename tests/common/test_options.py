@@ -92,6 +92,8 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "max-image-bytes": 1 << 24,
     "max-image-pixels": 1 << 24,
     "image-url-allow": (),
+    "hang-timeout": 30.0,
+    "max-restarts": 10,
 }
 
 
@@ -144,6 +146,7 @@ def test_groups_end_with_the_programs_own_options() -> None:
         "Request limits and features",
         "HTTP",
         "Logs",
+        "Supervision",
         "Shards",
     ]
 
