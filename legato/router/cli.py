@@ -21,6 +21,7 @@ from legato.modelfiles.hub import DEFAULT_MODEL
 from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
 from legato.router.listening import Listeners
+from legato.router.metrics_listener import metrics_listener
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, WarmupLimits
 from legato.router.step_loop import StepLoop
@@ -63,7 +64,8 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[st
         metrics = Metrics(limits)
         steps = StepLoop(scheduler, shards, limits, metrics.step)
         router = RouterProcess(steps, metrics, workers, settings_for(options, info, api_keys))
-        await router.run(listeners, options.graceful_termination_timeout)
+        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, api_keys):
+            await router.run(listeners, options.graceful_termination_timeout)
         await shards.close()
     finally:
         workers.kill()
