@@ -125,6 +125,8 @@ docs: setup ## regenerate the reference pages
 	$(BIN)/legato options > docs/launcher.md
 	$(BIN)/legato api > docs/api.md
 	$(BIN)/legato models > docs/models.md
+	$(BIN)/legato metrics > docs/metrics.md
+	$(BIN)/legato metrics --dashboard > dashboards/legato.json
 
 bench: setup ## measure the engine with the default model (SCALE=1 for large machines)
 	mkdir -p $(dir $(BENCH_RESULT))

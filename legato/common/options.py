@@ -201,7 +201,11 @@ class HttpOptions(Options):
         minimum=1,
     )
     prometheus_port: int = option(
-        9000, "Port of the Prometheus metrics.", maximum=65535, no_effect="Legato serves /metrics on the main port"
+        9000,
+        "Port that serves the Prometheus metrics alone, besides `/metrics` on the main port; 0 disables it. If it is"
+        " in use, the server starts without it, with a warning.",
+        minimum=0,
+        maximum=65535,
     )
     cors_allow_origin: tuple[str, ...] = option(
         (), "Origins allowed by CORS, comma-separated or repeated. Default: none."

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from legato.api.errors import ClientGone, InternalError, Overloaded, RequestError
-from legato.http import sse
+from legato.http import request_log, sse
 from legato.http.exchange import ClientConnection, Exchange
-from legato.http.inference import Inference, logger
+from legato.http.inference import Inference
+from legato.http.request_log import logger
 from legato.http.streams import Piece, Stream, StreamGroup
 from legato.http.validation import ValidRequest
 from legato.telemetry.metrics import Timings
@@ -140,7 +141,7 @@ class _Answer:
             choice.pieces = pieces
         ranked = job.ranked(choices)
         billed = job.billed(ranked)
-        timings = inference.succeeded([choice.stream for choice in billed], self._arrived_at)
+        timings = self._succeeded(job, requests[0], billed)
         body = job.answer(ranked, billed)
         await self._exchange.respond(body, {**self._headers, **_figures(billed, timings)})
 
@@ -159,7 +160,9 @@ class _Answer:
                 raise
             if not isinstance(error, RequestError):
                 logger.exception("A stream failed")
-            await self._write(errors.error_event(error if isinstance(error, RequestError) else InternalError()))
+            answered = error if isinstance(error, RequestError) else InternalError()
+            request_log.failed(self._exchange.route, answered, answered.status)
+            await self._write(errors.error_event(answered))
         await self._exchange.end()
 
     async def _events(self, job: Job) -> None:
@@ -167,9 +170,9 @@ class _Answer:
         with self._inference.concurrency.held(num_sequences), self._exchange.client() as client:
             requests = await self._validate(job)
             with self._running(job, requests, client) as choices:
-                await self._write_events(job, choices)
+                await self._write_events(job, requests[0], choices)
 
-    async def _write_events(self, job: Job, choices: list[Choice]) -> None:
+    async def _write_events(self, job: Job, request: ValidRequest, choices: list[Choice]) -> None:
         group = StreamGroup([choice.stream for choice in choices])
         writer = job.writer(choices)
         # Waking any of the streams wakes the group.
@@ -180,7 +183,7 @@ class _Answer:
                 data = b"".join([writer.write(choices[number], pieces) for number, pieces in news])
                 if group.ended:
                     data += writer.end()
-                    self._inference.succeeded([choice.stream for choice in choices], self._arrived_at)
+                    self._succeeded(job, request, choices)
                 elif not news:
                     data = sse.KEEP_ALIVE
                 if data:  # a token may have no text
@@ -203,6 +206,14 @@ class _Answer:
             self._inference.metrics.request_validated(len(request.input_ids), request.max_new_tokens)
         self._headers["x-compute-characters"] = str(sum(len(request.inputs) for request in requests))
         return requests
+
+    def _succeeded(self, job: Job, request: ValidRequest, choices: list[Choice]) -> Timings:
+        """Records the whole request under its first prompt, as TGI does."""
+        timings = self._inference.succeeded([choice.stream for choice in choices], self._arrived_at)
+        num_tokens = sum(choice.stream.transcript.num_tokens for choice in choices)
+        seed = choices[0].stream.seed
+        request_log.succeeded(self._exchange.route, request, job.num_sequences, timings, seed, num_tokens)
+        return timings
 
     @contextmanager
     def _running(self, job: Job, requests: list[ValidRequest], client: ClientConnection) -> Iterator[list[Choice]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
 
 import msgspec
 from starlette.applications import Starlette
@@ -27,9 +26,10 @@ from legato.api.errors import (
 )
 from legato.api.native import Info, TokenizeRequest
 from legato.chat.tools.tooling import ChatRenderer
+from legato.http import request_log
 from legato.http.auth import OPEN_PATHS, RequireKey
 from legato.http.docs_page import PAGE
-from legato.http.exchange import DIRECT_SEND, Exchange
+from legato.http.exchange import DIRECT_SEND, ROUTE, Exchange
 from legato.http.inference import Inference
 from legato.http.openapi import document
 from legato.http.routes.native import GenerateRoutes
@@ -116,11 +116,15 @@ class Endpoint:
 
     def __init__(self, handler: Callable[[Exchange], Coroutine[None, None, None]]) -> None:
         self._handler = handler
+        self._name = handler.__name__
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientGone):
+        scope[ROUTE] = self._name
+        try:
             # A task of its own, because waking one that waits inside ten layers of framework wakes every layer.
             await asyncio.create_task(self._handler(Exchange(scope, receive, send)))
+        except ClientGone:
+            request_log.dropped(self._name)
 
 
 def _routes(inference: Inference) -> list[Route]:
@@ -225,13 +229,14 @@ def _info(settings: RouterSettings, limits: ModelLimits) -> Info:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _refuse(request.url.path, error, error.headers)
+    return _refuse(request.url.path, error, error.headers, request.scope.get(ROUTE, ""))
 
 
-def _refuse(path: str, error: RequestError, headers: Mapping[str, str] | None) -> Response:
-    if path.startswith(OPENAI_PREFIX):
-        return Response(openai_errors.body(error), openai_errors.status(error), headers, JSON)
-    return Response(error.body, error.status, headers, JSON)
+def _refuse(path: str, error: RequestError, headers: Mapping[str, str] | None, route: str = "") -> Response:
+    is_openai = path.startswith(OPENAI_PREFIX)
+    status = openai_errors.status(error) if is_openai else error.status
+    request_log.failed(route, error, status)
+    return Response(openai_errors.body(error) if is_openai else error.body, status, headers, JSON)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -248,4 +253,4 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The server logs it; the client learns that it was not their fault."""
-    return _refuse(request.url.path, InternalError(), None)
+    return _refuse(request.url.path, InternalError(), None, request.scope.get(ROUTE, ""))

@@ -25,6 +25,8 @@ DIRECT_SEND = "legato.send"
 ABORT = "legato.abort"
 # ... and whose request it is, among those who share the server.
 TENANT = "legato.tenant"
+# ... and the name of the handler, for the log and for traces.
+ROUTE = "legato.route"
 # Seconds for a client to take what is sent to it. A write waits only when a few hundred kilobytes are on the way.
 WRITE_PATIENCE = 60.0
 # Characters of what a client sent that an error repeats.
@@ -101,6 +103,7 @@ class Exchange:
         # Headers go through the framework, which adds to them. What follows need not.
         self._send_directly: Send = scope.get(DIRECT_SEND, send)
         self.tenant: str = scope.get(TENANT, "")
+        self.route: str = scope.get(ROUTE, "")
         self._abort: Callable[[], None] | None = scope.get(ABORT)
         self._loop = asyncio.get_running_loop()
         # Since when something is being written; None while nothing is.

@@ -26,6 +26,7 @@ from legato.http.server import HttpServer
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
 from legato.modelfiles.files import ModelFiles
+from legato.telemetry.loop_lag import LoopLag
 from legato.telemetry.metrics import Metrics
 from legato.vision.rules import ImageRules, image_rules
 
@@ -70,6 +71,7 @@ class HttpWorker:
     ) -> ASGIApp:
         scheduler = self._scheduler = SchedulerClient(serve.limits, self._link.send)
         metrics = self._metrics = Metrics(serve.limits)
+        LoopLag(lambda seconds: metrics.loop_lag("http_worker", seconds))
         return create_app(
             scheduler, tokenizer, serve.settings, metrics, chat_template, rules, serve.first_id, scheduler.scrape
         )

@@ -22,6 +22,7 @@ from legato.modelfiles.hub import DEFAULT_MODEL
 from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
 from legato.router.listening import Listeners
+from legato.router.metrics_listener import metrics_listener
 from legato.router.recovery import ConnectedShards, Recovery
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
@@ -66,7 +67,8 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[st
         steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
         router = RouterProcess(steps, recovery, metrics, workers, settings_for(options, info, api_keys))
-        await router.run(listeners, options.graceful_termination_timeout)
+        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, api_keys):
+            await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
         workers.kill()

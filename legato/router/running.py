@@ -21,6 +21,7 @@ from legato.router.recovery import Recovery
 from legato.router.shards import ShardsLost
 from legato.router.step_loop import StepLoop
 from legato.router.workers import WorkerProcess, Workers
+from legato.telemetry.loop_lag import LoopLag
 from legato.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class RouterProcess:
         end with an error. Raises if a shard is lost, or workers are again and again."""
         freeze_gc()
         listeners.listen()
+        lag = LoopLag(lambda seconds: self._metrics.loop_lag("scheduler", seconds))
         # First of all: a worker that is ready lets clients in while others still get ready, and a step that is planned
         # before the stream to the shards is open is lost, and with it all that follow.
         steps = asyncio.create_task(self._steps.run(self._recover))
@@ -64,6 +66,7 @@ class RouterProcess:
         stopping.cancel()
         watch.cancel()
         listeners.close()
+        lag.stop()
         loop.call_later(grace, steps.cancel)
         await self._workers.drain(grace + LAST_WORDS)
         steps.cancel()
@@ -84,10 +87,11 @@ class RouterProcess:
 
     def _attach(self, worker: WorkerProcess, number: int, grace: float) -> None:
         def port(send: Callable[[msgspec.Struct], None]) -> Port:
-            return Port(self._steps, self._scrape, send)
+            return Port(self._steps, self.scrape, send)
 
         first_id = number * IDS_PER_WORKER + 1
         worker.serve(port, msg.Serve(self._steps.limits, self._settings, first_id, grace))
 
-    async def _scrape(self) -> bytes:
+    async def scrape(self) -> bytes:
+        """The metrics of all processes, as text."""
         return self._metrics.render(await self._workers.figures())

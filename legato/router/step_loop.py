@@ -103,6 +103,7 @@ class StepLoop:
         self._clock = LoopClock() if clock is None else clock
         self._receivers: dict[int, Receiver] = {}
         self._sent: deque[SentStep] = deque()
+        self._last_arrival = 0.0
         self._pump_is_due = False
         # One timer for all requests, at the next deadline or earlier.
         self._alarm: Timer | None = None
@@ -128,8 +129,21 @@ class StepLoop:
         return len(self.scheduler.queue)
 
     @property
+    def queue_age(self) -> float:
+        now = self._clock.now()
+        return max((now - entry.queued_at for entry in self.scheduler.waiting()), default=0.0)
+
+    @property
     def running(self) -> int:
         return len(self.scheduler.running)
+
+    @property
+    def max_running_tokens(self) -> int:
+        return self.scheduler.max_running_tokens
+
+    @property
+    def kv_usage(self) -> float:
+        return self.scheduler.kv_usage
 
     def submit(self, request: GenerationRequest, receiver: Receiver) -> None:
         refused = self.scheduler.submit(request, self._clock.now()) if self._lost is None else Output(error=self._lost)
@@ -291,6 +305,7 @@ class StepLoop:
     def _on_result(self, result: StepResult) -> None:
         arrived = time.perf_counter()
         outputs = self.scheduler.complete(result)
+        booked = time.perf_counter()
         self._step_began = self._clock.now()
         if not self._proven and result.token_ids:
             self._proven = True
@@ -298,10 +313,12 @@ class StepLoop:
         delivering = time.perf_counter()
         for request_id, output in outputs:
             self._deliver(request_id, output)
-        self._record(self._sent.popleft(), result, arrived, time.perf_counter() - delivering)
+        filter_time = booked - arrived + time.perf_counter() - delivering
+        self._record(self._sent.popleft(), result, arrived, filter_time, len(outputs))
 
-    def _record(self, sent: SentStep, result: StepResult, arrived: float, delivery_time: float) -> None:
-        plan, scheduler = sent.plan, self.scheduler
+    def _record(self, sent: SentStep, result: StepResult, arrived: float, filter_time: float, num_tokens: int) -> None:
+        plan = sent.plan
+        gap, self._last_arrival = arrived - self._last_arrival, arrived
         self._on_step(
             StepFigures(
                 method="prefill" if plan.admitted or max(plan.num_tokens) > 1 else "decode",
@@ -309,13 +326,15 @@ class StepLoop:
                 num_admitted=len(plan.admitted),
                 inference_time=arrived - sent.sent_at,
                 forward_time=result.forward_ns / 1e9,
-                delivery_time=delivery_time,
+                decode_time=max(result.total_ns - result.forward_ns, 0) / 1e9,
+                filter_time=filter_time,
                 planning_time=sent.planning_time,
-                max_tokens=scheduler.max_running_tokens,
+                num_tokens=num_tokens,
+                num_gaps=min(_num_decodes(plan), num_tokens),
+                gap=gap,
                 num_prompt_tokens=sent.num_prompt_tokens,
                 num_cached_tokens=sent.num_cached_tokens,
                 num_preempted=sent.num_preempted,
-                kv_usage=scheduler.kv_usage,
                 failed=result.error is not None,
             )
         )
@@ -328,3 +347,12 @@ class StepLoop:
         receivers, self._receivers = self._receivers, {}
         for request_id, receiver in receivers.items():
             receiver.put(request_id, Output(error=reason))
+
+
+def _num_decodes(plan: StepPlan) -> int:
+    """Rows that go on with a token of the step before."""
+    count = plan.num_tokens.count(1)
+    if plan.admitted and count:
+        admitted = {admission.row for admission in plan.admitted}
+        count -= sum(row in admitted for row, num in zip(plan.rows, plan.num_tokens, strict=True) if num == 1)
+    return count

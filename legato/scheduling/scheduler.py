@@ -128,6 +128,10 @@ class Scheduler:
         """Share of the blocks that requests use; unused cached ones are as good as free."""
         return 1 - (self.pool.available + self.tree.num_evictable) / self.pool.total
 
+    def waiting(self) -> list[Entry]:
+        """Those in the queue, in no order that means anything."""
+        return [self._entries[request_id] for request_id in self.queue]
+
     # ---- plan a step ----------------------------------------------------------------------------------------------
 
     def plan(self, now: float = 0.0) -> StepPlan | None:

@@ -318,7 +318,7 @@ def test_the_target_reads_forwarded_arguments_as_the_same_options(program: type[
 
 
 def test_an_option_without_effect_is_not_forwarded_so_that_one_program_warns() -> None:
-    assert forward(LauncherOptions(prometheus_port=9100), RouterOptions) == []
+    assert forward(LauncherOptions(max_waiting_tokens=7), RouterOptions) == []
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,10 @@ class FakeBackend:
     cancelled: list[int] = field(default_factory=list)
     prepared: list[Grammar] = field(default_factory=list)
     queue_size: int = 3
+    queue_age: float = 1.5
     running: int = 2
+    max_running_tokens: int = 640
+    kv_usage: float = 0.25
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 

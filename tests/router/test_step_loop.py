@@ -288,6 +288,7 @@ def test_every_step_is_described() -> None:
     async def test(bench: Bench) -> None:
         bench.submit(request(1, length=10, max_new_tokens=3))
         await asyncio.sleep(0)
+        assert (bench.loop.kv_usage, bench.loop.max_running_tokens) == (3 / 64, 13)
         bench.shards.answer_all()
         prompt, *decodes = bench.steps
         assert (prompt.method, prompt.batch_size, prompt.num_admitted, prompt.num_prompt_tokens) == (
@@ -296,10 +297,9 @@ def test_every_step_is_described() -> None:
             1,
             10,
         )
-        assert prompt.kv_usage == 3 / 64
-        assert prompt.max_tokens == 13
         assert [step.method for step in decodes] == ["decode"] * 2
-        assert bench.steps[-1].kv_usage == 0
+        assert [(step.num_tokens, step.num_gaps) for step in bench.steps] == [(1, 0), (1, 1), (1, 1)]
+        assert (bench.loop.kv_usage, bench.loop.max_running_tokens) == (0, 0)
         again = bench.submit(request(1, length=10, max_new_tokens=1))
         await asyncio.sleep(0)
         bench.shards.answer_all()
