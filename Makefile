@@ -62,7 +62,7 @@ ENGINE := tests/server tests/client tests/examples tests/plan/test_plan.py $(GRA
 TEXTS := tests/api tests/docgen tests/fuzz tests/scheduling tests/telemetry tests/text tests/vision tests/chat/tools \
 	tests/http/routes tests/modelfiles/test_files.py tests/modelfiles/test_tokenizer.py \
 	$(filter-out %/test_limits.py,$(wildcard tests/chat/test_*.py)) \
-	$(filter-out %/test_server.py,$(wildcard tests/http/test_*.py))
+	$(filter-out %/test_server.py %/test_connections.py,$(wildcard tests/http/test_*.py))
 
 unit: unit-models unit-engine unit-texts unit-timed
 
