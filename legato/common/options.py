@@ -174,7 +174,7 @@ class RequestOptions(Options):
     payload_limit: int = option(2_000_000, "Maximum size of a request body, in bytes.", minimum=1)
     validation_workers: int = option(2, "Tokenizer threads per HTTP worker.")
     enable_prefill_logprobs: bool = option(
-        False, "Allow requests for prompt logprobs. Accepted for compatibility: Legato always allows them."
+        False, "Allow requests for prompt logprobs.", no_effect="Legato always allows them", always_so=True
     )
     disable_grammar_support: bool = option(False, "Refuse requests with a grammar or a response format.")
     schema_lenient: bool = option(
@@ -219,7 +219,7 @@ class HttpOptions(Options):
     ngrok_authtoken: str | None = option(None, "ngrok auth token.", later="ngrok tunnels")
     ngrok_edge: str | None = option(None, "ngrok edge.", later="ngrok tunnels")
     usage_stats: Literal["on", "off", "no-stack"] = option(
-        "on", "TGI's usage statistics. Accepted for compatibility: Legato never sends any."
+        "on", "TGI's usage statistics.", no_effect="Legato never sends any", always_so=True
     )
 
     def __post_init__(self) -> None:
