@@ -16,6 +16,7 @@ from typing import TypeVar
 import grpc
 
 from legato.common.errors import LegatoError
+from legato.common.sockets import check_peer
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
@@ -26,6 +27,7 @@ from legato.scheduling.state import Admission, StepPlan, StepResult
 
 T = TypeVar("T")
 
+FLAG = "--master-shard-uds-path"
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
 
 
@@ -57,9 +59,16 @@ class GrpcShards:
             await asyncio.wait_for(_until_ready(first, master_path), timeout)
         except TimeoutError:
             raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
+        check_peer(master_path, FLAG)
         answer = await _answer(_stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest()))
-        others = [_channel(url) for url in answer.urls if url != master]
-        return cls([first, *others])
+        channels = [first]
+        for url in answer.urls:
+            if url != master:
+                channels.append(_channel(url))
+                path = url.removeprefix("unix://")
+                await _until_ready(channels[-1], path)
+                check_peer(path, FLAG)
+        return cls(channels)
 
     async def info(self) -> pb.InfoResponse:
         return await _answer(self._stubs[0].Info(pb.InfoRequest()))
