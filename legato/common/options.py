@@ -305,8 +305,10 @@ class LauncherOptions(
 
     sharded: bool | None = option(None, "`true` shards the model over all visible devices, `false` uses one device.")
     num_shard: int | None = option(None, "Number of shards. Default: one per visible device.", minimum=1)
-    shard_uds_path: str = option(
-        "/tmp/text-generation-server", "Unix socket path prefix of the shards; each appends `-RANK`."
+    shard_uds_path: str | None = option(
+        None,
+        "Unix socket path prefix of the shards, such as TGI's `/tmp/text-generation-server`; each appends `-RANK`."
+        " Default: in a new folder that only this user can enter.",
     )
     env: bool = option(False, "Print the environment (versions, platform, GPUs) and exit.", env=None, short="e")
 

@@ -13,7 +13,7 @@ from legato.common import logging as logs
 from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
 from legato.common.progress import LISTENING
-from legato.common.sockets import browser_url, is_answered
+from legato.common.sockets import browser_url, is_answered, is_own_socket
 from legato.launcher import endpoints, sizing, startup
 from legato.launcher.plan import LaunchPlan, make_plan
 from legato.launcher.processes import Child, ChildFailed, Supervisor
@@ -41,7 +41,11 @@ def serve(options: LauncherOptions) -> int:
     sizing.check_limits(options)
     options = replace(options, hostname=sizing.listen_address(options.hostname))
     endpoints.check_port(options.hostname, options.port)
-    with endpoints.claim_sockets(options.shard_uds_path, _num_shards(options)) as sockets:
+    with (
+        endpoints.socket_path(options.shard_uds_path) as path,
+        endpoints.claim_sockets(path, _num_shards(options)) as sockets,
+    ):
+        options = replace(options, shard_uds_path=path)
         return asyncio.run(launch(make_plan(options, sockets, os.environ), options, sockets))
 
 
@@ -111,7 +115,7 @@ async def _until_ready(options: LauncherOptions, sockets: list[str]) -> None:
 
 async def _log_shard_ready(rank: int, path: str, start: float) -> None:
     last_log = start
-    while not endpoints.is_socket(path):
+    while not is_own_socket(path):
         await asyncio.sleep(READY_INTERVAL)
         if time.monotonic() - last_log > WAITING_LOG_INTERVAL:
             last_log = time.monotonic()

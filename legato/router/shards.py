@@ -16,6 +16,7 @@ from typing import TypeVar
 import grpc
 
 from legato.common.errors import LegatoError
+from legato.common.sockets import check_peer
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
@@ -27,6 +28,7 @@ from legato.scheduling.state import Admission, StepPlan, StepResult
 
 T = TypeVar("T")
 
+FLAG = "--master-shard-uds-path"
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
 
 
@@ -59,10 +61,16 @@ class GrpcShards:
             await asyncio.wait_for(_until_ready(first, master_path), timeout)
         except TimeoutError:
             raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
+        check_peer(master_path, FLAG)
         answer = await _answer(_stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest()))
-        others = [url for url in answer.urls if url != master]
-        processes = [PeerProcess(url.removeprefix("unix://")) for url in (master, *others)]
-        return cls([first, *map(_channel, others)], processes)
+        channels, paths = [first], [os.path.abspath(master_path)]
+        for url in answer.urls:
+            if url != master:
+                channels.append(_channel(url))
+                paths.append(url.removeprefix("unix://"))
+                await _until_ready(channels[-1], paths[-1])
+                check_peer(paths[-1], FLAG)
+        return cls(channels, [PeerProcess(path) for path in paths])
 
     async def info(self) -> pb.InfoResponse:
         return await _answer(self._stubs[0].Info(pb.InfoRequest()))
