@@ -74,6 +74,8 @@ TGI_DEFAULTS: dict[str, Any] = {
 LEGATO_DEFAULTS: dict[str, Any] = {
     # TGI refuses the 129th request. A queue costs little, and a refused user costs a user.
     "max-concurrent-requests": 4096,
+    # A private folder: another user could be first at a path that everybody knows.
+    "shard-uds-path": None,
     "http-workers": None,
     "queue-timeout": 0.0,
     "request-timeout": 0.0,
