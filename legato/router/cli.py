@@ -56,7 +56,7 @@ def run(options: RouterOptions) -> None:
 
 
 async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[str, ...]) -> None:
-    workers = Workers(setup_for(options, locate(options)), listeners.sockets)
+    workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
     try:
         await workers.load()
         shards = await GrpcShards.connect(options.master_shard_uds_path)
@@ -65,7 +65,8 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[st
         metrics = Metrics(limits)
         steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
-        router = RouterProcess(steps, recovery, metrics, workers, settings_for(options, info, api_keys))
+        settings = settings_for(options, info, api_keys)
+        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout)
         await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
