@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from legato.api.errors import ClientGone, InternalError, Overloaded, RequestError
+from legato.api.errors import ClientGone, Draining, InternalError, Overloaded, RequestError
 from legato.http import request_log, sse
 from legato.http.exchange import ClientConnection, Exchange
 from legato.http.inference import Inference
@@ -28,7 +28,7 @@ class StreamErrors:
 
     error_event: Callable[[RequestError], bytes]
     # A refused stream still has status 200 and the error as its only event, because TGI's clients look for it there.
-    # Only an overloaded server says so in the status, for the load balancers in front of it.
+    # Only an overloaded or draining server says so in the status, for the load balancers in front of it.
     refuses_in_events: bool = False
 
 
@@ -155,7 +155,7 @@ class _Answer:
         except ClientGone:
             raise
         except Exception as error:
-            in_events = errors.refuses_in_events and not isinstance(error, Overloaded)
+            in_events = errors.refuses_in_events and not isinstance(error, Overloaded | Draining)
             if not (self._started or in_events):
                 raise
             if not isinstance(error, RequestError):

@@ -70,6 +70,7 @@ class HttpWorker:
         self, serve: msg.Serve, tokenizer: Tokenizer, chat_template: ChatTemplate | None, rules: ImageRules | None
     ) -> ASGIApp:
         scheduler = self._scheduler = SchedulerClient(serve.limits, self._link.send)
+        scheduler.on_state(serve.state)
         metrics = self._metrics = Metrics(serve.limits)
         LoopLag(lambda seconds: metrics.loop_lag("http_worker", seconds))
         return create_app(
@@ -84,6 +85,10 @@ class HttpWorker:
             case msg.Answer():
                 assert self._scheduler is not None
                 self._scheduler.on_answer(message)
+            case msg.ServerState():
+                self._link.send(msg.Alive())
+                if self._scheduler is not None:
+                    self._scheduler.on_state(message)
             case msg.AskFigures():
                 self._link.send(msg.Report({} if self._metrics is None else self._metrics.figures()))
             case msg.WorkerSetup():

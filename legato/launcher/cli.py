@@ -76,14 +76,14 @@ async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str])
         if dead is not None:
             raise ChildFailed(dead.describe_exit())
         logger.info("Stopped")
-        return 130 if supervisor.impatient else 0
+        return supervisor.exit_code
 
 
 async def _download(supervisor: Supervisor, child: Child) -> int | None:
     """Wait for the download. Returns an exit code if the launcher must end: after a signal or a failed download."""
     if await supervisor.first_exit(child) is None:
         await supervisor.stop(child, grace=DOWNLOAD_EXIT_SECONDS)
-        return 130 if supervisor.impatient else 0
+        return supervisor.exit_code
     code = child.exited.result()
     if code < 0:
         raise ChildFailed(child.describe_exit())

@@ -57,7 +57,7 @@ def run(options: RouterOptions) -> None:
 
 
 async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[str, ...]) -> None:
-    workers = Workers(setup_for(options, locate(options)), listeners.sockets)
+    workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
     try:
         await workers.load()
         shards = await GrpcShards.connect(options.master_shard_uds_path)
@@ -66,7 +66,8 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[st
         metrics = Metrics(limits)
         steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
-        router = RouterProcess(steps, recovery, metrics, workers, settings_for(options, info, api_keys))
+        settings = settings_for(options, info, api_keys)
+        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout)
         async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, api_keys):
             await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
