@@ -25,8 +25,11 @@ class SchedulerLimits:
     # Seconds until a request must have a row, and until it must have ended. 0: no limit.
     queue_timeout: float = 0
     request_timeout: float = 0
-    # Requests that run or wait; more are refused. None: no limit.
+    # Requests that run or wait, and prompt tokens that wait; more are refused. None: no limit.
     max_requests: int | None = None
+    max_queued_tokens: int | None = None
+    # Whether tenants find each other's prompts in the prefix tree.
+    share_prefix_cache: bool = False
     # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
     decoder_start_token_id: int | None = None
 

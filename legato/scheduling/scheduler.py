@@ -25,6 +25,7 @@ from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.prefix_tree import Node, PrefixTree
 from legato.scheduling.queue import LAST, Queue, Rank, Tenants, rank
 from legato.scheduling.retry import RetryEstimate
+from legato.scheduling.shares import Shares
 from legato.scheduling.state import Admission, FinishReason, GenerationRequest, Output, StepPlan, StepResult
 
 # Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
@@ -60,6 +61,8 @@ class Scheduler:
         self.max_running_tokens = 0  # what the running requests hold or may still come to
         self._budget = StepBudget(limits.step_sizes)
         self._tenants = Tenants()
+        self._permits = Shares(limits.max_requests)
+        self._queued_tokens = Shares(limits.max_queued_tokens)
         self._retry = RetryEstimate()
         self._now = 0.0  # as callers told last
         self._queue_deadlines = Deadlines(limits.queue_timeout, WAITED_TOO_LONG)
@@ -78,7 +81,7 @@ class Scheduler:
         assert request.input_ids, "a prompt has at least one token"
         limits = self.limits
         self._now = now
-        if limits.max_requests is not None and len(self._entries) >= limits.max_requests:
+        if not self._take_shares(request):
             return Output(error=OVERLOADED, retry_after=self._retry.seconds(1, now))
         if not self._entries:
             self._retry.restart(now)
@@ -95,6 +98,15 @@ class Scheduler:
         self._run_deadlines.start(request.id, now)
         self.queue.push(entry)
         return None
+
+    def _take_shares(self, request: GenerationRequest) -> bool:
+        """A permit, and room in the queue for the prompt."""
+        if not self._permits.take(request.tenant, 1):
+            return False
+        if self._queued_tokens.take(request.tenant, len(request.input_ids)):
+            return True
+        self._permits.give_back(request.tenant, 1)
+        return False
 
     def cancel(self, request_id: int) -> None:
         """Forget a request at once. Steps run in order, so its row and blocks may be reused by the very next plan."""
@@ -211,7 +223,8 @@ class Scheduler:
         reusable = (len(entry.tokens) - 1) // self.limits.block_size
         if not self.limits.prefix_caching or entry.wants_prompt_logprobs:
             reusable = 0
-        return self.tree.match(entry.tokens.tobytes(), reusable)
+        root = self.tree.root("" if self.limits.share_prefix_cache else entry.request.tenant)
+        return self.tree.match(root, entry.tokens.tobytes(), reusable)
 
     def _next_block(self, entry: Entry, node: Node | None, depth: int) -> tuple[int, bytes] | None:
         """Names the block below `node`, which is `depth` blocks deep, by the entry's tokens, if it knows them all."""
@@ -239,6 +252,7 @@ class Scheduler:
             entry.num_cached = entry.num_scheduled
             entry.queue_time = self._now - entry.queued_at
             entry.tenant.served += entry.num_prompt - entry.num_cached
+            self._queued_tokens.give_back(entry.request.tenant, len(entry.request.input_ids))
             self._queue_deadlines.stop(entry.id)
         entry.epoch += 1
         entry.prompt_logprobs, entry.prompt_top_tokens = [None], []
@@ -295,6 +309,9 @@ class Scheduler:
         self._queue_deadlines.stop(entry.id)
         self._run_deadlines.stop(entry.id)
         self._tenants.leave(entry.tenant)
+        self._permits.give_back(entry.request.tenant, 1)
+        if entry.epoch == 0:
+            self._queued_tokens.give_back(entry.request.tenant, len(entry.request.input_ids))
         if entry.row is not None:
             self._release(entry)
         else:

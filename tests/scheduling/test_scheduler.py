@@ -397,9 +397,9 @@ def test_the_lookups_of_one_plan_are_bounded_and_nobody_is_forgotten(monkeypatch
     scheduler, looked_up = simulation.scheduler, [0]
     match = scheduler.tree.match
 
-    def counted(tokens: bytes, max_blocks: int) -> tuple[Node, list[int]]:
+    def counted(root: Node, tokens: bytes, max_blocks: int) -> tuple[Node, list[int]]:
         looked_up[0] += max_blocks
-        return match(tokens, max_blocks)
+        return match(root, tokens, max_blocks)
 
     monkeypatch.setattr(scheduler.tree, "match", counted)
     prefix = [number % 97 for number in range(4 * 1000)]
