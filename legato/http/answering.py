@@ -133,7 +133,7 @@ class _Answer:
         with inference.counted():
             job = self._make_job()
             num_sequences = job.num_prompts * job.num_sequences
-            with inference.concurrency.held(num_sequences), self._exchange.client() as client:
+            with inference.concurrency.held(num_sequences, self._exchange.tenant), self._exchange.client() as client:
                 requests = await self._validate(job)
                 with self._running(job, requests, client) as choices:
                     texts = await asyncio.gather(*(choice.stream.read_all() for choice in choices))
@@ -167,7 +167,8 @@ class _Answer:
 
     async def _events(self, job: Job) -> None:
         num_sequences = job.num_prompts * job.num_sequences
-        with self._inference.concurrency.held(num_sequences), self._exchange.client() as client:
+        concurrency, tenant = self._inference.concurrency, self._exchange.tenant
+        with concurrency.held(num_sequences, tenant), self._exchange.client() as client:
             requests = await self._validate(job)
             with self._running(job, requests, client) as choices:
                 await self._write_events(job, requests[0], choices)
@@ -201,7 +202,8 @@ class _Answer:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     async def _validate(self, job: Job) -> list[ValidRequest]:
-        requests = await job.requests()
+        with self._inference.concurrency.validating(self._exchange.body_size, self._exchange.tenant):
+            requests = await job.requests()
         for request in requests:
             self._inference.metrics.request_validated(len(request.input_ids), request.max_new_tokens)
         self._headers["x-compute-characters"] = str(sum(len(request.inputs) for request in requests))

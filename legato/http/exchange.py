@@ -106,6 +106,8 @@ class Exchange:
         self.route: str = scope.get(ROUTE, "")
         self._abort: Callable[[], None] | None = scope.get(ABORT)
         self._loop = asyncio.get_running_loop()
+        # Bytes of the request's body, once it was read.
+        self.body_size = 0
         # Since when something is being written; None while nothing is.
         self._writing_since: float | None = None
 
@@ -127,6 +129,7 @@ class Exchange:
                 raise PayloadTooLarge(limit)
             chunks.append(chunk)
             if not message.get("more_body", False):
+                self.body_size = size
                 return b"".join(chunks)
 
     def _check_headers(self, limit: int) -> None:

@@ -115,7 +115,8 @@ class Inference:
             min_tokens=request.parameters.min_new_tokens,
             spoken=request.spoken_token_ids,
         )
-        generation = request.generation(next(self.ids), seed, tenant)
+        priority = max(request.priority, self.settings.best_priority(tenant))
+        generation = request.generation(next(self.ids), seed, tenant, priority)
         return Stream(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
 
     def succeeded(self, streams: Sequence[Stream], arrived_at: float) -> Timings:

@@ -42,7 +42,7 @@ def serve(options: LauncherOptions) -> int:
     options = replace(options, hostname=sizing.listen_address(options.hostname))
     endpoints.check_port(options.hostname, options.port)
     with (
-        endpoints.socket_path(options.shard_uds_path) as path,
+        endpoints.socket_path(options.shard_uds_path if "shard_uds_path" in options.given else None) as path,
         endpoints.claim_sockets(path, _num_shards(options)) as sockets,
     ):
         options = replace(options, shard_uds_path=path)

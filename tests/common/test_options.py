@@ -77,6 +77,8 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     # A private folder: another user could be first at a path that everybody knows.
     "shard-uds-path": None,
     "http-workers": None,
+    "max-queued-tokens": 2_000_000,
+    "share-prefix-cache": False,
     "queue-timeout": 0.0,
     "request-timeout": 0.0,
     "fake": False,
