@@ -104,7 +104,8 @@ class Inference:
         finally:
             cancel()
 
-    def stream(self, request: ValidRequest, seed: int, tenant: str) -> Stream:
+    def stream(self, request: ValidRequest, seed: int, tenant: str, make: Callable[..., Stream] = Stream) -> Stream:
+        """`make` makes a stream of another kind, for a request that is traced."""
         transcript = Transcript(
             self.vocabulary,
             () if self.scheduler.limits.has_encoder else request.input_ids,
@@ -114,7 +115,7 @@ class Inference:
             spoken=request.spoken_token_ids,
         )
         generation = request.generation(next(self.ids), seed, tenant)
-        return Stream(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
+        return make(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
 
     def succeeded(self, streams: Sequence[Stream], arrived_at: float) -> Timings:
         """Records a request whose streams are complete: the times of the first, the tokens of all."""

@@ -25,6 +25,7 @@ from legato.router.metrics_listener import metrics_listener
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, WarmupLimits
 from legato.router.step_loop import StepLoop
+from legato.router.tracing import StepTraces
 from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes, step_sizes
@@ -62,7 +63,8 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[st
         info = await shards.info()
         scheduler, limits = await warm_up(shards, info, options)
         metrics = Metrics(limits)
-        steps = StepLoop(scheduler, shards, limits, metrics.step)
+        traces = StepTraces() if options.otlp_endpoint else None
+        steps = StepLoop(scheduler, shards, limits, metrics.step, traces=traces)
         router = RouterProcess(steps, metrics, workers, settings_for(options, info, api_keys))
         async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, api_keys):
             await router.run(listeners, options.graceful_termination_timeout)
@@ -195,6 +197,8 @@ def setup_for(options: RouterOptions, model: Path) -> WorkerSetup:
         model=str(model.absolute()),
         tokenizer_config_path=options.tokenizer_config_path,
         payload_limit=options.payload_limit,
+        otlp_endpoint=options.otlp_endpoint,
+        otlp_service_name=options.otlp_service_name,
     )
 
 

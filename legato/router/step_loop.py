@@ -16,8 +16,9 @@ from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
+from legato.router.tracing import StepTraces
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk, StepPlan, StepResult
 from legato.telemetry.metrics import StepFigures
 
 # One step computes, the next waits at the shard: the device never waits for the router.
@@ -53,6 +54,9 @@ class Receiver(Protocol):
 
     def put(self, request_id: int, output: Output) -> None: ...
 
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        """Of a traced request, before the output that the chunk led to."""
+
 
 class Timer(Protocol):
     def cancel(self) -> None: ...
@@ -82,12 +86,15 @@ class StepLoop:
         limits: ModelLimits,
         on_step: Callable[[StepFigures], None],
         clock: Clock | None = None,
+        traces: StepTraces | None = None,
     ) -> None:
+        """`traces` only if requests are traced."""
         self.limits = limits
         self.scheduler = scheduler
         self._shards = shards
         self._on_step = on_step
         self._clock = LoopClock() if clock is None else clock
+        self._traces = traces
         self._receivers: dict[int, Receiver] = {}
         self._sent: deque[SentStep] = deque()
         self._last_arrival = 0.0
@@ -160,6 +167,8 @@ class StepLoop:
             plan = self.scheduler.plan(self._clock.now())
             if plan is None:
                 return
+            if self._traces is not None:
+                self._traces.planned(plan)
             self._shards.send(plan)
             now, stats = time.perf_counter(), self.scheduler.stats
             self._sent.append(
@@ -183,6 +192,12 @@ class StepLoop:
         if receiver is not None:  # None: cancelled meanwhile
             receiver.put(request_id, output)
 
+    def _deliver_chunks(self, chunks: list[tuple[int, PromptChunk]]) -> None:
+        for request_id, chunk in chunks:
+            receiver = self._receivers.get(request_id)
+            if receiver is not None:
+                receiver.trace(request_id, chunk)
+
     def _set_alarm(self) -> None:
         """Unless it fires in time anyway. It may fire for a deadline that is obsolete by then."""
         deadline = self.scheduler.next_deadline()
@@ -204,6 +219,8 @@ class StepLoop:
         booked = time.perf_counter()
         self._pump()
         delivering = time.perf_counter()
+        if self._traces is not None:
+            self._deliver_chunks(self._traces.completed(result))
         for request_id, output in outputs:
             self._deliver(request_id, output)
         filter_time = booked - arrived + time.perf_counter() - delivering

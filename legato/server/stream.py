@@ -13,6 +13,7 @@ import grpc
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.interceptor import RequestRefused
+from legato.server.tracing import ShardSpans
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Answer: TypeAlias = Awaitable[pb.StepResponse]
@@ -28,6 +29,8 @@ class StepStreamService(pb_grpc.TextGenerationServiceServicer):
         self._answers: asyncio.Queue[Answer | None] | None = None
         self._in_flight = 0
         self._last_step = 0.0
+        # Only if steps are traced.
+        self.spans: ShardSpans | None = None
 
     @abstractmethod
     def _begin_stream(self) -> None:
@@ -78,7 +81,10 @@ class StepStreamService(pb_grpc.TextGenerationServiceServicer):
         try:
             async for request in requests:
                 self._in_flight += 1
-                answers.put_nowait(self._submit(request))
+                answer = self._submit(request)
+                if self.spans is not None and request.traces:
+                    answer = self.spans.step(request, answer)
+                answers.put_nowait(answer)
         finally:
             answers.put_nowait(None)
 
