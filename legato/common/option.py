@@ -30,8 +30,9 @@ class Option:
     # A feature that is not available yet: values other than the default and those in `served` are refused.
     later: str | None = None
     served: tuple[object, ...] = ()
-    # Why setting this option has no effect; logged as a warning if it is set.
+    # Why setting this option has no effect; logged as a warning if it is set, unless it asks for what is always so.
     no_effect: str | None = None
+    always_so: bool = False
     positional: bool = False
     # Passed on as an environment variable, because other users can read command lines.
     secret: bool = False
@@ -69,8 +70,9 @@ class Options:
 
     @property
     def warnings(self) -> list[str]:
-        """One line for each option that was set and has no effect."""
-        idle = [option for option in table(type(self)) if option.no_effect and option.name in self.given]
+        """One line for each option that was set and does not do what it asks for."""
+        given = [option for option in table(type(self)) if option.name in self.given]
+        idle = [option for option in given if option.no_effect and not option.always_so]
         return [f"--{option.flag} has no effect: {option.no_effect}" for option in idle]
 
 

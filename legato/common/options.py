@@ -175,7 +175,7 @@ class RequestOptions(Options):
     payload_limit: int = option(2_000_000, "Maximum size of a request body, in bytes.", minimum=1)
     validation_workers: int = option(2, "Tokenizer threads per HTTP worker.")
     enable_prefill_logprobs: bool = option(
-        False, "Allow requests for prompt logprobs. Accepted for compatibility: Legato always allows them."
+        False, "Allow requests for prompt logprobs.", no_effect="Legato always allows them", always_so=True
     )
     disable_grammar_support: bool = option(False, "Refuse requests with a grammar or a response format.")
     schema_lenient: bool = option(
@@ -224,7 +224,7 @@ class HttpOptions(Options):
     ngrok_authtoken: str | None = option(None, "ngrok auth token.", later="ngrok tunnels")
     ngrok_edge: str | None = option(None, "ngrok edge.", later="ngrok tunnels")
     usage_stats: Literal["on", "off", "no-stack"] = option(
-        "on", "TGI's usage statistics. Accepted for compatibility: Legato never sends any."
+        "on", "TGI's usage statistics.", no_effect="Legato never sends any", always_so=True
     )
 
     def __post_init__(self) -> None:
@@ -277,6 +277,24 @@ class RendezvousOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SupervisionOptions(Options):
+    """Supervision"""
+
+    hang_timeout: float = option(
+        30.0,
+        "Seconds without progress after which a process counts as hung and is replaced: shards that do not finish a"
+        " step, a router or an HTTP worker whose event loop does not run.",
+        minimum=0.1,
+    )
+    max_restarts: int = option(
+        10,
+        "Maximum restarts of shards, router or HTTP workers, each within ten minutes; one more failure ends the"
+        " server with an error. 0 ends it with the first failure.",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FakeShardOptions(Options):
     """Fake shard"""
 
@@ -302,20 +320,23 @@ class LauncherOptions(
     HttpOptions,
     LogOptions,
     RendezvousOptions,
+    SupervisionOptions,
     FakeShardOptions,
 ):
     """Processes"""
 
     sharded: bool | None = option(None, "`true` shards the model over all visible devices, `false` uses one device.")
     num_shard: int | None = option(None, "Number of shards. Default: one per visible device.", minimum=1)
-    shard_uds_path: str = option(
-        "/tmp/text-generation-server", "Unix socket path prefix of the shards; each appends `-RANK`."
+    shard_uds_path: str | None = option(
+        None,
+        "Unix socket path prefix of the shards, such as TGI's `/tmp/text-generation-server`; each appends `-RANK`."
+        " Default: in a new folder that only this user can enter.",
     )
     env: bool = option(False, "Print the environment (versions, platform, GPUs) and exit.", env=None, short="e")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions):
+class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions, SupervisionOptions):
     """Shards"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"flag": "tokenizer-name", "env": "TOKENIZER_NAME"}}

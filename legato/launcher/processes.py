@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 from legato.common.errors import LegatoError
 from legato.common.logging import parse
@@ -103,6 +103,11 @@ class Child:
         last = next((line.strip() for line in reversed(self.stderr) if line.strip()), "")
         return f"{self.name} {how}" + (f": {last.removeprefix('error: ')}" if last else "")
 
+    def show_stderr(self) -> None:
+        """Print what it wrote to stderr, unless that is a single line: `describe_exit` quotes it."""
+        if len(self.stderr) > 1:
+            print(*self.stderr, sep="\n", file=sys.stderr, flush=True)
+
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
@@ -148,22 +153,20 @@ class Supervisor:
 
     def start(self, command: ProcessCommand) -> Child:
         child = Child(command)
-        self.children.append(child)
+        self.children = [*(other for other in self.children if other.is_running), child]
         return child
 
-    async def first_exit(self, *children: Child) -> Child | None:
-        """The first child that exits, or None after a stop signal."""
+    async def first_exit(self, child: Child) -> Child | None:
+        """The child, once it has exited, or None after a stop signal."""
         asked = asyncio.ensure_future(self.stopping.wait())
-        events: list[asyncio.Future[Any]] = [asked, *(child.exited for child in children)]
-        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([asked, child.exited], return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
-        if self.stopping.is_set():
-            return None
-        # If several have exited, report the killed one: shards that lose a peer exit by themselves.
-        return min((child for child in children if not child.is_running), key=lambda child: child.exited.result() >= 0)
+        return None if self.stopping.is_set() else child
 
     async def stop(self, *children: Child, grace: float) -> None:
         """Terminate the children, and kill those that still run after `grace` seconds."""
+        if not children:
+            return
         for child in children:
             child.terminate()
         await asyncio.wait([child.exited for child in children], timeout=grace)

@@ -1,4 +1,4 @@
-"""Self-attention between its two projections: turn, store, attend."""
+"""Self-attention between its two projections: rotary embedding, KV store, attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from legato.layers.rotary import Rotary
 from legato.layers.shard import Heads
 from legato.layers.step import Step
 
-# One for all layers: they meet the same prompts.
+# Shared by all layers: they see the same prompts.
 _REPEATED_LENGTHS = RepeatedLengths()
 
 HeadNorm = Callable[[torch.Tensor], torch.Tensor]  # [T, heads, head_dim] -> the same shape
@@ -85,7 +85,7 @@ class SelfAttention:
         if step.on_host is None:
             return self._with_kernels(qkv, cache, step)
         if self.rotary is not None:
-            # Queries and keys turn by the same angles: one call for both.
+            # Queries and keys have the same angles: one call rotates both.
             turned = self.rotary.turn(heads[:, :num_turned], step)
             q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
         cache.store(k, v, step.slots)
@@ -111,7 +111,7 @@ class SelfAttention:
         return out.flatten(1)
 
     def _whole_prompts(self, step: Step) -> list[int] | None:
-        """Their lengths, if they are all there is in the step, and torch's own attention is right and faster."""
+        """The prompt lengths, if the step has nothing else and torch's own attention supports it and is faster."""
         lengths = step.chunks.whole_prompts if step.chunks is not None and step.num_decodes == 0 else None
         window = self.scoring.window
         if lengths is None or not self.is_plain or (window and max(lengths) > window):

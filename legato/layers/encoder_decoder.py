@@ -28,15 +28,15 @@ def buckets(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torc
 
 
 def bias_of_the_past(weight: torch.Tensor, max_distance: int) -> torch.Tensor:
-    """[num_buckets, heads] -> [heads, max_distance + 1]: for a key so many places before the query. Farther ones are
-    in the last bucket, too."""
+    """[num_buckets, heads] -> [heads, max_distance + 1]: bias by the distance of a key before the query, clamped to
+    the last bucket."""
     distance = torch.arange(max_distance + 1, device=weight.device)
     return weight[buckets(distance, weight.shape[0], max_distance)].t().contiguous()
 
 
 def bias_of_both_sides(weight: torch.Tensor, max_distance: int) -> torch.Tensor:
-    """[num_buckets, heads] -> [heads, 2 max_distance + 1]: for a key from so many places before to so many behind.
-    The first half of the buckets is for keys before the query and at its place, the second for those behind."""
+    """[num_buckets, heads] -> [heads, 2 max_distance + 1]: bias by the distance of a key before and after the query.
+    The first half of the buckets is for keys up to the query, the second for keys after it."""
     half = weight.shape[0] // 2
     distance = torch.arange(-max_distance, max_distance + 1, device=weight.device)
     return weight[buckets(distance.abs(), half, max_distance) + half * (distance > 0)].t().contiguous()
@@ -44,7 +44,7 @@ def bias_of_both_sides(weight: torch.Tensor, max_distance: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PromptAttention:
-    """Of an encoder: every token of a prompt sees every other. The bias is `bias_of_both_sides`, fp32."""
+    """Bidirectional self-attention of an encoder. The bias is `bias_of_both_sides`, fp32."""
 
     heads: Heads
     bias: torch.Tensor
@@ -73,7 +73,7 @@ class PromptAttention:
 
 @dataclass(frozen=True, slots=True)
 class OwnAttention:
-    """Of a decoder's tokens to those before them, and to themselves. The bias is `bias_of_the_past`, fp32."""
+    """Causal self-attention of a decoder. The bias is `bias_of_the_past`, fp32."""
 
     heads: Heads
     bias: torch.Tensor
@@ -87,7 +87,7 @@ class OwnAttention:
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
-    """Of a decoder's tokens to all that the encoder made of their prompt. Positions do not count."""
+    """Cross-attention of decoder tokens to the encoder's output of their prompt, without positions."""
 
     heads: Heads
 
@@ -104,7 +104,7 @@ class CrossAttention:
 
 @dataclass(frozen=True, slots=True)
 class DecoderTokens:
-    """The decoder's tokens of a step. Each is a query of its own: those of one sequence see each other in the cache."""
+    """Decoder tokens of a step, each a query of its own: tokens of one sequence see each other through the cache."""
 
     input_ids: torch.Tensor  # [t] int64
     slots: torch.Tensor  # [t] int64

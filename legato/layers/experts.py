@@ -1,4 +1,4 @@
-"""An MLP of many experts, of which every token reads a few."""
+"""Mixture of experts: a router selects a few MLPs for each token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Logits = Callable[[torch.Tensor], torch.Tensor]  # [T, hidden] -> [T, num_expert
 
 
 class ExpertRouter:
-    """Chooses for each token the experts with the best scores, and how much each of them counts.
+    """Selects the top-k experts of each token and their weights.
 
     `normalise` makes the weights of a token's experts sum to one; `factor` multiplies them. With `num_groups` the
     experts stand in so many groups, and only those of the `num_chosen_groups` with the best expert can be chosen.
@@ -74,7 +74,7 @@ class Experts:
 
 
 class ExpertMLP:
-    """SampledTokens experts, and maybe one that every token reads (`shared`), weighted by a gate of its own or not.
+    """Routed experts, and optionally a shared expert for every token, with or without a gate of its own.
 
     Their projections leave the sum over the shards to this layer, which adds them first: one sum.
     """

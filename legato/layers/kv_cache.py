@@ -1,4 +1,4 @@
-"""The bytes of the KV cache: per layer two tensors of blocks. Who owns which block is the router's business."""
+"""The KV cache: two tensors of blocks per layer. The router allocates the blocks."""
 
 from __future__ import annotations
 

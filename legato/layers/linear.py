@@ -1,4 +1,4 @@
-"""Matrix products, the embedding and the head, as one shard of several sees them. `Weights` makes them."""
+"""Column- and row-parallel linear layers, the embedding and the LM head. `Weights` builds them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from legato.quantization.dense import DenseWeight, Weight
 
 
 class Linear:
-    """x [T, in] -> [T, out]: a matrix that this shard has whole, or the rows of it that this shard has."""
+    """x [T, in] -> [T, out]: column parallel, or replicated."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
@@ -33,7 +33,7 @@ class RowLinear:
         self._apply = weight.apply
 
     def leave_parts(self) -> None:
-        """From now on the result goes into `norm.add`, which also takes a product in parts."""
+        """The result will be passed to `norm.add`, which also accepts split-K partial sums."""
         if isinstance(self.weight, DenseWeight) and not self.reduces:
             self._apply = self.weight.apply_in_parts
 
@@ -43,7 +43,7 @@ class RowLinear:
 
 
 class Embedding:
-    """Token ids [T] -> [T, hidden]. Each shard has some rows of the table; ids that others have count as zero here."""
+    """Token ids [T] -> [T, hidden]. Each shard holds some rows of the table; ids of other shards give zero here."""
 
     def __init__(self, weight: torch.Tensor, first: int, shard: Shard) -> None:
         self.weight = weight  # [rows of this shard, hidden], zeros beyond the vocabulary
@@ -60,7 +60,7 @@ class Embedding:
 
 
 class Head:
-    """[m, hidden] -> [m, vocab_size], the whole vocabulary on every shard: each of them samples, and all the same."""
+    """[m, hidden] -> [m, vocab_size], gathered on every shard: all sample the same token."""
 
     def __init__(self, weight: Weight, vocab_size: int, shard: Shard) -> None:
         self.weight = weight

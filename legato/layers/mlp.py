@@ -1,4 +1,4 @@
-"""The two kinds of MLP, and the activations by the names that config.json has for them."""
+"""Plain and gated MLPs, and the activations by their names in config.json."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swish": F.silu,
     "quick_gelu": _quick_gelu,
 }
-# Those for which gate and activation are one kernel.
+# Activations that a kernel fuses with the gate.
 GATES: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",

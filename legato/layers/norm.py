@@ -26,7 +26,7 @@ class RMSNorm:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a layer's output to the residual stream: (normed sum, sum). Takes `x` for its own.
+        """Add a layer's output to the residual stream: (normed sum, sum). May overwrite `x`.
 
         It may be in parts, [p, T, hidden] in float32, which are added first.
         """
@@ -39,7 +39,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """On a GPU one kernel, as RMSNorm's."""
+    """On a GPU one kernel, like RMSNorm."""
 
     def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, size: int) -> None:
         self.weight = weight
@@ -51,7 +51,7 @@ class LayerNorm:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As RMSNorm's."""
+        """See `RMSNorm.add`."""
         if residual is None:
             return self(x), x
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps)

@@ -1,4 +1,4 @@
-"""Positions other than by rotation: a learned table, or a penalty on distance."""
+"""Learned position embeddings and ALiBi."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: a table of cosines and sines, and the scalings that stretch it over longer texts."""
+"""Rotary position embedding: a table of cosines and sines, and the scalings for longer contexts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class RopeConfig:
 
     @property
     def is_long(self) -> bool:
-        """Has two sets of divisors. `su` is what Phi-3 called it first."""
+        """Whether there are two sets of divisors. `su` is the old name of `longrope` in Phi-3."""
         return self.kind in ("longrope", "su")
 
     def chosen(self, longest: int) -> str:
-        """The one of those sets to turn with where sequences may have `longest` tokens."""
+        """The set of divisors for sequences of up to `longest` tokens."""
         return "long" if longest > int(self.scaling["original_max_position_embeddings"]) else "short"
 
 
@@ -52,8 +52,8 @@ class Rotary:
         self.cos_sin = _table(config, num_positions, num_positions).to(dtype=dtype, device=device)
 
     def limit(self, longest: int) -> None:
-        """No sequence will have more tokens than this. In place, while the KV cache is empty: keys in it would stay
-        as they were turned."""
+        """Set the maximum sequence length, in place. The KV cache must be empty: cached keys would keep the old
+        rotation."""
         if self._config.is_long:
             self.cos_sin.copy_(_table(self._config, len(self.cos_sin), longest))
             logger.info(
@@ -61,7 +61,7 @@ class Rotary:
             )
 
     def turn(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x [T, heads, head_dim], turned; dimensions from `dim` on stay as they are."""
+        """Rotate x [T, heads, head_dim]; dimensions from `dim` on are unchanged."""
         cos, sin = step.once(self, lambda: self._look_up(step.positions))
         if x.shape[-1] == self.dim:
             return rotate(x, cos, sin)
@@ -74,7 +74,7 @@ class Rotary:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn [T, heads, dim]. The sign of the swapped half is in `sin` already.
+    """Rotate [T, heads, dim]. The sign of the swapped half is in `sin` already.
 
     Both products are rounded before they are added, as transformers does; a fused sum shows in the logits.
     """
@@ -122,7 +122,7 @@ def _dynamic(config: RopeConfig) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(config: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Long waves are slowed by `factor`, short ones stay, those between are blended."""
+    """Low frequencies are divided by `factor`, high ones are unchanged, those between are interpolated."""
     s = config.scaling
     frequencies = _inverse(config.theta, config.dim)
     context, low, high = s["original_max_position_embeddings"], s["low_freq_factor"], s["high_freq_factor"]
@@ -134,7 +134,7 @@ def _llama3(config: RopeConfig) -> tuple[torch.Tensor, float]:
 
 
 def _yarn(config: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Like llama3's blend, by the number of turns that a dimension makes within the original context."""
+    """Interpolated like llama3, by the number of rotations within the original context."""
     s, dim = config.scaling, config.dim
     factor = s["factor"]
     context = s.get("original_max_position_embeddings") or config.trained_positions
@@ -156,12 +156,12 @@ def _yarn(config: RopeConfig) -> tuple[torch.Tensor, float]:
 
 
 def yarn_factor(stretch: float, weight: float = 1.0) -> float:
-    """What makes up for attention that spreads over a longer context."""
+    """Attention temperature for longer contexts."""
     return 0.1 * weight * math.log(stretch) + 1.0 if stretch > 1 else 1.0
 
 
 def _longrope(config: RopeConfig, longest: int) -> tuple[torch.Tensor, float]:
-    """Two sets of divisors: one for texts within the original context, one for longer ones.
+    """Two sets of divisors: one for sequences within the original context, one for longer ones.
 
     transformers changes the set when a text grows out of that context, and computes all of its keys again. Keys in a
     cache that other texts share cannot change, so here one set serves them all: that of the longest text there may be.

@@ -1,4 +1,4 @@
-"""This process's place among the shards of a model, and what shards tell each other.
+"""The rank of this process in the tensor-parallel group, and the collectives of the group.
 
 Tensor parallelism, in three rules. A column-parallel product gives each shard some of the outputs; a row-parallel one
 takes some of the inputs, so that the sum over all shards is the product; vocabularies are cut into equal rows. Between
@@ -23,23 +23,23 @@ gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Alone by default."""
+    """Rank and size of the group. Default: a group of one."""
 
     rank: int = 0
     world_size: int = 1
     group: dist.ProcessGroup | None = None  # None: the default group
 
     def span(self, size: int) -> tuple[int, int]:
-        """Our part [first, last) of `size` things. Parts differ by one at most: no shape needs to be divisible."""
+        """The range [first, last) of `size` items on this rank. Sizes need not be divisible: ranges differ by one."""
         return size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size
 
     def padded_span(self, size: int) -> tuple[int, int]:
-        """Our part where all parts must be of equal size; the last ones reach beyond `size`."""
+        """The range on this rank if all ranges must have the same size; the last ones are padded beyond `size`."""
         each = -(-size // self.world_size)
         return each * self.rank, each * (self.rank + 1)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all shards, in place; the same bits everywhere."""
+        """All-reduce, in place; bit-identical on all ranks."""
         if self.world_size > 1:
             dist.all_reduce(x, group=self.group)
         return x
@@ -61,8 +61,8 @@ class Shard:
         return cast(int, agreed.item())
 
     def heads(self, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> Heads:
-        """Our part of the heads. Key heads go with the queries that read them; where there are fewer than shards,
-        several shards keep the same one and share its queries."""
+        """The heads of this shard. Key heads stay with the query heads that read them; if there are fewer key heads
+        than shards, several shards hold the same one and divide its query heads."""
         if num_heads % num_kv_heads:
             raise UnsupportedModel(f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly")
         if num_heads < self.world_size:
@@ -84,7 +84,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of an attention, and which of them this shard has. Alone: all of them."""
+    """The heads of an attention layer, and the range of them on this shard."""
 
     all_heads: int
     all_kv_heads: int

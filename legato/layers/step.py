@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpans:
-    """The prompt chunks of a step, which stand behind its decodes."""
+    """The prompt chunks of a step; they follow its decodes."""
 
     first_token: int  # of the step, where those of `cu_seqlens_q` begin
     cu_seqlens_q: torch.Tensor  # [num_chunks + 1] int32, counted from there
@@ -25,8 +25,8 @@ class ChunkSpans:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Which tokens of a step are whose in an encoder-decoder model, whose sequences are the prompt, which the encoder
-    reads, and then the decoder's tokens. The cache has what the encoder made of a prompt in the prompt's own slots."""
+    """Encoder and decoder tokens of a step of an encoder-decoder model. A sequence is its prompt, which the encoder
+    reads, and then the decoder's tokens. The cross-attention keys of a prompt are cached in the prompt's own slots."""
 
     prompt_lens: list[int]  # of the prompts that the encoder reads in this step, one after the other
     encoder: torch.Tensor | None  # [sum of them] int64, their tokens' places in the step; None: there are none

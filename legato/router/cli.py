@@ -15,6 +15,7 @@ from legato.common.errors import OptionError
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
+from legato.common.restarts import RestartBudget
 from legato.ipc.messages import WorkerSetup
 from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
@@ -22,8 +23,9 @@ from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
 from legato.router.listening import Listeners
 from legato.router.metrics_listener import metrics_listener
+from legato.router.recovery import ConnectedShards, Recovery
 from legato.router.running import RouterProcess
-from legato.router.shards import GrpcShards, WarmupLimits
+from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.step_loop import StepLoop
 from legato.router.tracing import StepTraces
 from legato.router.workers import Workers
@@ -64,13 +66,25 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[st
         scheduler, limits = await warm_up(shards, info, options)
         metrics = Metrics(limits)
         traces = StepTraces() if options.otlp_endpoint else None
-        steps = StepLoop(scheduler, shards, limits, metrics.step, traces=traces)
-        router = RouterProcess(steps, metrics, workers, settings_for(options, info, api_keys))
+        steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout, traces=traces)
+        recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
+        router = RouterProcess(steps, recovery, metrics, workers, settings_for(options, info, api_keys))
         async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, api_keys):
             await router.run(listeners, options.graceful_termination_timeout)
-        await shards.close()
+        await recovery.close()
     finally:
         workers.kill()
+
+
+async def reconnect(options: RouterOptions) -> ConnectedShards:
+    shards = await GrpcShards.connect(options.master_shard_uds_path)
+    try:
+        scheduler, limits = await warm_up(shards, await shards.info(), options)
+    except ShardsLost:
+        shards.kill()
+        await shards.close()
+        raise
+    return ConnectedShards(shards, scheduler.limits, limits)
 
 
 async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOptions) -> tuple[Scheduler, ModelLimits]:

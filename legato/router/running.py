@@ -17,6 +17,8 @@ from legato.ipc import messages as msg
 from legato.ipc.settings import RouterSettings
 from legato.router.listening import Listeners
 from legato.router.port import Port
+from legato.router.recovery import Recovery
+from legato.router.shards import ShardsLost
 from legato.router.step_loop import StepLoop
 from legato.router.workers import WorkerProcess, Workers
 from legato.telemetry.loop_lag import LoopLag
@@ -31,8 +33,11 @@ LAST_WORDS = 1.5
 
 
 class RouterProcess:
-    def __init__(self, steps: StepLoop, metrics: Metrics, workers: Workers, settings: RouterSettings) -> None:
+    def __init__(
+        self, steps: StepLoop, recovery: Recovery, metrics: Metrics, workers: Workers, settings: RouterSettings
+    ) -> None:
         self._steps = steps
+        self._recovery = recovery
         self._metrics = metrics
         self._workers = workers
         self._settings = settings
@@ -47,7 +52,7 @@ class RouterProcess:
         lag = LoopLag(lambda seconds: self._metrics.loop_lag("scheduler", seconds))
         # First of all: a worker that is ready lets clients in while others still get ready, and a step that is planned
         # before the stream to the shards is open is lost, and with it all that follow.
-        steps = asyncio.create_task(self._steps.run())
+        steps = asyncio.create_task(self._steps.run(self._recover))
         await self._workers.serve(lambda worker, number: self._attach(worker, number, grace))
         url = browser_url(listeners.host, listeners.port)
         fields = {"model": self._settings.model_id, "address": url, "docs": f"{url}/docs"}
@@ -69,6 +74,11 @@ class RouterProcess:
             await watch
         with suppress(asyncio.CancelledError):
             await steps
+
+    async def _recover(self, error: ShardsLost) -> None:
+        if self._stopping.is_set():  # the shards are being stopped, too, and nobody starts others
+            raise error
+        await self._recovery(error)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stopping.is_set() and number == signal.SIGINT:

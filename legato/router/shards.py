@@ -9,23 +9,26 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
 
 from legato.common.errors import LegatoError
+from legato.common.sockets import check_peer
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.pb import pack_token_ids
+from legato.router.peer import PeerProcess
 from legato.scheduling.state import Admission, StepPlan, StepResult
 
 T = TypeVar("T")
 
+FLAG = "--master-shard-uds-path"
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
 
 
@@ -43,8 +46,9 @@ class WarmupLimits:
 
 
 class GrpcShards:
-    def __init__(self, channels: list[grpc.aio.Channel]) -> None:
+    def __init__(self, channels: list[grpc.aio.Channel], processes: Sequence[PeerProcess] = ()) -> None:
         self._channels = channels
+        self._processes = processes
         self._stubs = [_stub(channel) for channel in channels]
         self._outboxes: list[asyncio.Queue[pb.StepRequest]] = []
 
@@ -57,9 +61,16 @@ class GrpcShards:
             await asyncio.wait_for(_until_ready(first, master_path), timeout)
         except TimeoutError:
             raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
+        check_peer(master_path, FLAG)
         answer = await _answer(_stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest()))
-        others = [_channel(url) for url in answer.urls if url != master]
-        return cls([first, *others])
+        channels, paths = [first], [os.path.abspath(master_path)]
+        for url in answer.urls:
+            if url != master:
+                channels.append(_channel(url))
+                paths.append(url.removeprefix("unix://"))
+                await _until_ready(channels[-1], paths[-1])
+                check_peer(paths[-1], FLAG)
+        return cls(channels, [PeerProcess(path) for path in paths])
 
     async def info(self) -> pb.InfoResponse:
         return await _answer(self._stubs[0].Info(pb.InfoRequest()))
@@ -113,7 +124,14 @@ class GrpcShards:
             for reader in readers:
                 reader.cancel()
 
+    def kill(self) -> None:
+        """All of them, hung or not: shards that have lost one of them, or their router, do not work together again."""
+        for process in self._processes:
+            process.kill()
+
     async def close(self) -> None:
+        for process in self._processes:
+            process.close()
         for channel in self._channels:
             await channel.close()
 

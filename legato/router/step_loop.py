@@ -2,6 +2,9 @@
 
 Nothing here waits for a step: a result arrives, is booked, the next step is planned and sent, and only then are the
 tokens delivered.
+
+Requests outlive the shards that compute them. If the shards die, or do not finish a step within `--hang-timeout`,
+nothing is sent until others take their place (`router/recovery.py`); then every request goes on with the tokens it has.
 """
 
 from __future__ import annotations
@@ -10,19 +13,27 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
+from legato.router.shards import ShardsLost
 from legato.router.tracing import StepTraces
+from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk, StepPlan, StepResult
 from legato.telemetry.metrics import StepFigures
 
 # One step computes, the next waits at the shard: the device never waits for the router.
 STEPS_IN_FLIGHT = 2
+# Seconds that the event loop may be late before a step counts as hung: we were stopped, not the shards.
+MAX_LATENESS = 1.0
+# The request that proves that new shards compute: one token, for nobody. The numbers of clients' requests begin at 1.
+PROBE = GenerationRequest(0, [0], 1, ignore_eos=True, priority=0)
+# Seconds before a grammar is sent again to shards that failed while they compiled it.
+RETRY_SECONDS = 0.1
 
 
 class Shards(Protocol):
@@ -86,12 +97,14 @@ class StepLoop:
         limits: ModelLimits,
         on_step: Callable[[StepFigures], None],
         clock: Clock | None = None,
+        hang_timeout: float = math.inf,
         traces: StepTraces | None = None,
     ) -> None:
         """`traces` only if requests are traced."""
         self.limits = limits
         self.scheduler = scheduler
-        self._shards = shards
+        self.shards = shards
+        self._hang_timeout = hang_timeout
         self._on_step = on_step
         self._clock = LoopClock() if clock is None else clock
         self._traces = traces
@@ -103,6 +116,20 @@ class StepLoop:
         self._alarm: Timer | None = None
         self._alarm_at = math.inf
         self._lost: str | None = None
+        # Whether there are shards to send steps to, and whether a token has come from them.
+        self._connected = asyncio.Event()
+        self._connected.set()
+        self._proven = True
+        self._recovers = False
+        # Since when the oldest step in flight is being computed.
+        self._step_began = 0.0
+        self._hung: asyncio.Future[None] | None = None
+        self._watch_timer: Timer | None = None
+
+    @property
+    def step_age(self) -> float:
+        """Seconds for which the oldest step in flight has been computed; 0 if there is none."""
+        return self._clock.now() - self._step_began if self._sent and self._connected.is_set() else 0.0
 
     @property
     def queue_size(self) -> int:
@@ -142,40 +169,119 @@ class StepLoop:
         self.scheduler.cancel(request_id)
 
     async def prepare(self, grammar: Grammar) -> None:
-        await self._shards.prepare(grammar)
+        """Have a grammar compiled. If the shards are lost, by those that take their place."""
+        while True:
+            await self._connected.wait()
+            if self._lost is not None:
+                raise ShardsLost(self._lost)
+            try:
+                return await self.shards.prepare(grammar)
+            except ShardsLost:
+                if not self._recovers:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def healthy(self) -> bool:
-        return self._lost is None and await self._shards.healthy()
+        is_running = self._lost is None and self._connected.is_set() and self._proven
+        return is_running and await self.shards.healthy()
 
-    async def run(self) -> None:
-        """Until a shard is lost. However it ends, no request is left waiting for a token that never comes."""
+    async def run(self, recover: Callable[[ShardsLost], Awaitable[None]] | None = None) -> None:
+        """Until the shards are lost and `recover` does not `resume` with others. However it ends, no request is left
+        waiting for a token that never comes."""
         reason = "the server is shutting down"
+        self._recovers = recover is not None
         try:
-            await self._shards.run(self._on_result)
+            while True:
+                try:
+                    await self._drive()
+                except ShardsLost as error:
+                    if recover is None:
+                        raise
+                    self._connected.clear()
+                    self._proven = False
+                    await recover(error)
         except Exception as error:
             reason = str(error) if isinstance(error, LegatoError) else "the scheduler failed"
             raise
         finally:
             self._lose(reason)
 
+    def resume(self, shards: Shards, scheduler_limits: SchedulerLimits, limits: ModelLimits) -> None:
+        """Other shards take the place of those that were lost. Their stream opens when `run` goes on."""
+        self.shards, self.limits = shards, limits
+        self._sent.clear()
+        if self._traces is not None:
+            self._traces.clear()
+        for request_id, output in self.scheduler.restart(scheduler_limits):
+            self._deliver(request_id, output)
+
+    async def _drive(self) -> None:
+        """Until the shards are lost."""
+        hung = self._hung = asyncio.get_running_loop().create_future()
+        stream = asyncio.ensure_future(self.shards.run(self._on_result))
+        self._watch()
+        try:
+            if not self._connected.is_set():
+                await asyncio.sleep(0)  # a step that is sent before the stream is open is lost
+                self._connected.set()
+                self._probe()
+                self._pump()
+            await asyncio.wait([stream, hung], return_when=asyncio.FIRST_COMPLETED)
+            (hung if hung.done() else stream).result()
+        finally:
+            if self._watch_timer is not None:
+                self._watch_timer.cancel()
+            hung.cancel()
+            stream.cancel()
+            await asyncio.gather(stream, return_exceptions=True)
+
+    def _probe(self) -> None:
+        """Unless it is here already or the server is full: then the tokens of others prove as much."""
+        self.scheduler.cancel(PROBE.id)
+        self.scheduler.submit(PROBE, self._clock.now())
+
+    def _watch(self) -> None:
+        """Look again when the oldest step in flight would be hung."""
+        if math.isinf(self._hang_timeout):
+            return
+        now = self._clock.now()
+        due = (self._step_began if self._sent else now) + self._hang_timeout
+        self._watch_timer = self._clock.call_later(max(due - now, 0), lambda: self._on_watch(due))
+
+    def _on_watch(self, due: float) -> None:
+        assert self._hung is not None
+        now = self._clock.now()
+        if now - due > MAX_LATENESS:  # our own event loop stood still: results may be waiting for us
+            self._step_began = now
+        elif self._sent and now - self._step_began >= self._hang_timeout and not self._hung.done():
+            message = f"the shards have not finished a step for {self._hang_timeout:g} s (--hang-timeout)"
+            self._hung.set_exception(ShardsLost(message))
+            return
+        self._watch()
+
     def _pump(self) -> None:
         """Plan and send while there is room in flight and something to compute."""
         self._pump_is_due = False
         self._expire()
+        if not self._connected.is_set():
+            return
         while self.scheduler.num_in_flight < STEPS_IN_FLIGHT:
             started, before = time.perf_counter(), replace(self.scheduler.stats)
-            plan = self.scheduler.plan(self._clock.now())
+            now = self._clock.now()
+            plan = self.scheduler.plan(now)
             if plan is None:
                 return
+            if not self._sent:
+                self._step_began = now
             if self._traces is not None:
                 self._traces.planned(plan)
-            self._shards.send(plan)
-            now, stats = time.perf_counter(), self.scheduler.stats
+            self.shards.send(plan)
+            sent_at, stats = time.perf_counter(), self.scheduler.stats
             self._sent.append(
                 SentStep(
                     plan,
-                    now,
-                    now - started,
+                    sent_at,
+                    sent_at - started,
                     stats.prompt_tokens - before.prompt_tokens,
                     stats.cached_tokens - before.cached_tokens,
                     stats.preemptions - before.preemptions,
@@ -217,6 +323,9 @@ class StepLoop:
         arrived = time.perf_counter()
         outputs = self.scheduler.complete(result)
         booked = time.perf_counter()
+        self._step_began = self._clock.now()
+        if not self._proven and result.token_ids:
+            self._proven = True
         self._pump()
         delivering = time.perf_counter()
         if self._traces is not None:
@@ -251,6 +360,7 @@ class StepLoop:
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
+        self._connected.set()  # nobody waits for others any more
         if self._alarm is not None:
             self._alarm.cancel()
         receivers, self._receivers = self._receivers, {}

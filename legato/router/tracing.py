@@ -69,6 +69,11 @@ class StepTraces:
         if chunks:
             self._steps[plan.id] = _SentStep(self._now_ns(), len(plan.rows), chunks)
 
+    def clear(self) -> None:
+        """The steps on their way are lost; their requests will be admitted again."""
+        self._prompts.clear()
+        self._steps.clear()
+
     def completed(self, result: StepResult) -> list[tuple[int, PromptChunk]]:
         """The chunks of a step, each with the request that it belongs to."""
         step = self._steps.pop(result.id, None)

@@ -150,3 +150,13 @@ class StepResult:
     forward_ns: int = 0
     total_ns: int = 0
     error: str | None = None
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Plain numbers; the router's metrics read them."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    replays: int = 0

@@ -23,14 +23,15 @@ QUIET_SECONDS = 1.0
 
 
 class StepStreamService(pb_grpc.TextGenerationServiceServicer):
+    # Set if calls and steps are traced.
+    spans: ShardSpans | None = None
+
     def __init__(self, server_urls: list[str]) -> None:
         self._server_urls = server_urls
         # Steps on their way to a router, in order. While there is a queue, that router owns all rows and blocks.
         self._answers: asyncio.Queue[Answer | None] | None = None
         self._in_flight = 0
         self._last_step = 0.0
-        # Only if steps are traced.
-        self.spans: ShardSpans | None = None
 
     @abstractmethod
     def _begin_stream(self) -> None:

@@ -74,6 +74,8 @@ TGI_DEFAULTS: dict[str, Any] = {
 LEGATO_DEFAULTS: dict[str, Any] = {
     # TGI refuses the 129th request. A queue costs little, and a refused user costs a user.
     "max-concurrent-requests": 4096,
+    # A private folder: another user could be first at a path that everybody knows.
+    "shard-uds-path": None,
     "http-workers": None,
     "queue-timeout": 0.0,
     "request-timeout": 0.0,
@@ -92,6 +94,8 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "max-image-bytes": 1 << 24,
     "max-image-pixels": 1 << 24,
     "image-url-allow": (),
+    "hang-timeout": 30.0,
+    "max-restarts": 10,
 }
 
 
@@ -144,6 +148,7 @@ def test_groups_end_with_the_programs_own_options() -> None:
         "Request limits and features",
         "HTTP",
         "Logs",
+        "Supervision",
         "Shards",
     ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.chat.cases import make, user
 from tests.faults.injections import CANARY, ESCAPES, SIGNS, TYPED
 from tests.http.asgi import FakeBackend
 from tests.http.routes.openai.fakes import CHAT, HI, FakeTemplate, Server
+from tests.stopwatch import Stopwatch
 
 MEGABYTE = 1 << 20
 FRIENDLY = (
@@ -49,21 +49,15 @@ GREEDY = {
 def test_a_template_that_wants_too_much_is_stopped_within_a_second_and_16_megabytes(source: str) -> None:
     template = make("{% if messages[0].content == 'x' %}" + source + "{% endif %}fine")
     process = psutil.Process()
-    rss, used, started = process.memory_info().rss, _seconds_of_children(), time.monotonic()
+    rss, stopwatch = process.memory_info().rss, Stopwatch()
     with pytest.raises(TemplateError) as refusal:
         template.render([user("x")])
-    seconds = time.monotonic() - started
+    seconds = stopwatch.seconds
     assert refusal.value.status == 422
     assert process.memory_info().rss - rss < 16 * MEGABYTE
     assert template.render([user("hi")]) == "fine"
     template.close()
-    # By the clock of the process that renders: on a busy machine it may have had to wait for its turn.
-    assert min(seconds, _seconds_of_children() - used) <= 1.0
-
-
-def _seconds_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    assert seconds <= 1.0
 
 
 # ---- row 21: out -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,9 @@ from tests.grammar.texts import EOS, json_tokenizer, schema
 
 DIGITS = Grammar(GrammarKind.REGEX, "[0-9]{2}")
 LETTER = Grammar(GrammarKind.REGEX, "a")
+# Seconds until a test that waits in vain gives up, and seconds that a mask may take where one never comes: within them
+# a thread that has work gets a core, also on a busy machine.
+PATIENCE, MASK_SECONDS = 60.0, 0.5
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def test_a_token_on_its_way_for_the_request_before_does_not_reach_the_next_one(g
     allowed(grammars, [0])
 
     def late() -> list[int]:
-        arrived.wait(5)
+        arrived.wait(PATIENCE)
         return [token("1")]
 
     grammars.accept([0], late)
@@ -104,16 +107,18 @@ def test_accepting_does_not_wait_for_the_tokens_but_the_next_mask_does(grammars:
     allowed(grammars, [0])
     on_host = threading.Event()
 
+    was_read = threading.Event()
+
     def read() -> list[int]:
-        assert on_host.wait(5)
+        assert on_host.wait(PATIENCE)
+        was_read.set()
         return [token("8")]
 
-    started = time.monotonic()
     grammars.accept([0], read)
-    assert time.monotonic() - started < 0.1
+    assert not was_read.is_set()
     threading.Timer(0.05, on_host.set).start()
     assert EOS not in allowed(grammars, [0])[0]
-    assert time.monotonic() - started >= 0.05
+    assert was_read.is_set()
 
 
 def test_a_grammar_that_does_not_compile_fails_its_row_alone(grammars: Grammars) -> None:
@@ -154,12 +159,12 @@ def test_a_mask_that_never_comes_fails_its_row_and_the_others_go_on(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_TOKEN_SECONDS", 0.1)
-    monkeypatch.setattr(module, "_MASK_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_MASK_SECONDS", MASK_SECONDS)
     for row in (0, 1):
         grammars.set_row(row, DIGITS, [])
     allowed(grammars, [0, 1])
     hanging = threading.Event()
-    grammars.accept([0], lambda: [int(hanging.wait(5))])
+    grammars.accept([0], lambda: [int(hanging.wait(PATIENCE))])
     assert allowed(grammars, [0]) == {}
     assert "too long" in grammars.errors([0])[0]
     accept(grammars, [1], "1")
@@ -171,25 +176,23 @@ def test_a_row_that_hangs_costs_neither_those_beside_it_nor_those_that_follow(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Completing JSON is the one thing that is done row by row."""
-    monkeypatch.setattr(module, "_MASK_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_MASK_SECONDS", MASK_SECONDS)
     for row in (0, 1):
         grammars.set_row(row, NAMED, [], max_new_tokens=0 if row else LIMIT)
     allowed(grammars, [0, 1])
     hanging = threading.Event()
-    monkeypatch.setattr(module.JsonCompletion, "narrow", lambda self, matcher: hanging.wait(5))
+    monkeypatch.setattr(module.JsonCompletion, "narrow", lambda self, matcher: hanging.wait(PATIENCE))
     for text in ("{", '"'):
-        started = time.monotonic()
         accept(grammars, [0, 1], text, text)
         assert list(allowed(grammars, [0, 1])) == [1]
-        assert time.monotonic() - started < 1
     assert "took too long" in grammars.errors([0, 1])[0]
     hanging.set()
 
 
 def test_rows_that_enter_together_wait_their_turn(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MASK_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_MASK_SECONDS", MASK_SECONDS)
     grammars.prepare(LETTER).result()
-    monkeypatch.setattr(Grammars, "_follow", lambda self, state, token_id: time.sleep(0.05))
+    monkeypatch.setattr(Grammars, "_follow", lambda self, state, token_id: time.sleep(0.2 * MASK_SECONDS))
     for row in range(10):
         grammars.set_row(row, LETTER, [token("a")])
     assert len(allowed(grammars, list(range(10)))) == 10
@@ -223,12 +226,12 @@ def test_rows_that_run_do_not_wait_for_one_that_follows_its_text(
     def slow(self: Grammars, state: RowGrammar, token_id: int) -> None:
         if state.grammar == LETTER:
             following.set()
-            following_ended.wait(5)
+            following_ended.wait(PATIENCE)
         follow(self, state, token_id)
 
     monkeypatch.setattr(Grammars, "_follow", slow)
     grammars.set_row(1, LETTER, [token("a")])
-    assert following.wait(5)
+    assert following.wait(PATIENCE)
     accept(grammars, [0], "1")
     assert EOS not in allowed(grammars, [0])[0]
     following_ended.set()
@@ -268,7 +271,7 @@ def test_a_slow_compilation_does_not_keep_rows_with_masks_waiting(
 
     def slow(grammar: Grammar, trie: TokenTrie) -> object:
         if grammar == LETTER:
-            compiling.wait(5)
+            compiling.wait(PATIENCE)
         return compile_grammar(grammar, trie)
 
     monkeypatch.setattr(module, "compile_grammar", slow)

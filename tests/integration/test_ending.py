@@ -86,8 +86,10 @@ def test_a_killed_launcher_leaves_no_process_behind(start: Start) -> None:
     assert alive == []
 
 
-def test_a_dead_shard_ends_the_streams_with_an_error_and_the_launcher_with_its_name(start: Start) -> None:
-    server = start()
+def test_without_restarts_a_dead_shard_ends_the_streams_with_an_error_and_the_launcher_with_its_name(
+    start: Start,
+) -> None:
+    server = start("--max-restarts=0")
     events = iter(server.client.stream("a", max_new_tokens=4000, ignore_eos=True))
     next(events)
     server.shard().kill()

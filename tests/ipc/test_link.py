@@ -40,28 +40,28 @@ def test_messages_arrive_in_order_however_they_are_cut_into_frames() -> None:
 
 
 def test_others_have_their_turn_while_much_has_arrived() -> None:
-    """Forty frames of work for 2 ms each: nobody waits for all of them."""
+    """Forty frames of work for as long as a turn lasts, each: nobody waits for all of them."""
 
-    async def run() -> float:
+    async def run() -> int:
         seen: list[int] = []
 
         def work(message: Number) -> None:
-            time.sleep(0.002)
+            time.sleep(TURN_SECONDS)
             seen.append(message.value)
 
         sender, _ = await pair(work)
         for value in range(40):
             sender.send(Number(value))
             sender.flush()
-        longest = 0.0
+        most = 0
         while len(seen) < 40:
-            before = time.perf_counter()
+            before = len(seen)
             await asyncio.sleep(0)
-            longest = max(longest, time.perf_counter() - before)
+            most = max(most, len(seen) - before)
         assert seen == list(range(40))
-        return longest
+        return most
 
-    assert asyncio.run(asyncio.wait_for(run(), 10)) < TURN_SECONDS + 0.03
+    assert asyncio.run(asyncio.wait_for(run(), 60)) <= 2
 
 
 def test_what_has_arrived_is_handled_before_the_end_is_told() -> None:

@@ -14,6 +14,8 @@ from typing import TypeVar
 import pytest
 
 from legato.launcher.processes import KEPT_LINES, Child, ChildFailed, ProcessCommand, Supervisor
+from legato.launcher.supervision import first_cause
+from tests.stopwatch import Stopwatch
 
 T = TypeVar("T")
 
@@ -58,11 +60,11 @@ def test_an_exit_is_described(code: str, expected: str) -> None:
 def test_the_killed_one_of_several_exited_children_is_reported() -> None:
     """Shards that lose another end as well, perhaps before we look."""
 
-    async def body(supervisor: Supervisor) -> tuple[Child | None, Child]:
+    async def body(supervisor: Supervisor) -> tuple[Child, Child]:
         mourner = supervisor.start(python("raise SystemExit(1)", "shard-0"))
         killed = supervisor.start(python("import os; os.kill(os.getpid(), 9)", "shard-1"))
         await asyncio.wait([mourner.exited, killed.exited])
-        return await supervisor.first_exit(mourner, killed), killed
+        return first_cause([mourner, killed]), killed
 
     named, killed = supervised(body)
     assert named is killed
@@ -87,12 +89,12 @@ def test_very_long_lines_and_invalid_utf8_are_relayed(caplog: pytest.LogCaptureF
 
 
 def test_a_grandchild_with_an_open_pipe_is_killed_without_delay() -> None:
-    start = time.monotonic()
+    stopwatch = Stopwatch()
     child = ended(
         "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
         " stdout=1); sys.stderr.write(f'{p.pid}\\nlast words')"
     )
-    assert time.monotonic() - start < 5
+    assert stopwatch.seconds < 5
     grandchild = int(child.stderr[0])
     assert child.describe_exit() == "child exited with code 0: last words"
     deadline = time.monotonic() + 5

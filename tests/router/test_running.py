@@ -20,7 +20,7 @@ class Steps(FakeBackend):
 
     are_taken: bool = False
 
-    async def run(self) -> None:
+    async def run(self, recover: object = None) -> None:
         self.are_taken = True
         await asyncio.Event().wait()
 
@@ -52,7 +52,7 @@ def test_steps_go_to_the_shards_before_the_first_client_comes(monkeypatch: pytes
     async def main() -> None:
         backend = Steps()
         workers, listeners = EarlyClient(backend), Listeners("127.0.0.1", 0, 2)
-        router = RouterProcess(cast(Any, backend), Metrics(LIMITS), cast(Any, workers), SETTINGS)
+        router = RouterProcess(cast(Any, backend), cast(Any, None), Metrics(LIMITS), cast(Any, workers), SETTINGS)
         running = asyncio.create_task(router.run(listeners, grace=1))
         await workers.all_serve.wait()
         router._stopping.set()

@@ -57,6 +57,26 @@ def test_each_chunk_of_a_traced_prompt_is_delivered_before_the_first_token() -> 
     bench(test)
 
 
+def test_a_prompt_that_is_computed_again_elsewhere_has_its_chunks_of_both() -> None:
+    async def test(bench: Bench) -> None:
+        traces = traced_bench(bench)
+        answer = bench.submit(traced(1, length=40, max_new_tokens=3))
+        await asyncio.sleep(0)
+        bench.shards.answer()
+        assert len(answer.chunks) == 1 and traces._steps
+        lost = bench.shards
+        bench.shards = type(lost)()
+        bench.loop.resume(bench.shards, bench.scheduler.limits, bench.loop.limits)
+        assert not traces._steps and not traces._prompts
+        bench.loop._pump()
+        bench.shards._on_result = bench.loop._on_result
+        bench.shards.answer_all()
+        assert sum(chunk.num_tokens for chunk in answer.chunks) == 32 + 40
+        assert len(answer.tokens) == 3
+
+    bench(test)
+
+
 def test_the_shards_are_told_of_traced_rows_only() -> None:
     async def test(bench: Bench) -> None:
         traced_bench(bench)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.prefix_tree import Node
 from legato.scheduling.queue import AGING_SECONDS
-from legato.scheduling.scheduler import MAX_ADMISSION_WORK, RAN_TOO_LONG, Scheduler
+from legato.scheduling.scheduler import LOST_TOO_OFTEN, MAX_ADMISSION_WORK, MAX_LOSSES, RAN_TOO_LONG, Scheduler
 from legato.scheduling.state import FinishReason, GenerationRequest, StepPlan, StepResult
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
@@ -324,6 +324,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             age = self.now - (entry.rank[0] - AGING_SECONDS * entry.priority)
             assert not scheduler.limits.request_timeout or age < scheduler.limits.request_timeout
             assert not scheduler.limits.queue_timeout or entry.epoch or age < scheduler.limits.queue_timeout
+
+    @rule()
+    def lose(self) -> None:
+        """The shards die. Requests that were part of it too often end; all others go on."""
+        before = set(self.simulation.scheduler._entries)
+        self.simulation.lose()
+        ended = before - set(self.simulation.scheduler._entries)
+        for request_id in ended:
+            assert self.simulation.outputs[request_id].pop().error == LOST_TOO_OFTEN.format(MAX_LOSSES + 1)
+        self.cancelled |= ended
+        check_blocks(self.simulation.scheduler)
+        check_requests(self.simulation.scheduler)
 
     @rule(count=st.integers(1, 120))
     def step(self, count: int) -> None:

@@ -139,6 +139,14 @@ class LingeringTransport(asyncio.Transport):
         del self.write
         LingeringClose(self._transport, self._allowance(), self._connections).begin()
 
+    def close_at_once(self) -> None:
+        """Without lingering. What the client has not taken yet is lost only if it did not even fit in its socket."""
+        self._closed = True
+        if self._transport.get_write_buffer_size():
+            self._transport.abort()
+        else:
+            self._transport.close()
+
     def is_closing(self) -> bool:
         return self._closed or self._transport.is_closing()
 
