@@ -6,6 +6,7 @@ A help text says what the option does and, where the table has no value for it, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from legato.common.errors import OptionError
@@ -239,6 +240,7 @@ class HttpOptions(Options):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # An unset variable in a start script must not disable authentication.
         if "api_key" in self.given and not self.api_key:
             raise OptionError("--api-key is empty: give a key, or omit the flag to serve without authentication")
@@ -254,8 +256,28 @@ class LogOptions(Options):
         env="LOG_LEVEL",
     )
     json_output: bool = option(False, "Write the log as one JSON object per line.")
-    otlp_endpoint: str | None = option(None, "OpenTelemetry collector endpoint for traces.", later="tracing")
-    otlp_service_name: str = option("text-generation-inference.router", "Service name in traces.", later="tracing")
+    otlp_endpoint: str | None = option(
+        None,
+        "Trace requests and send the spans to this OpenTelemetry collector (OTLP over gRPC), such as"
+        " `http://localhost:4317`. Needs `pip install 'legato[otel]'`. Default: no traces.",
+    )
+    otlp_service_name: str = option("text-generation-inference.router", "Name of the service in traces.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.otlp_endpoint is not None:
+            _require_opentelemetry()
+
+
+def _require_opentelemetry() -> None:
+    """Imports nothing of it: programs that only pass the option on do not need it."""
+    needed = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
+    try:
+        missing = next((name for name in needed if find_spec(name) is None), None)
+    except ModuleNotFoundError as error:  # of a parent package
+        missing = error.name
+    if missing:
+        raise OptionError(f"--otlp-endpoint needs the package {missing}: install it with pip install 'legato[otel]'")
 
 
 @dataclass(frozen=True, kw_only=True)

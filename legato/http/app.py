@@ -25,7 +25,6 @@ from legato.api.errors import (
 )
 from legato.api.native import Info, TokenizeRequest
 from legato.chat.tools.tooling import ChatRenderer
-from legato.http import request_log
 from legato.http.auth import OPEN_PATHS, RequireKey
 from legato.http.docs_page import PAGE
 from legato.http.exchange import DIRECT_SEND, ROUTE, Exchange
@@ -42,10 +41,13 @@ from legato.http.routes.platforms.kserve import KServeRoutes
 from legato.http.routes.platforms.sagemaker import SageMakerRoutes
 from legato.http.routes.platforms.vertex import VertexRoutes
 from legato.http.scheduler import SchedulerClient
+from legato.http.telemetry import request_log
+from legato.http.telemetry.tracing import TracedRequests
 from legato.http.throttle import AcceptThrottle
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import ModelLimits
 from legato.telemetry import metrics as prometheus
+from legato.telemetry.export import SpanExport
 from legato.telemetry.metrics import Metrics
 from legato.vision.rules import ImageRules
 
@@ -64,8 +66,9 @@ def create_app(
     image_rules: ImageRules | None = None,
     first_id: int = 1,
     scrape: Callable[[], Awaitable[bytes]] | None = None,
+    spans: SpanExport | None = None,
 ) -> ASGIApp:
-    """The HTTP side as an ASGI application."""
+    """The HTTP side as an ASGI application. With `spans`, requests are traced."""
     metrics = Metrics(scheduler.limits) if metrics is None else metrics
     inference = Inference.create(scheduler, tokenizer, settings, metrics, chat_template, image_rules, first_id, scrape)
     app = Starlette(
@@ -79,7 +82,7 @@ def create_app(
     )
     # TGI has no route with a slash at its end, and a redirect would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
-    return Shortcut(app)
+    return Shortcut(app) if spans is None else TracedRequests(Shortcut(app), spans)
 
 
 def _middleware(settings: RouterSettings) -> list[Middleware]:
@@ -105,7 +108,7 @@ class Shortcut:
         self._throttle = AcceptThrottle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[DIRECT_SEND] = send
+        scope.setdefault(DIRECT_SEND, send)
         if scope.get("method") == "POST":
             await self._throttle.enter()
         await self._app(scope, receive, send)

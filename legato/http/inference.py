@@ -106,7 +106,8 @@ class Inference:
         finally:
             cancel()
 
-    def stream(self, request: ValidRequest, seed: int, tenant: str) -> Stream:
+    def stream(self, request: ValidRequest, seed: int, tenant: str, make: Callable[..., Stream] = Stream) -> Stream:
+        """`make` makes a stream of another kind, for a request that is traced."""
         transcript = Transcript(
             self.vocabulary,
             () if self.scheduler.limits.has_encoder else request.input_ids,
@@ -117,7 +118,7 @@ class Inference:
         )
         priority = max(request.priority, self.settings.best_priority(tenant))
         generation = request.generation(next(self.ids), seed, tenant, priority)
-        return Stream(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
+        return make(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
 
     def succeeded(self, streams: Sequence[Stream], arrived_at: float) -> Timings:
         """Records a request whose streams are complete: the times of the first, the tokens of all."""

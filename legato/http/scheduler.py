@@ -13,7 +13,7 @@ from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.ipc import messages as msg
-from legato.scheduling.state import GenerationRequest, ModelLimits, Output
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk
 
 # Seconds after which the scheduler, which describes its state every second, counts as hung.
 STATE_SECONDS = 5.0
@@ -41,6 +41,8 @@ class SchedulerClient:
         # What has arrived, by request, in the order of delivery.
         self._undelivered: dict[int, list[Output]] = {}
         self._delivering = False
+        # Of traced requests: the parts of their prompts that are computed.
+        self.chunks: dict[int, list[PromptChunk]] = {}
 
     @property
     def state(self) -> msg.ServerState:
@@ -95,6 +97,11 @@ class SchedulerClient:
         asked = self._questions.pop(answer.number)
         if not asked.done():  # or its caller was cancelled
             asked.set_result(answer)
+
+    def on_chunk(self, done: msg.ChunkDone) -> None:
+        chunks = self.chunks.get(done.request_id)
+        if chunks is not None:  # or the request has ended
+            chunks.append(done.chunk)
 
     def on_tokens(self, tokens: msg.Tokens) -> None:
         """A step may have tokens for thousands of requests. They are delivered a few per turn of the event loop, so

@@ -28,6 +28,7 @@ from legato.router.recovery import ConnectedShards, Recovery
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.step_loop import StepLoop
+from legato.router.tracing import StepTraces
 from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes, step_sizes
@@ -65,11 +66,12 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[
         info = await shards.info()
         scheduler, limits = await warm_up(shards, info, options)
         metrics = Metrics(limits)
-        steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout)
+        traces = StepTraces() if options.otlp_endpoint else None
+        steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout, traces=traces)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
         settings = settings_for(options, info, api_keys)
         router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout)
-        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, api_keys):
+        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
             await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
@@ -197,6 +199,8 @@ def setup_for(options: RouterOptions, model: Path) -> WorkerSetup:
         model=str(model.absolute()),
         tokenizer_config_path=options.tokenizer_config_path,
         payload_limit=options.payload_limit,
+        otlp_endpoint=options.otlp_endpoint,
+        otlp_service_name=options.otlp_service_name,
     )
 
 

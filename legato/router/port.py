@@ -14,7 +14,7 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.ipc import messages as msg
 from legato.router.step_loop import StepLoop
-from legato.scheduling.state import GenerationRequest, Output
+from legato.scheduling.state import GenerationRequest, Output, PromptChunk
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,10 @@ class Port:
         tokens.request_ids.append(request_id)
         tokens.token_ids.append(output.token_id)
         tokens.logprobs.append(output.logprob)
+
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        """Sent at once, and so before the tokens of this turn."""
+        self._send(msg.ChunkDone(request_id, chunk))
 
     def _deliver(self) -> None:
         tokens, self._tokens = self._tokens, msg.Tokens([], [], [], [])

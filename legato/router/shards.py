@@ -188,7 +188,7 @@ def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
 
 
 def _to_pb(plan: StepPlan) -> pb.StepRequest:
-    return pb.StepRequest(
+    request = pb.StepRequest(
         id=plan.id,
         admitted=[_admission(admission) for admission in plan.admitted],
         rows=plan.rows,
@@ -196,6 +196,9 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
         num_new_blocks=[len(blocks) for blocks in plan.new_blocks],
         new_blocks=[block for blocks in plan.new_blocks for block in blocks],
     )
+    for row, traceparent in plan.traces:
+        request.traces.add(row=row, traceparent=traceparent)
+    return request
 
 
 def _admission(admission: Admission) -> pb.Admission:

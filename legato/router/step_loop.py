@@ -20,9 +20,10 @@ from typing import Protocol
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
 from legato.router.shards import ShardsLost
+from legato.router.tracing import StepTraces
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk, StepPlan, StepResult
 from legato.telemetry.metrics import StepFigures
 
 # One step computes, the next waits at the shard: the device never waits for the router.
@@ -64,6 +65,9 @@ class Receiver(Protocol):
 
     def put(self, request_id: int, output: Output) -> None: ...
 
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        """Of a traced request, before the output that the chunk led to."""
+
 
 class Timer(Protocol):
     def cancel(self) -> None: ...
@@ -94,13 +98,16 @@ class StepLoop:
         on_step: Callable[[StepFigures], None],
         clock: Clock | None = None,
         hang_timeout: float = math.inf,
+        traces: StepTraces | None = None,
     ) -> None:
+        """`traces` only if requests are traced."""
         self.limits = limits
         self.scheduler = scheduler
         self.shards = shards
         self._hang_timeout = hang_timeout
         self._on_step = on_step
         self._clock = LoopClock() if clock is None else clock
+        self._traces = traces
         self._receivers: dict[int, Receiver] = {}
         self._sent: deque[SentStep] = deque()
         self._last_arrival = 0.0
@@ -221,6 +228,8 @@ class StepLoop:
         """Other shards take the place of those that were lost. Their stream opens when `run` goes on."""
         self.shards, self.limits = shards, limits
         self._sent.clear()
+        if self._traces is not None:
+            self._traces.clear()
         for request_id, output in self.scheduler.restart(scheduler_limits):
             self._deliver(request_id, output)
 
@@ -287,6 +296,8 @@ class StepLoop:
                 return
             if not self._sent:
                 self._step_began = now
+            if self._traces is not None:
+                self._traces.planned(plan)
             self.shards.send(plan)
             sent_at, stats = time.perf_counter(), self.scheduler.stats
             self._sent.append(
@@ -309,6 +320,12 @@ class StepLoop:
         receiver = self._receivers.pop(request_id, None) if ended else self._receivers.get(request_id)
         if receiver is not None:  # None: cancelled meanwhile
             receiver.put(request_id, output)
+
+    def _deliver_chunks(self, chunks: list[tuple[int, PromptChunk]]) -> None:
+        for request_id, chunk in chunks:
+            receiver = self._receivers.get(request_id)
+            if receiver is not None:
+                receiver.trace(request_id, chunk)
 
     def _set_alarm(self) -> None:
         """Unless it fires in time anyway. It may fire for a deadline that is obsolete by then."""
@@ -334,6 +351,8 @@ class StepLoop:
             self._judge(result)
         self._pump()
         delivering = time.perf_counter()
+        if self._traces is not None:
+            self._deliver_chunks(self._traces.completed(result))
         for request_id, output in outputs:
             self._deliver(request_id, output)
         filter_time = booked - arrived + time.perf_counter() - delivering

@@ -17,7 +17,7 @@ Unit = Literal["", "seconds", "tokens", "requests", "fraction"]
 
 METHODS = ("prefill", "decode")
 # Why requests fail. TGI's first; `incomplete` never occurs, because every request ends in one terminal event.
-FAILURES = ("overloaded", "validation", "template", "incomplete", "dropped", "generation")
+FAILURES: tuple[str, ...] = ("overloaded", "validation", "template", "incomplete", "dropped", "generation")
 FAILURES += ("internal", "timeout", "tool_error")
 CONCAT_REASONS = ("backpressure", "chunking", "wait_exceeded")
 # The processes that are restarted, and those that have an event loop.

@@ -239,7 +239,6 @@ LATER = {
     "--quantize": "gptq",
     "--speculate": "2",
     "--lora-adapters": "some/adapter",
-    "--otlp-endpoint": "http://collector:4317",
     "--ngrok-authtoken": "secret",
     "--ngrok-edge": "edge",
 }
@@ -376,3 +375,15 @@ def test_output_into_a_closed_pipe_ends_quietly() -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 1
+
+
+def test_traces_without_their_packages_are_refused_with_the_extra_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("legato.common.options.find_spec", lambda name: None)
+    assert run(LauncherOptions, "--otlp-endpoint=http://localhost:4317")[0] == 1
+    error = capsys.readouterr().err
+    assert error == (
+        "error: --otlp-endpoint needs the package opentelemetry: install it with pip install 'legato[otel]'\n"
+    )
+    assert run(LauncherOptions)[0] == 0

@@ -13,7 +13,15 @@ from legato.router.shards import ShardsLost
 from legato.router.step_loop import STEPS_IN_FLIGHT, StepLoop
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.scheduling.state import (
+    FinishReason,
+    GenerationRequest,
+    ModelLimits,
+    Output,
+    PromptChunk,
+    StepPlan,
+    StepResult,
+)
 from legato.telemetry.metrics import StepFigures
 from tests.clock import FakeClock
 from tests.fakes import FakeShard, expected_tokens
@@ -68,6 +76,10 @@ class HeldShards:
 class Receiver:
     def __init__(self) -> None:
         self.outputs: list[Output] = []
+        self.chunks: list[PromptChunk] = []
+
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        self.chunks.append(chunk)
 
     def put(self, request_id: int, output: Output) -> None:
         self.outputs.append(output)
