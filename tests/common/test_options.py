@@ -74,8 +74,6 @@ TGI_DEFAULTS: dict[str, Any] = {
 LEGATO_DEFAULTS: dict[str, Any] = {
     # TGI refuses the 129th request. A queue costs little, and a refused user costs a user.
     "max-concurrent-requests": 4096,
-    # A private folder: another user could be first at a path that everybody knows.
-    "shard-uds-path": None,
     "http-workers": None,
     "max-queued-tokens": 2_000_000,
     "share-prefix-cache": False,
