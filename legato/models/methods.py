@@ -11,7 +11,14 @@ from legato.models.keys import Keys
 from legato.models.sources import TensorSource
 from legato.quantization.method import DENSE, Method
 from legato.quantization.on_load import QUANTIZERS
+from legato.quantization.readers.awq import AwqReader
+from legato.quantization.readers.bitsandbytes import BitsAndBytesReader
+from legato.quantization.readers.compressed_tensors import FORMATS, CompressedTensorsReader, TargetGroup
+from legato.quantization.readers.eight_bit import EightBitReader
+from legato.quantization.readers.exl2 import Exl2Reader
 from legato.quantization.readers.gptq import GptqReader, check_bits
+from legato.quantization.readers.marlin import MarlinReader
+from legato.quantization.readers.tables import Fp4Reader, GptOssReader
 from legato.quantization.stored import Reader
 
 # Methods of checkpoints that a value of --quantize stands for, beside the one of the same name.
@@ -53,7 +60,9 @@ def on_load(asked: str) -> Method:
 
 
 def method_name(keys: Keys) -> str:
-    name = keys.text("quant_method", default="unknown")
+    # Until it had a name, bitsandbytes was the only method of transformers.
+    is_unnamed = "quant_method" not in keys.raw and ("load_in_4bit" in keys.raw or "load_in_8bit" in keys.raw)
+    name = keys.text("quant_method", default="bitsandbytes" if is_unnamed else "unknown")
     if name not in READERS:
         raise UnsupportedModel(
             f"{keys.path}: quant_method '{name}' is not supported; supported: {', '.join(sorted(READERS))}"
@@ -73,8 +82,8 @@ def _from_tensors(files: ModelFiles, source: TensorSource) -> tuple[str, dict[st
 def _gptq(keys: Keys, source: TensorSource) -> Reader:
     bits = keys.count("bits")
     checkpoint_format = keys.text("checkpoint_format", "format", default="gptq")
-    if checkpoint_format == "marlin":
-        raise UnsupportedModel(f"{keys.path}: Marlin files are not supported yet")
+    if checkpoint_format == "marlin" or keys.flag("is_marlin_format"):
+        return _marlin(keys, source)
     if checkpoint_format not in ("gptq", "gptq_v2", "gptq_p"):
         raise UnsupportedModel(f"{keys.path}: checkpoint_format '{checkpoint_format}' is not supported")
     check_bits(bits, checkpoint_format, keys.path)
@@ -102,4 +111,87 @@ def group_size(keys: Keys) -> int:
     return int(size)
 
 
-READERS: dict[str, Callable[[Keys, TensorSource], Reader]] = {"gptq": _gptq}
+def _marlin(keys: Keys, source: TensorSource) -> Reader:
+    if (bits := keys.count("bits", default=4)) != 4:
+        raise UnsupportedModel(f"{keys.path}: Marlin files with {bits} bits are not supported; supported: 4")
+    if keys.text("checkpoint_format", default="marlin") == "marlin_24" or any(
+        name.endswith(".B_24") for name in source.names()
+    ):
+        raise UnsupportedModel(f"{keys.path}: sparse Marlin files ('marlin_24') are not supported")
+    return MarlinReader(group_size(keys))
+
+
+def _awq(keys: Keys, source: TensorSource) -> Reader:
+    if (bits := keys.count("bits", "w_bit", default=4)) != 4:
+        raise UnsupportedModel(f"{keys.path}: AWQ with {bits} bits is not supported; supported: 4")
+    version = keys.text("version", default="gemm").lower()
+    if version not in ("gemm", "gemv"):
+        raise UnsupportedModel(f"{keys.path}: AWQ version '{version}' is not supported; supported: gemm, gemv")
+    return AwqReader(group_size(keys), version)
+
+
+def _fp8(keys: Keys, source: TensorSource) -> Reader:
+    return EightBitReader(_block(keys, "weight_block_size"))
+
+
+def _block(keys: Keys, name: str) -> tuple[int, int] | None:
+    block = keys.get(name)
+    if block is None:
+        return None
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        raise ModelFileError(f"{keys.path}: '{name}' is {block!r}, not two positive numbers")
+    return block[0], block[1]
+
+
+def _modelopt(keys: Keys, source: TensorSource) -> Reader:
+    keys = keys.below("quantization") if "quantization" in keys.raw else keys
+    algorithm = keys.text("quant_algo")
+    if algorithm == "NVFP4":
+        return Fp4Reader("weight", global_scale="weight_scale_2")
+    if algorithm not in MODELOPT:
+        supported = ", ".join([*MODELOPT, "NVFP4"])
+        raise UnsupportedModel(f"{keys.path}: quant_algo '{algorithm}' is not supported; supported: {supported}")
+    return EightBitReader(MODELOPT[algorithm])
+
+
+def _compressed_tensors(keys: Keys, source: TensorSource) -> Reader:
+    overall = keys.text("format", default="dense")
+    groups = []
+    for name in keys.below("config_groups").raw:
+        group = keys.below("config_groups").below(name)
+        weights = group.below("weights")
+        stored = group.text("format", default=overall)
+        if stored not in FORMATS:
+            raise UnsupportedModel(f"{group.path}: format '{stored}' is not supported; supported: {', '.join(FORMATS)}")
+        targets = tuple(str(target) for target in group.get("targets") or [])
+        groups.append(TargetGroup(targets, stored, weights.count("num_bits"), _block(weights, "block_structure")))
+    if not groups:
+        raise ModelFileError(f"{keys.path} has no 'config_groups'")
+    return CompressedTensorsReader(groups)
+
+
+def _mxfp4(keys: Keys, source: TensorSource) -> Reader:
+    return GptOssReader()
+
+
+def _bitsandbytes(keys: Keys, source: TensorSource) -> Reader:
+    return BitsAndBytesReader()
+
+
+def _exl2(keys: Keys, source: TensorSource) -> Reader:
+    return Exl2Reader()
+
+
+MODELOPT = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": None, "FP8_PB_WO": (128, 128)}
+READERS: dict[str, Callable[[Keys, TensorSource], Reader]] = {
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+    "exl2": _exl2,
+    "fbgemm_fp8": _fp8,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "marlin": _marlin,
+    "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
+}

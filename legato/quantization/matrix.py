@@ -8,9 +8,9 @@ quantized into one (`on_load.py`); nothing behind that knows where a matrix came
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -78,11 +78,10 @@ class QuantizedMatrix(ABC):
     """A matrix [out, in]. Fields are of three kinds: `groups`, tensors with one row for each output, and constants."""
 
     groups: ColumnGroups
-    scale: torch.Tensor  # [out, groups], floating point
 
     @property
     def out_features(self) -> int:
-        return self.scale.shape[0]
+        return self._any_tensor().shape[0]
 
     @property
     def in_features(self) -> int:
@@ -90,7 +89,7 @@ class QuantizedMatrix(ABC):
 
     @property
     def device(self) -> torch.device:
-        return self.scale.device
+        return self._any_tensor().device
 
     @property
     @abstractmethod
@@ -147,11 +146,14 @@ class QuantizedMatrix(ABC):
         held = [*self._row_tensors().values(), self.groups.index, self.groups.order]
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
+    def _any_tensor(self) -> torch.Tensor:
+        return next(iter(self._row_tensors().values()))
+
     def _row_tensors(self) -> dict[str, torch.Tensor]:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
-    def _on_rows(self, change: Any) -> Self:
+    def _on_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         return replace(self, **{name: change(tensor) for name, tensor in self._row_tensors().items()})
 
     def can_stack(self, other: QuantizedMatrix) -> bool:

@@ -7,12 +7,13 @@ TableCodes        4 bits            table[code] · scale         nf4, fp4, MXFP4
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
-from legato.quantization.matrix import ColumnGroups, QuantizedMatrix
+from legato.quantization.matrix import ColumnGroups, QuantizedMatrix, grouped_columns
 from legato.quantization.packing import code_width, pack_codes, unpack_codes
 
 # Code -> number. The values are those of bitsandbytes, bit for bit.
@@ -36,6 +37,7 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 class GroupedIntegers(QuantizedMatrix):
     """Unsigned codes of 2 to 8 bits, those of 3 bits in 4 and of 5 to 7 in 8."""
 
+    scale: torch.Tensor  # [out, groups], floating point
     codes: torch.Tensor  # [out, bytes] uint8, as `pack_codes` has them
     bits: int
     zero: torch.Tensor | None = None  # [out, groups] uint8; None: half of the codes' range
@@ -99,6 +101,7 @@ class GroupedIntegers(QuantizedMatrix):
 class ScaledMatrix(QuantizedMatrix):
     """int8 or float8 numbers; one scale for a row, or for 128 columns of it where the checkpoint has blocks."""
 
+    scale: torch.Tensor  # [out, groups], floating point
     numbers: torch.Tensor  # [out, in]
 
     @property
@@ -121,6 +124,7 @@ class ScaledMatrix(QuantizedMatrix):
 class TableCodes(QuantizedMatrix):
     """4-bit codes that stand for the numbers of a table."""
 
+    scale: torch.Tensor  # [out, groups], floating point
     codes: torch.Tensor  # [out, bytes] uint8
     table: tuple[float, ...]
 
@@ -138,3 +142,45 @@ class TableCodes(QuantizedMatrix):
     def _with_columns(self, places: torch.Tensor, groups: ColumnGroups, left: torch.Tensor) -> Self:
         codes = unpack_codes(self.codes, 4, self.in_features).index_select(1, places)
         return replace(self, groups=groups, scale=self.scale[:, left].contiguous(), codes=pack_codes(codes, 4))
+
+
+@dataclass(frozen=True)
+class ColumnParts(QuantizedMatrix):
+    """Integers of several widths side by side, as exl2 has them. `groups` has the order of the columns only."""
+
+    parts: tuple[GroupedIntegers, ...]
+
+    @property
+    def kind(self) -> str:
+        return f"integers of {', '.join(str(part.bits) for part in self.parts)} bits"
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([part.values(dtype) for part in self.parts], dim=1)
+
+    def can_stack(self, other: QuantizedMatrix) -> bool:
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        order = self.groups.order
+        return sum(part.nbytes for part in self.parts) + (0 if order is None else order.nbytes)
+
+    def _any_tensor(self) -> torch.Tensor:
+        return self.parts[0].codes
+
+    def _on_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        return replace(self, parts=tuple(part._on_rows(change) for part in self.parts))
+
+    def _with_columns(self, places: torch.Tensor, groups: ColumnGroups, left: torch.Tensor) -> Self:
+        kept, begin = [], 0
+        for part in self.parts:
+            end = begin + part.in_features
+            mine = places[(places >= begin) & (places < end)] - begin
+            if len(mine):
+                inputs = torch.arange(len(mine), device=mine.device)
+                columns, order, found = grouped_columns(
+                    part.groups.of_columns(self.device)[mine], inputs, part.groups.size
+                )
+                kept.append(part._with_columns(mine[order], columns, found))
+            begin = end
+        return replace(self, groups=groups, parts=tuple(kept))

@@ -29,8 +29,18 @@ class MatrixSlice:
         """The wanted outputs, where they are dimension `dim` of a tensor."""
         return {} if self.rows is None else {dim: self.rows}
 
+    def places(self, device: torch.device) -> torch.Tensor:
+        """The wanted outputs."""
+        ranges = self.rows or [(0, self.out_features)]
+        return torch.cat([torch.arange(first, last, device=device) for first, last in ranges])
+
     def of_columns(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """The wanted inputs of a matrix with the wanted outputs."""
         return matrix if self.columns is None else matrix.columns(*self.columns)
+
+    def of_whole(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """The wanted outputs and inputs of a matrix with all of them."""
+        return self.of_columns(matrix if self.rows is None else matrix.take(self.places(matrix.device)))
 
 
 class StoredTensors(Protocol):

@@ -11,7 +11,17 @@ import torch
 from tests.models.answers import answer, prompts
 from tests.models.shards import ShardProcesses
 from tests.quantization.checkpoints import base_model, write_twins
-from tests.quantization.packers import gptq
+from tests.quantization.packers import (
+    awq,
+    bitsandbytes,
+    exl2,
+    fp4,
+    fp8,
+    gptq,
+    marlin,
+    packed_integers,
+    w8a8,
+)
 
 LAYOUTS = {
     "gptq": gptq(),
@@ -25,6 +35,35 @@ LAYOUTS = {
     "gptq-zero-index": gptq(zero_index=True),
     "gptq-quantize-config": gptq(file="quantize_config.json"),
     "gptq-tensors-of-tgi": gptq(tensors=True, sym=False),
+    "awq": awq(),
+    "awq-gemv": awq("gemv"),
+    "awq-quant-config": awq(file="quant_config.json"),
+    "w4a16": packed_integers(),
+    "w4a16-asymmetric": packed_integers(sym=False),
+    "w4a16-act-order": packed_integers(act_ordered=True),
+    "w3a16": packed_integers(3, sym=False),
+    "w8a16": packed_integers(8, group=-1),
+    "w8a8": w8a8(),
+    "compressed-fp8-static": fp8(method="compressed-tensors", static=True),
+    "compressed-fp8-dynamic": fp8("row", method="compressed-tensors"),
+    "compressed-fp8-block": fp8("block", method="compressed-tensors"),
+    "mxfp4": fp4("mxfp4"),
+    "nvfp4": fp4("nvfp4"),
+    "fp8": fp8(static=True, kv_scales=True),
+    "fp8-block": fp8("block"),
+    "fbgemm-fp8": fp8("row", method="fbgemm_fp8"),
+    "modelopt-fp8": fp8(method="modelopt", static=True, kv_scales=True),
+    "modelopt-fp8-row": fp8("row", method="modelopt"),
+    "modelopt-fp8-block": fp8("block", method="modelopt", block=(128, 128)),
+    "modelopt-nvfp4": fp4("modelopt"),
+    "bnb-nf4": bitsandbytes(),
+    "bnb-fp4": bitsandbytes("fp4"),
+    "bnb-nf4-double": bitsandbytes(double=True),
+    "bnb-nf4-stored-as-bf16": bitsandbytes(storage=torch.bfloat16),
+    "bnb-int8": bitsandbytes("int8"),
+    "exl2": exl2(),
+    "marlin": marlin(),
+    "marlin-one-group": marlin(group=-1, method="marlin"),
 }
 
 
