@@ -13,7 +13,8 @@ from legato.common.errors import OptionError
 from legato.common.option import Options, option
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-BitsAndBytes = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4"]
+Checkpoints = Literal["awq", "compressed-tensors", "exl2", "gptq", "marlin"]
+OnLoad = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "eetq", "fp8", "int8", "int4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,11 @@ class LoadingOptions(Options):
         None,
         "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively.",
     )
-    quantize: Literal["awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "fp8", BitsAndBytes] | None = (
-        option(None, "Quantization method for the weights.", later="choosing a quantization method")
+    quantize: Literal[Checkpoints, OnLoad] | None = option(
+        None,
+        "Quantization method of the weights. `bitsandbytes`, `bitsandbytes-nf4`, `bitsandbytes-fp4`, `eetq`, `fp8`,"
+        " `int8` and `int4` quantize dense weights on load; the others must be the checkpoint's own."
+        " Default: what the checkpoint says.",
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
         None,
