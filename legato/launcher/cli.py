@@ -61,6 +61,7 @@ async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str])
             supervisor,
             plan,
             options.max_restarts,
+            options.hang_timeout,
             remove_sockets=lambda: endpoints.remove_sockets(sockets),
             startup=lambda: _log_startup(options, sockets),
             ready_again=lambda: _until_ready(options, sockets),

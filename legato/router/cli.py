@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.common.errors import OptionError
+from legato.common.heartbeat import send_heartbeats
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
@@ -60,9 +62,10 @@ def run(options: RouterOptions) -> None:
 
 async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int]) -> None:
     workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
+    heartbeat = asyncio.create_task(send_heartbeats())
     try:
         await workers.load()
-        shards = await GrpcShards.connect(options.master_shard_uds_path)
+        shards = await connect(options)
         info = await shards.info()
         scheduler, limits = await warm_up(shards, info, options)
         metrics = Metrics(limits)
@@ -75,11 +78,16 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[
             await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
+        heartbeat.cancel()
         workers.kill()
 
 
+async def connect(options: RouterOptions) -> GrpcShards:
+    return await GrpcShards.connect(options.master_shard_uds_path, hang_timeout=options.hang_timeout)
+
+
 async def reconnect(options: RouterOptions) -> ConnectedShards:
-    shards = await GrpcShards.connect(options.master_shard_uds_path)
+    shards = await connect(options)
     try:
         scheduler, limits = await warm_up(shards, await shards.info(), options)
     except ShardsLost:

@@ -31,7 +31,7 @@ STEPS_IN_FLIGHT = 2
 # Seconds that the event loop may be late before a step counts as hung: we were stopped, not the shards.
 MAX_LATENESS = 1.0
 # The request that proves that new shards compute: one token, for nobody. The numbers of clients' requests begin at 1.
-PROBE = GenerationRequest(0, [0], 1, ignore_eos=True, priority=0)
+PROBE = GenerationRequest(0, [0], 1, ignore_eos=True)
 # Seconds before a grammar is sent again to shards that failed while they compiled it.
 RETRY_SECONDS = 0.1
 
@@ -258,11 +258,10 @@ class StepLoop:
             self._hung.set_exception(ShardsLost(reason))
 
     def prove(self) -> None:
-        """Have a token computed, unless one has come since the last failure. If the server is full, the tokens of
-        others prove as much."""
+        """Have a token computed if none has come since the last failure and no request is here that will get one."""
         if not self._proven and self._connected.is_set():
-            self.scheduler.cancel(PROBE.id)
-            self.scheduler.submit(PROBE, self._clock.now())
+            if not (self.running or self.queue_size):
+                self.scheduler.submit(PROBE, self._clock.now())
             self._pump()
 
     def _watch(self) -> None:
