@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp
 
 from legato.http.connections.accepting import Acceptor
 from legato.http.connections.limits import ConnectionLimits
+from legato.http.connections.lingering_close import SILENCE
 from legato.http.connections.protocol import ConnectionContext, HttpProtocol, SmallReads
 
 
@@ -20,7 +22,12 @@ class HttpServer(uvicorn.Server):
     """Ignores signals: the scheduler's process says when to stop."""
 
     def __init__(
-        self, app: ASGIApp, grace: float, payload_limit: int = 0, limits: ConnectionLimits | None = None
+        self,
+        app: ASGIApp,
+        grace: float,
+        payload_limit: int = 0,
+        limits: ConnectionLimits | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """A body of up to `payload_limit` bytes is read whole, even if the application answers before: some clients
         read the answer only when they have sent everything."""
@@ -41,6 +48,7 @@ class HttpServer(uvicorn.Server):
         )
         self._limits = ConnectionLimits.of_process() if limits is None else limits
         self.context = ConnectionContext(self.config, self.server_state, self._limits, payload_limit)
+        self._tls = tls
         self._acceptors: list[Acceptor] = []
         self._arriving: set[asyncio.Task[object]] = set()
 
@@ -69,9 +77,17 @@ class HttpServer(uvicorn.Server):
     def _take(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
-        arriving = loop.create_task(loop.connect_accepted_socket(self._protocol, connection))
+        timeouts: dict[str, float] = {}
+        if self._tls is not None:
+            timeouts = {"ssl_handshake_timeout": self._limits.header_seconds, "ssl_shutdown_timeout": SILENCE}
+        arriving = loop.create_task(loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls, **timeouts))
         self._arriving.add(arriving)
-        arriving.add_done_callback(self._arriving.discard)
+        arriving.add_done_callback(self._arrived)
+
+    def _arrived(self, arriving: asyncio.Task[object]) -> None:
+        self._arriving.discard(arriving)
+        if not arriving.cancelled() and arriving.exception() is not None:
+            self.context.log.warning("A connection ended before it was established, in its TLS handshake perhaps")
 
     def _protocol(self) -> SmallReads:
         return SmallReads(HttpProtocol(self.context))

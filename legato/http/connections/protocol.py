@@ -105,6 +105,8 @@ class HttpProtocol(HttpToolsProtocol):
         cast(LingeringTransport, self.transport).close_at_once()
 
     def _allowance(self) -> int:
+        if self.scheme == "https" and not (self._in_body or self._in_head):
+            return 0  # the client is not sending
         return self._context.payload_limit + SLACK - self._num_read
 
     @property
@@ -222,6 +224,9 @@ class HttpProtocol(HttpToolsProtocol):
         with all they have, and need no timer of their own."""
         now = self.loop.time()
         self._deadline = now + seconds
+        if self._timer is not None and self._timer.when() > self._deadline:
+            self._timer.cancel()
+            self._timer = None
         if self._timer is None:
             self._timer = self.loop.call_at(self._deadline, self._check_deadline)
         return now
