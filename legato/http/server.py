@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -50,7 +51,7 @@ class HttpServer(uvicorn.Server):
         self.context = ConnectionContext(self.config, self.server_state, self._limits, payload_limit)
         self._tls = tls
         self._acceptors: list[Acceptor] = []
-        self._arriving: set[asyncio.Task[object]] = set()
+        self._arriving: set[asyncio.Task[Any]] = set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -72,7 +73,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _has_room(self) -> bool:
-        return len(self.server_state.connections) + len(self._arriving) < self._limits.max_connections
+        return len(self.context.open) < self._limits.max_connections or len(self.context.idle) > 0
 
     def _take(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -80,14 +81,18 @@ class HttpServer(uvicorn.Server):
         timeouts: dict[str, float] = {}
         if self._tls is not None:
             timeouts = {"ssl_handshake_timeout": self._limits.header_seconds, "ssl_shutdown_timeout": SILENCE}
-        arriving = loop.create_task(loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls, **timeouts))
+        if len(self.context.open) >= self._limits.max_connections:
+            self.context.idle.close_oldest()
+        protocol = HttpProtocol(self.context)
+        self.context.open.add(protocol)
+        arriving = loop.create_task(
+            loop.connect_accepted_socket(lambda: SmallReads(protocol), connection, ssl=self._tls, **timeouts)
+        )
         self._arriving.add(arriving)
-        arriving.add_done_callback(self._arrived)
+        arriving.add_done_callback(lambda _: self._arrived(arriving, protocol))
 
-    def _arrived(self, arriving: asyncio.Task[object]) -> None:
+    def _arrived(self, arriving: asyncio.Task[Any], protocol: HttpProtocol) -> None:
         self._arriving.discard(arriving)
-        if not arriving.cancelled() and arriving.exception() is not None:
+        if arriving.cancelled() or arriving.exception() is not None:
+            self.context.open.discard(protocol)
             self.context.log.warning("A connection ended before it was established, in its TLS handshake perhaps")
-
-    def _protocol(self) -> SmallReads:
-        return SmallReads(HttpProtocol(self.context))

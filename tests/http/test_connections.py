@@ -312,7 +312,7 @@ def test_out_of_file_descriptors_the_loop_rests_and_says_so_once(
 
 
 @pytest.mark.parametrize(
-    ("descriptors", "most"), [(256, 160), (1024, 832), (1 << 20, MAX_CONNECTIONS), (resource.RLIM_INFINITY, 16_384)]
+    ("descriptors", "most"), [(256, 128), (1024, 800), (1 << 20, MAX_CONNECTIONS), (resource.RLIM_INFINITY, 16_384)]
 )
 def test_connections_are_capped_below_the_descriptors(
     descriptors: int, most: int, monkeypatch: pytest.MonkeyPatch

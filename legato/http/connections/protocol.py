@@ -58,6 +58,8 @@ class ConnectionContext:
         self.limits = limits
         self.payload_limit = payload_limit
         self.lingering = LingeringConnections(limits.max_lingering)
+        # From the moment they are accepted until they are closed or linger.
+        self.open: set[HttpProtocol] = set()
         self.idle = IdleConnections()
         self.bodies = BodyMemory(max(limits.incomplete_bytes, FEWEST_BODIES * payload_limit))
         self.log = ThrottledLog(logger)
@@ -94,6 +96,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._expect_within(self._limits.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._context.open.discard(self)
         self._context.idle.discard(self)
         self._context.bodies.end(self)
         self._deadline = None
@@ -102,6 +105,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def close_at_once(self) -> None:
+        self._context.open.discard(self)  # its descriptor is free by the next turn of the event loop
         cast(LingeringTransport, self.transport).close_at_once()
 
     def _allowance(self) -> int:
