@@ -8,6 +8,7 @@ many         2,000 streams at once: memory of all processes of the router, and h
 paced        the same at the pace of a device, all of them in every step
 slow         64 streams beside 100 clients that read a byte per second: what those do to the others' gaps
 workers      `throughput` and `many` with one, two and three workers; only when asked for
+observed     `throughput` without log lines, with one for each request, and with traces; only when asked for
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import multiprocessing
 import os
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.collector import CountingCollector
 from benchmarks.load import Load, generate_stream, health
 from benchmarks.processes import free_port, launched, serving
 from legato.benchmark.report import environment, percentile
@@ -122,13 +125,13 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _throughput(options: argparse.Namespace) -> dict[str, Any]:
-    with router(STREAMS, options.http_workers, options.model_id) as (port, process):
+def _throughput(options: argparse.Namespace, *extra: str) -> dict[str, Any]:
+    with router(STREAMS, options.http_workers, options.model_id, *extra) as (port, process):
         load = Load(port, STREAMS, lambda number: generate_stream(f"stream {number}", NEW_TOKENS))
         load.run(2)
         before, own_before = cpu_seconds(process), time.process_time()
         counted = load.run(options.seconds, gaps=True)
-        cores = (cpu_seconds(process) - before) / counted.seconds
+        used = cpu_seconds(process) - before
         load_cores = (time.process_time() - own_before) / counted.seconds
         load.close()
     return {
@@ -136,7 +139,8 @@ def _throughput(options: argparse.Namespace) -> dict[str, Any]:
         "new_tokens": NEW_TOKENS,
         "tokens_per_second": round(counted.events_per_second),
         "gap_ms": gaps_of(counted.gaps),
-        "router_cores": round(cores, 2),
+        "router_cores": round(used / counted.seconds, 2),
+        "cpu_us_per_token": round(used / counted.seconds / counted.events_per_second * 1e6, 2),
         "load_cores": round(load_cores, 2),
     }
 
@@ -184,6 +188,33 @@ def workers(options: argparse.Namespace) -> dict[str, Any]:
         figures[str(num)] = {"throughput": _throughput(fixed), "many": many(fixed)}
         print(num, json.dumps(figures[str(num)]), flush=True)
     return figures
+
+
+def observed(options: argparse.Namespace) -> dict[str, Any]:
+    """In turns on one machine: what log lines and traces cost. CPU time per token says more than tokens per second
+    where other processes want the cores, too."""
+    collector = CountingCollector()
+    variants = {
+        "plain": ("--logger-level=warn",),
+        "logged": ("--logger-level=info",),
+        "traced": ("--logger-level=warn", f"--otlp-endpoint={collector.endpoint}"),
+    }
+    figures: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    for _ in range(options.rounds):
+        for name, words in variants.items():
+            figures[name].append(_throughput(options, *words))
+    collector.close()
+    assert collector.num_bytes > 0, "the collector got nothing"
+    summary = {name: _medians(rounds) for name, rounds in figures.items()}
+    plain = summary["plain"]
+    for each in summary.values():
+        for key in ("tokens_per_second", "cpu_us_per_token"):
+            each[f"{key}_ratio"] = round(each[key] / plain[key], 3)
+    return {**summary, "rounds": figures, "collector_megabytes": round(collector.num_bytes / 1e6, 1)}
+
+
+def _medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    return {key: statistics.median(each[key] for each in rounds) for key in ("tokens_per_second", "cpu_us_per_token")}
 
 
 def slow(options: argparse.Namespace) -> dict[str, Any]:
@@ -268,16 +299,19 @@ def read_slowly(port: int) -> Iterator[float]:
 
 
 SCENARIOS = {"throughput": throughput, "many": many, "paced": paced, "slow": slow}
-ON_DEMAND = {"workers": workers}
+ON_DEMAND = {"workers": workers, "observed": observed}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The router alone, with a fake shard.")
     names = [*SCENARIOS, *ON_DEMAND, []]
-    parser.add_argument("scenarios", nargs="*", choices=names, help="which to run; all but `workers` by default")
+    parser.add_argument(
+        "scenarios", nargs="*", choices=names, help="which to run; without names all but those on demand"
+    )
     parser.add_argument("--model-id", help="whose tokenizer to use; the default model's by default")
     parser.add_argument("--http-workers", type=int, help="workers of the router; its default by default")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of `observed`")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     options = parser.parse_args()
     figures = {}

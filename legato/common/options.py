@@ -6,13 +6,15 @@ A help text says what the option does and, where the table has no value for it, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from legato.common.errors import OptionError
 from legato.common.option import Options, option
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-BitsAndBytes = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4"]
+Checkpoints = Literal["awq", "compressed-tensors", "exl2", "gptq", "marlin"]
+OnLoad = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "eetq", "fp8", "int8", "int4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,11 @@ class LoadingOptions(Options):
         None,
         "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively.",
     )
-    quantize: Literal["awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "fp8", BitsAndBytes] | None = (
-        option(None, "Quantization method for the weights.", later="choosing a quantization method")
+    quantize: Literal[Checkpoints, OnLoad] | None = option(
+        None,
+        "Quantization method of the weights. `bitsandbytes`, `bitsandbytes-nf4`, `bitsandbytes-fp4`, `eetq`, `fp8`,"
+        " `int8` and `int4` quantize dense weights on load; the others must be the checkpoint's own."
+        " Default: what the checkpoint says.",
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
         None,
@@ -209,7 +214,11 @@ class HttpOptions(Options):
         minimum=1,
     )
     prometheus_port: int = option(
-        9000, "Port of the Prometheus metrics.", maximum=65535, no_effect="Legato serves /metrics on the main port"
+        9000,
+        "Port that serves the Prometheus metrics alone, besides `/metrics` on the main port; 0 disables it. If it is"
+        " in use, the server starts without it, with a warning.",
+        minimum=0,
+        maximum=65535,
     )
     cors_allow_origin: tuple[str, ...] = option(
         (), "Origins of web pages that may use the server (CORS), comma-separated or repeated. Default: any."
@@ -241,6 +250,7 @@ class HttpOptions(Options):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # An unset variable in a start script must not disable authentication.
         if "api_key" in self.given and not self.api_key:
             raise OptionError("--api-key is empty: give a key, or omit the flag to serve without authentication")
@@ -256,8 +266,28 @@ class LogOptions(Options):
         env="LOG_LEVEL",
     )
     json_output: bool = option(False, "Write the log as one JSON object per line.")
-    otlp_endpoint: str | None = option(None, "OpenTelemetry collector endpoint for traces.", later="tracing")
-    otlp_service_name: str = option("text-generation-inference.router", "Service name in traces.", later="tracing")
+    otlp_endpoint: str | None = option(
+        None,
+        "Trace requests and send the spans to this OpenTelemetry collector (OTLP over gRPC), such as"
+        " `http://localhost:4317`. Needs `pip install 'legato[otel]'`. Default: no traces.",
+    )
+    otlp_service_name: str = option("text-generation-inference.router", "Name of the service in traces.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.otlp_endpoint is not None:
+            _require_opentelemetry()
+
+
+def _require_opentelemetry() -> None:
+    """Imports nothing of it: programs that only pass the option on do not need it."""
+    needed = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
+    try:
+        missing = next((name for name in needed if find_spec(name) is None), None)
+    except ModuleNotFoundError as error:  # of a parent package
+        missing = error.name
+    if missing:
+        raise OptionError(f"--otlp-endpoint needs the package {missing}: install it with pip install 'legato[otel]'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +296,24 @@ class RendezvousOptions(Options):
 
     master_addr: str = option("localhost", "Rendezvous address of the shards (torch.distributed).")
     master_port: int = option(29500, "Rendezvous port of the shards (torch.distributed).", maximum=65535)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisionOptions(Options):
+    """Supervision"""
+
+    hang_timeout: float = option(
+        30.0,
+        "Seconds without progress after which a process counts as hung and is replaced: shards that do not finish a"
+        " step, a router or an HTTP worker whose event loop does not run.",
+        minimum=0.1,
+    )
+    max_restarts: int = option(
+        10,
+        "Maximum restarts of shards, router or HTTP workers, each within ten minutes; one more failure ends the"
+        " server with an error. 0 ends it with the first failure.",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +342,7 @@ class LauncherOptions(
     HttpOptions,
     LogOptions,
     RendezvousOptions,
+    SupervisionOptions,
     FakeShardOptions,
 ):
     """Processes"""
@@ -309,7 +358,7 @@ class LauncherOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions):
+class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions, SupervisionOptions):
     """Shards"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"flag": "tokenizer-name", "env": "TOKENIZER_NAME"}}

@@ -38,7 +38,7 @@ def claim_socket(path: str, flag: str) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise OptionError(f"{flag}: {path} exists and is not a socket")
-    if _is_answered(path):
+    if is_answered(path):
         raise in_use(path, flag)
     remove_socket(path, flag)
 
@@ -56,12 +56,13 @@ def in_use(path: str, flag: str) -> EndpointInUse:
     return EndpointInUse(f"{path} is in use by a running server: stop it or choose another path with {flag}")
 
 
-def _is_answered(path: str) -> bool:
+def is_answered(path: str) -> bool:
+    """Whether a process listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         try:
             probe.connect(path)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:
             # Full backlog or no permission: a server is listening.

@@ -17,7 +17,7 @@ from legato.http.exchange import TENANT
 from legato.ipc.api_keys import tenant_of
 
 # Load balancers and orchestrators ask for these, and have no keys. They tell nothing but whether the model computes.
-OPEN_PATHS = frozenset({"/", "/health", "/ping"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/startupz"})
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 
 

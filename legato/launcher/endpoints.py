@@ -98,11 +98,15 @@ def claim_sockets(path: str, count: int) -> Iterator[list[str]]:
         try:
             yield sockets
         finally:
-            for name in sockets:
-                remove_socket(name, FLAG)
+            remove_sockets(sockets)
     finally:
         remove_socket(f"{path}.lock", FLAG)
         os.close(lock)
+
+
+def remove_sockets(sockets: list[str]) -> None:
+    for name in sockets:
+        remove_socket(name, FLAG)
 
 
 def _lock(path: str) -> int:

@@ -103,6 +103,11 @@ class Child:
         last = next((line.strip() for line in reversed(self.stderr) if line.strip()), "")
         return f"{self.name} {how}" + (f": {last.removeprefix('error: ')}" if last else "")
 
+    def show_stderr(self) -> None:
+        """Print what it wrote to stderr, unless that is a single line: `describe_exit` quotes it."""
+        if len(self.stderr) > 1:
+            print(*self.stderr, sep="\n", file=sys.stderr, flush=True)
+
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
@@ -126,7 +131,8 @@ class Supervisor:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.stopping = asyncio.Event()
-        self.impatient = False
+        # After signals: 0, or that of the second signal, which killed everything.
+        self.exit_code = 0
 
     def __enter__(self) -> Supervisor:
         loop = asyncio.get_running_loop()
@@ -148,22 +154,21 @@ class Supervisor:
 
     def start(self, command: ProcessCommand) -> Child:
         child = Child(command)
-        self.children.append(child)
+        self.children = [*(other for other in self.children if other.is_running), child]
         return child
 
-    async def first_exit(self, *children: Child) -> Child | None:
-        """The first child that exits, or None after a stop signal."""
+    async def first_exit(self, child: Child) -> Child | None:
+        """The child, once it has exited, or None after a stop signal."""
         asked = asyncio.ensure_future(self.stopping.wait())
-        events: list[asyncio.Future[Any]] = [asked, *(child.exited for child in children)]
+        events: list[asyncio.Future[Any]] = [asked, child.exited]
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
-        if self.stopping.is_set():
-            return None
-        # If several have exited, report the killed one: shards that lose a peer exit by themselves.
-        return min((child for child in children if not child.is_running), key=lambda child: child.exited.result() >= 0)
+        return None if self.stopping.is_set() else child
 
     async def stop(self, *children: Child, grace: float) -> None:
         """Terminate the children, and kill those that still run after `grace` seconds."""
+        if not children:
+            return
         for child in children:
             child.terminate()
         await asyncio.wait([child.exited for child in children], timeout=grace)
@@ -174,9 +179,9 @@ class Supervisor:
         await asyncio.wait([child.exited for child in children], timeout=KILL_SECONDS)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self.stopping.is_set() and number == signal.SIGINT:
-            self.impatient = True
-            logger.warning("Second interrupt: killing all processes")
+        if self.stopping.is_set() and number != signal.SIGHUP:
+            self.exit_code = 128 + number
+            logger.warning("Second signal, %s: killing all processes", number.name)
             for child in self.children:
                 child.kill()
         elif not self.stopping.is_set():

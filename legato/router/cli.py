@@ -16,6 +16,7 @@ from legato.common.exposure import command_line_warnings, exposure_warnings, tls
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
+from legato.common.restarts import RestartBudget
 from legato.ipc.api_keys import read_keys, tenant_of
 from legato.ipc.messages import WorkerSetup
 from legato.ipc.settings import RouterSettings
@@ -23,9 +24,12 @@ from legato.modelfiles.hub import DEFAULT_MODEL
 from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
 from legato.router.listening import Listeners
+from legato.router.metrics_listener import metrics_listener
+from legato.router.recovery import ConnectedShards, Recovery
 from legato.router.running import RouterProcess
-from legato.router.shards import GrpcShards, WarmupLimits
+from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.step_loop import StepLoop
+from legato.router.tracing import StepTraces
 from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes, step_sizes
@@ -59,19 +63,34 @@ def run(options: RouterOptions) -> None:
 
 
 async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int]) -> None:
-    workers = Workers(setup_for(options, locate(options)), listeners.sockets)
+    workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
     try:
         await workers.load()
         shards = await GrpcShards.connect(options.master_shard_uds_path)
         info = await shards.info()
         scheduler, limits = await warm_up(shards, info, options)
         metrics = Metrics(limits)
-        steps = StepLoop(scheduler, shards, limits, metrics.step)
-        router = RouterProcess(steps, metrics, workers, settings_for(options, info, api_keys))
-        await router.run(listeners, options.graceful_termination_timeout)
-        await shards.close()
+        traces = StepTraces() if options.otlp_endpoint else None
+        steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout, traces=traces)
+        recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
+        settings = settings_for(options, info, api_keys)
+        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout)
+        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
+            await router.run(listeners, options.graceful_termination_timeout)
+        await recovery.close()
     finally:
         workers.kill()
+
+
+async def reconnect(options: RouterOptions) -> ConnectedShards:
+    shards = await GrpcShards.connect(options.master_shard_uds_path)
+    try:
+        scheduler, limits = await warm_up(shards, await shards.info(), options)
+    except ShardsLost:
+        shards.kill()
+        await shards.close()
+        raise
+    return ConnectedShards(shards, scheduler.limits, limits)
 
 
 async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOptions) -> tuple[Scheduler, ModelLimits]:
@@ -184,6 +203,8 @@ def setup_for(options: RouterOptions, model: Path) -> WorkerSetup:
         model=str(model.absolute()),
         tokenizer_config_path=options.tokenizer_config_path,
         payload_limit=options.payload_limit,
+        otlp_endpoint=options.otlp_endpoint,
+        otlp_service_name=options.otlp_service_name,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.pb import pack_token_ids
+from legato.router.peer import PeerProcess
 from legato.scheduling.state import Admission, StepPlan, StepResult
 
 T = TypeVar("T")
@@ -45,8 +46,9 @@ class WarmupLimits:
 
 
 class GrpcShards:
-    def __init__(self, channels: list[grpc.aio.Channel]) -> None:
+    def __init__(self, channels: list[grpc.aio.Channel], processes: Sequence[PeerProcess] = ()) -> None:
         self._channels = channels
+        self._processes = processes
         self._stubs = [_stub(channel) for channel in channels]
         self._outboxes: list[asyncio.Queue[pb.StepRequest]] = []
 
@@ -61,14 +63,14 @@ class GrpcShards:
             raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
         check_peer(master_path, FLAG)
         answer = await _answer(_stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest()))
-        channels = [first]
+        channels, paths = [first], [os.path.abspath(master_path)]
         for url in answer.urls:
             if url != master:
                 channels.append(_channel(url))
-                path = url.removeprefix("unix://")
-                await _until_ready(channels[-1], path)
-                check_peer(path, FLAG)
-        return cls(channels)
+                paths.append(url.removeprefix("unix://"))
+                await _until_ready(channels[-1], paths[-1])
+                check_peer(paths[-1], FLAG)
+        return cls(channels, [PeerProcess(path) for path in paths])
 
     async def info(self) -> pb.InfoResponse:
         return await _answer(self._stubs[0].Info(pb.InfoRequest()))
@@ -122,7 +124,14 @@ class GrpcShards:
             for reader in readers:
                 reader.cancel()
 
+    def kill(self) -> None:
+        """All of them, hung or not: shards that have lost one of them, or their router, do not work together again."""
+        for process in self._processes:
+            process.kill()
+
     async def close(self) -> None:
+        for process in self._processes:
+            process.close()
         for channel in self._channels:
             await channel.close()
 
@@ -179,7 +188,7 @@ def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
 
 
 def _to_pb(plan: StepPlan) -> pb.StepRequest:
-    return pb.StepRequest(
+    request = pb.StepRequest(
         id=plan.id,
         admitted=[_admission(admission) for admission in plan.admitted],
         rows=plan.rows,
@@ -187,6 +196,9 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
         num_new_blocks=[len(blocks) for blocks in plan.new_blocks],
         new_blocks=[block for blocks in plan.new_blocks for block in blocks],
     )
+    for row, traceparent in plan.traces:
+        request.traces.add(row=row, traceparent=traceparent)
+    return request
 
 
 def _admission(admission: Admission) -> pb.Admission:

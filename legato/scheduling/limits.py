@@ -8,6 +8,16 @@ from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes
 
 
+class Refusal:
+    """Why a request ends without its last token."""
+
+    OVERLOADED = "Model is overloaded"
+    WAITED_TOO_LONG = "The request waited longer than {:g} seconds for its turn (--queue-timeout)"
+    RAN_TOO_LONG = "The request took longer than {:g} seconds (--request-timeout)"
+    DOES_NOT_FIT = "The request needs more memory than the shards have since they were restarted"
+    LOST_TOO_OFTEN = "The shards failed {} times while they computed this request"
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     num_blocks: int

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from legato.scheduling.state import GenerationRequest
+
 # Of everything that is free, how many times as much a tenant may hold.
 FACTOR = 4
 # Nobody has to be protected from this one: there are no API keys, so it is the only tenant.
@@ -40,3 +42,27 @@ class Shares:
         if left:
             self._held[tenant] = left
         assert self.free <= self.total, "more was given back than taken"
+
+
+class RequestShares:
+    """What a request takes: a permit until it ends, and room in the queue for its prompt until it is admitted."""
+
+    def __init__(self, max_requests: int | None, max_queued_tokens: int | None) -> None:
+        self.permits = Shares(max_requests)
+        self.queued_tokens = Shares(max_queued_tokens)
+
+    def take(self, request: GenerationRequest) -> bool:
+        if not self.permits.take(request.tenant, 1):
+            return False
+        if self.queued_tokens.take(request.tenant, len(request.input_ids)):
+            return True
+        self.permits.give_back(request.tenant, 1)
+        return False
+
+    def leave_queue(self, request: GenerationRequest) -> None:
+        self.queued_tokens.give_back(request.tenant, len(request.input_ids))
+
+    def give_back(self, request: GenerationRequest, *, is_queued: bool) -> None:
+        self.permits.give_back(request.tenant, 1)
+        if is_queued:
+            self.leave_queue(request)

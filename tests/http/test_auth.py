@@ -18,7 +18,9 @@ from legato.telemetry.metrics import Metrics
 from tests.http.asgi import LIMITS, SETTINGS, Answer, Call, FakeBackend, app_for, call, get, post, tokenizer
 
 KEYS = ("first-key", "second-key")
-OPEN = {("GET", "/"), ("GET", "/health"), ("GET", "/ping"), ("HEAD", "/"), ("HEAD", "/health"), ("HEAD", "/ping")}
+OPEN = {
+    (method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/ping", "/livez", "/readyz", "/startupz")
+}
 ROUTES = sorted(
     (method, route.path.replace("{model:path}", "m").replace("{name}", "m").replace("{version}", "1"))
     for route in _routes(Inference.create(FakeBackend(), tokenizer(), SETTINGS, Metrics(LIMITS)))

@@ -148,6 +148,6 @@ def test_tokens_and_permits_come_back_however_a_request_ends() -> None:
         if simulation.launch():
             simulation.land()
         waiting = [entry for entry in scheduler._entries.values() if entry.epoch == 0]
-        assert scheduler._queued_tokens.free == 500 - sum(entry.num_prompt for entry in waiting)
-        assert scheduler._permits.free == 50 - len(scheduler._entries)
+        assert scheduler.shares.queued_tokens.free == 500 - sum(entry.num_prompt for entry in waiting)
+        assert scheduler.shares.permits.free == 50 - len(scheduler._entries)
     assert scheduler.stats.preemptions
