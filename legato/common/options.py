@@ -221,7 +221,7 @@ class HttpOptions(Options):
         maximum=65535,
     )
     cors_allow_origin: tuple[str, ...] = option(
-        (), "Origins allowed by CORS, comma-separated or repeated. Default: none."
+        (), "Origins of web pages that may use the server (CORS), comma-separated or repeated. Default: any."
     )
     api_key: tuple[str, ...] = option(
         (),
@@ -232,6 +232,12 @@ class HttpOptions(Options):
         None,
         "File with API keys, one per line, `#` for comments. `KEY priority=N` lets requests with that key ask for"
         " priority N and worse ones. Default: 5 and worse, so that no key overtakes the others.",
+    )
+    ssl_certfile: str | None = option(
+        None, "TLS certificate, with its chain, in PEM format. Default: connections are not encrypted."
+    )
+    ssl_keyfile: str | None = option(
+        None, "Private key of `--ssl-certfile`, not encrypted. Default: in the same file as the certificate."
     )
     graceful_termination_timeout: int = option(
         90, "Seconds that running requests get to finish after a stop signal.", short="g"
