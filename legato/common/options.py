@@ -13,7 +13,8 @@ from legato.common.errors import OptionError
 from legato.common.option import Options, option
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-BitsAndBytes = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4"]
+Checkpoints = Literal["awq", "compressed-tensors", "exl2", "gptq", "marlin"]
+OnLoad = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "eetq", "fp8", "int8", "int4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,11 @@ class LoadingOptions(Options):
         None,
         "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively.",
     )
-    quantize: Literal["awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "fp8", BitsAndBytes] | None = (
-        option(None, "Quantization method for the weights.", later="choosing a quantization method")
+    quantize: Literal[Checkpoints, OnLoad] | None = option(
+        None,
+        "Quantization method of the weights. `bitsandbytes`, `bitsandbytes-nf4`, `bitsandbytes-fp4`, `eetq`, `fp8`,"
+        " `int8` and `int4` quantize dense weights on load; the others must be the checkpoint's own."
+        " Default: what the checkpoint says.",
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
         None,
@@ -112,6 +116,14 @@ class LimitOptions(Options):
 
     max_concurrent_requests: int = option(
         4096, "Maximum requests in flight, running or queued; more get 429.", minimum=1
+    )
+    max_queued_tokens: int = option(
+        2_000_000, "Maximum prompt tokens of all queued requests together; more get 429.", minimum=1
+    )
+    share_prefix_cache: bool = option(
+        False,
+        "Let requests with different API keys reuse each other's prefixes. Default: each key has its own, because"
+        " `cached_tokens` and response times tell what others have sent.",
     )
     max_input_tokens: int | None = option(
         None,
@@ -216,7 +228,11 @@ class HttpOptions(Options):
         "API keys, comma-separated or repeated; requests must send one as a bearer token. Default: no authentication.",
         secret=True,
     )
-    api_key_file: str | None = option(None, "File with API keys, one per line. Lines that begin with `#` are comments.")
+    api_key_file: str | None = option(
+        None,
+        "File with API keys, one per line, `#` for comments. `KEY priority=N` lets requests with that key ask for"
+        " priority N and worse ones. Default: 5 and worse, so that no key overtakes the others.",
+    )
     graceful_termination_timeout: int = option(
         90, "Seconds that running requests get to finish after a stop signal.", short="g"
     )
@@ -327,10 +343,10 @@ class LauncherOptions(
 
     sharded: bool | None = option(None, "`true` shards the model over all visible devices, `false` uses one device.")
     num_shard: int | None = option(None, "Number of shards. Default: one per visible device.", minimum=1)
-    shard_uds_path: str | None = option(
-        None,
-        "Unix socket path prefix of the shards, such as TGI's `/tmp/text-generation-server`; each appends `-RANK`."
-        " Default: in a new folder that only this user can enter.",
+    shard_uds_path: str = option(
+        "/tmp/text-generation-server",
+        "Unix socket path prefix of the shards; each appends `-RANK`. Unless the option is given, the sockets are in a"
+        " new folder that only this user can enter.",
     )
     env: bool = option(False, "Print the environment (versions, platform, GPUs) and exit.", env=None, short="e")
 

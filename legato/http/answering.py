@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from legato.api.errors import ClientGone, InternalError, Overloaded, RequestError
+from legato.api.errors import ClientGone, Draining, InternalError, Overloaded, RequestError
 from legato.http import sse
 from legato.http.exchange import ClientConnection, Exchange
 from legato.http.inference import Inference
@@ -30,7 +30,7 @@ class StreamErrors:
 
     error_event: Callable[[RequestError], bytes]
     # A refused stream still has status 200 and the error as its only event, because TGI's clients look for it there.
-    # Only an overloaded server says so in the status, for the load balancers in front of it.
+    # Only an overloaded or draining server says so in the status, for the load balancers in front of it.
     refuses_in_events: bool = False
 
 
@@ -141,7 +141,7 @@ class _Answer:
         with inference.counted():
             job = self._make_job()
             num_sequences = job.num_prompts * job.num_sequences
-            with inference.concurrency.held(num_sequences), self._exchange.client() as client:
+            with inference.concurrency.held(num_sequences, self._exchange.tenant), self._exchange.client() as client:
                 requests = await self._validate(job)
                 with self._running(job, requests, client) as choices:
                     texts = await asyncio.gather(*(choice.stream.read_all() for choice in choices))
@@ -163,7 +163,7 @@ class _Answer:
         except ClientGone:
             raise
         except Exception as error:
-            in_events = errors.refuses_in_events and not isinstance(error, Overloaded)
+            in_events = errors.refuses_in_events and not isinstance(error, Overloaded | Draining)
             if not (self._started or in_events):
                 raise
             if not isinstance(error, RequestError):
@@ -177,7 +177,8 @@ class _Answer:
 
     async def _events(self, job: Job) -> None:
         num_sequences = job.num_prompts * job.num_sequences
-        with self._inference.concurrency.held(num_sequences), self._exchange.client() as client:
+        concurrency, tenant = self._inference.concurrency, self._exchange.tenant
+        with concurrency.held(num_sequences, tenant), self._exchange.client() as client:
             requests = await self._validate(job)
             with self._running(job, requests, client) as choices:
                 await self._write_events(job, requests[0], choices)
@@ -211,7 +212,8 @@ class _Answer:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     async def _validate(self, job: Job) -> list[ValidRequest]:
-        requests = await job.requests()
+        with self._inference.concurrency.validating(self._exchange.body_size, self._exchange.tenant):
+            requests = await job.requests()
         for request in requests:
             self._inference.metrics.request_validated(len(request.input_ids), request.max_new_tokens)
         if self.trace is not None:

@@ -22,7 +22,6 @@ from legato.api.errors import (
     MethodNotAllowed,
     NotFound,
     RequestError,
-    Unhealthy,
 )
 from legato.api.native import Info, TokenizeRequest
 from legato.chat.tools.tooling import ChatRenderer
@@ -31,6 +30,7 @@ from legato.http.docs_page import PAGE
 from legato.http.exchange import DIRECT_SEND, ROUTE, Exchange
 from legato.http.inference import Inference
 from legato.http.openapi import document
+from legato.http.routes.health import HealthRoutes
 from legato.http.routes.native import GenerateRoutes
 from legato.http.routes.openai import errors as openai_errors
 from legato.http.routes.openai.chat import ChatRoutes
@@ -132,16 +132,11 @@ class Endpoint:
 
 def _routes(inference: Inference) -> list[Route]:
     settings, scheduler = inference.settings, inference.scheduler
-    generate = GenerateRoutes(inference)
+    generate, health = GenerateRoutes(inference), HealthRoutes(scheduler)
     names = TokenNames(inference.tokenizer, inference.vocabulary)
     completions, chat, models = CompletionRoutes(inference, names), ChatRoutes(inference, names), ModelRoutes(settings)
     info = msgspec.json.encode(_info(settings, scheduler.limits))
     openapi = msgspec.json.encode(document(settings))
-
-    async def health(request: Request) -> Response:
-        if not await scheduler.healthy():
-            raise Unhealthy
-        return Response()
 
     async def tokenize(exchange: Exchange) -> None:
         request = await exchange.json(_tokenize_decoder, settings.payload_limit)
@@ -158,7 +153,7 @@ def _routes(inference: Inference) -> list[Route]:
         return show
 
     return [
-        *_platform_routes(inference, generate, chat, completions, health),
+        *_platform_routes(inference, generate, chat, completions, health.health),
         Route("/", Endpoint(generate.compat), methods=["POST"]),
         Route("/generate", Endpoint(generate.generate), methods=["POST"]),
         Route("/generate_stream", Endpoint(generate.generate_stream), methods=["POST"]),
@@ -168,9 +163,11 @@ def _routes(inference: Inference) -> list[Route]:
         Route("/v1/models/{model:path}", models.model),
         Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
         Route("/chat_tokenize", Endpoint(chat.chat_tokenize), methods=["POST"]),
-        Route("/", health),
-        Route("/health", health),
-        Route("/ping", health),
+        *(Route(path, health.health) for path in ("/", "/health", "/ping")),
+        Route("/livez", health.live),
+        Route("/readyz", health.ready),
+        Route("/startupz", health.startup),
+        Route("/drain", Endpoint(health.drain), methods=["POST"]),
         Route("/info", page(info, JSON)),
         Route("/metrics", show_metrics),
         Route("/docs", page(PAGE.encode(), "text/html")),

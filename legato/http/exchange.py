@@ -112,6 +112,8 @@ class Exchange:
         self.trace: RequestTrace | None = scope.get(TRACE)
         self._abort: Callable[[], None] | None = scope.get(ABORT)
         self._loop = asyncio.get_running_loop()
+        # Bytes of the request's body, once it was read.
+        self.body_size = 0
         # Since when something is being written; None while nothing is.
         self._writing_since: float | None = None
 
@@ -133,6 +135,7 @@ class Exchange:
                 raise PayloadTooLarge(limit)
             chunks.append(chunk)
             if not message.get("more_body", False):
+                self.body_size = size
                 return b"".join(chunks)
 
     def _check_headers(self, limit: int) -> None:

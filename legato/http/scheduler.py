@@ -16,8 +16,9 @@ from legato.ipc import messages as msg
 from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk
 from legato.telemetry.step_times import StepTimes
 
-# Seconds for which tokens prove that scheduler and shards are alive: asking would say nothing newer.
-PROOF_OF_LIFE = 1.0
+# Seconds after which the scheduler, which describes its state every second, counts as hung.
+STATE_SECONDS = 5.0
+NO_STATE = msg.ServerState()
 # Requests whose tokens are delivered in one turn of the event loop. Each delivery writes to a client, which takes 20
 # microseconds and more.
 DELIVERIES_PER_TURN = 32
@@ -37,13 +38,18 @@ class SchedulerClient:
         self._receivers: dict[int, Receiver] = {}
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[msg.Answer]] = {}
-        self._last_tokens = 0.0
+        self._state, self._state_at = NO_STATE, 0.0
         # What has arrived, by request, in the order of delivery.
         self._undelivered: dict[int, list[Output]] = {}
         self._delivering = False
         # Of traced requests: the parts of their prompts that are computed. Only if there are any: when steps came.
         self.chunks: dict[int, list[PromptChunk]] = {}
         self.step_times: StepTimes | None = None
+
+    @property
+    def state(self) -> msg.ServerState:
+        """As the scheduler described it last, without asking: health checks wait for nobody."""
+        return self._state if self._loop.time() - self._state_at < STATE_SECONDS else NO_STATE
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -65,10 +71,11 @@ class SchedulerClient:
         if answer.error is not None:
             raise GrammarError(answer.error) if answer.grammar_is_wrong else LegatoError(answer.error)
 
-    async def healthy(self) -> bool:
-        if self._loop.time() - self._last_tokens < PROOF_OF_LIFE:
-            return True
-        return bool((await self._ask(msg.CheckHealth)).value)
+    async def drain(self) -> bytes:
+        """Have no more requests admitted, by any worker. Returns what is left, as JSON."""
+        answer = await self._ask(msg.BeginDrain)
+        assert isinstance(answer.value, bytes)
+        return answer.value
 
     async def scrape(self) -> bytes:
         """The metrics of all processes."""
@@ -85,6 +92,9 @@ class SchedulerClient:
 
     # ---- what arrives ----------------------------------------------------------------------------------------------
 
+    def on_state(self, state: msg.ServerState) -> None:
+        self._state, self._state_at = state, self._loop.time()
+
     def on_answer(self, answer: msg.Answer) -> None:
         asked = self._questions.pop(answer.number)
         if not asked.done():  # or its caller was cancelled
@@ -98,7 +108,6 @@ class SchedulerClient:
     def on_tokens(self, tokens: msg.Tokens) -> None:
         """A step may have tokens for thousands of requests. They are delivered a few per turn of the event loop, so
         that everything else, a health check perhaps, has a turn in between."""
-        self._last_tokens = self._loop.time()
         if self.step_times is not None:
             self.step_times.add()
         undelivered, rest = self._undelivered, dict(tokens.rest)

@@ -80,6 +80,7 @@ class HttpWorker:
         self, serve: msg.Serve, tokenizer: Tokenizer, chat_template: ChatTemplate | None, rules: ImageRules | None
     ) -> ASGIApp:
         scheduler = self._scheduler = SchedulerClient(serve.limits, self._link.send)
+        scheduler.on_state(serve.state)
         metrics = self._metrics = Metrics(serve.limits)
         LoopLag(lambda seconds: metrics.loop_lag("http_worker", seconds))
         if self._spans is not None:
@@ -105,6 +106,10 @@ class HttpWorker:
             case msg.Answer():
                 assert self._scheduler is not None
                 self._scheduler.on_answer(message)
+            case msg.ServerState():
+                self._link.send(msg.Alive())
+                if self._scheduler is not None:
+                    self._scheduler.on_state(message)
             case msg.ChunkDone():
                 assert self._scheduler is not None
                 self._scheduler.on_chunk(message)

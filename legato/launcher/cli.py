@@ -42,7 +42,7 @@ def serve(options: LauncherOptions) -> int:
     options = replace(options, hostname=sizing.listen_address(options.hostname))
     endpoints.check_port(options.hostname, options.port)
     with (
-        endpoints.socket_path(options.shard_uds_path) as path,
+        endpoints.socket_path(options.shard_uds_path if "shard_uds_path" in options.given else None) as path,
         endpoints.claim_sockets(path, _num_shards(options)) as sockets,
     ):
         options = replace(options, shard_uds_path=path)
@@ -76,14 +76,14 @@ async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str])
         if dead is not None:
             raise ChildFailed(dead.describe_exit())
         logger.info("Stopped")
-        return 130 if supervisor.impatient else 0
+        return supervisor.exit_code
 
 
 async def _download(supervisor: Supervisor, child: Child) -> int | None:
     """Wait for the download. Returns an exit code if the launcher must end: after a signal or a failed download."""
     if await supervisor.first_exit(child) is None:
         await supervisor.stop(child, grace=DOWNLOAD_EXIT_SECONDS)
-        return 130 if supervisor.impatient else 0
+        return supervisor.exit_code
     code = child.exited.result()
     if code < 0:
         raise ChildFailed(child.describe_exit())

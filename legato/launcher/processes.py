@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from legato.common.errors import LegatoError
 from legato.common.logging import parse
@@ -131,7 +131,8 @@ class Supervisor:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.stopping = asyncio.Event()
-        self.impatient = False
+        # After signals: 0, or that of the second signal, which killed everything.
+        self.exit_code = 0
 
     def __enter__(self) -> Supervisor:
         loop = asyncio.get_running_loop()
@@ -159,7 +160,8 @@ class Supervisor:
     async def first_exit(self, child: Child) -> Child | None:
         """The child, once it has exited, or None after a stop signal."""
         asked = asyncio.ensure_future(self.stopping.wait())
-        await asyncio.wait([asked, child.exited], return_when=asyncio.FIRST_COMPLETED)
+        events: list[asyncio.Future[Any]] = [asked, child.exited]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
         return None if self.stopping.is_set() else child
 
@@ -177,9 +179,9 @@ class Supervisor:
         await asyncio.wait([child.exited for child in children], timeout=KILL_SECONDS)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self.stopping.is_set() and number == signal.SIGINT:
-            self.impatient = True
-            logger.warning("Second interrupt: killing all processes")
+        if self.stopping.is_set() and number != signal.SIGHUP:
+            self.exit_code = 128 + number
+            logger.warning("Second signal, %s: killing all processes", number.name)
             for child in self.children:
                 child.kill()
         elif not self.stopping.is_set():

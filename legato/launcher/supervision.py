@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from legato.common.restarts import RestartBudget
+from legato.common.restarts import EXIT_NO_RESTART, RestartBudget
 from legato.launcher.plan import LaunchPlan
 from legato.launcher.processes import KILL_SECONDS, Child, ProcessCommand, Supervisor
 
@@ -117,11 +117,13 @@ class ServerProcesses:
         """Restart a group whenever one of its processes ends. Returns the process that ended for good."""
         while True:
             dead = await group.first_exit()
-            if not self._was_ready or not await group.restart(dead):
+            is_final = not self._was_ready or dead.exited.result() == EXIT_NO_RESTART
+            if is_final or not await group.restart(dead):
                 return dead
             readiness = asyncio.ensure_future(self._log_ready(group))
+            events: list[asyncio.Future[Any]] = [readiness, *group.exits]
             try:
-                await asyncio.wait([readiness, *group.exits], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 readiness.cancel()
 

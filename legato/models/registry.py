@@ -14,11 +14,14 @@ from legato.layers.kv_cache import KVCache, KVShape
 from legato.layers.shard import Shard
 from legato.layers.step import Step
 from legato.modelfiles.files import ModelFiles
+from legato.models.checkpoint import Progress
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
 from legato.models.gguf_source import GgufSource
+from legato.models.methods import find_method, on_load
 from legato.models.sources import SafetensorsSource, TensorSource
-from legato.models.weights import Progress, Weights
+from legato.models.weights import Weights
+from legato.quantization.method import DENSE
 
 ARCHITECTURES = {
     "bloom": "legato.models.bloom:Bloom",
@@ -94,17 +97,24 @@ def get_model(
     dummy: bool = False,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
+    quantize: str | None = None,
 ) -> CausalModel:
-    """Build this shard of the model that `config` describes and fill it from `files`."""
+    """Build this shard of the model that `config` describes and fill it from `files`. `quantize` is the method that
+    was asked for."""
     if config.model_type not in ARCHITECTURES:
         fallback = _fallback(files, trust_remote_code)
+        if quantize is not None or files.quantization() is not None:
+            raise UnsupportedModel(f"model_type '{config.model_type}' runs through transformers, without quantization")
         other: CausalModel = fallback.load(files, config, dtype, device, shard, dummy, trust_remote_code)
         return other
     architecture = architecture_for(config.model_type)
     if dummy:
-        built: CausalModel = architecture(config, DummyWeights(dtype, device, shard))
+        method = DENSE if quantize is None else on_load(quantize)
+        built: CausalModel = architecture(config, DummyWeights(dtype, device, shard, method))
         return built
-    weights = Weights(_source(files), dtype, device, shard, progress)
+    source = _source(files)
+    method = find_method(files, source, quantize)
+    weights = Weights(source, dtype, device, shard, progress, method)
     try:
         model: CausalModel = architecture(config, weights)
         weights.check_all_used()

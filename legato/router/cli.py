@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
 from legato.common.restarts import RestartBudget
+from legato.ipc.api_keys import read_keys, tenant_of
 from legato.ipc.messages import WorkerSetup
 from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
@@ -57,8 +58,8 @@ def run(options: RouterOptions) -> None:
     uvloop.run(serve(options, listeners, api_keys))
 
 
-async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[str, ...]) -> None:
-    workers = Workers(setup_for(options, locate(options)), listeners.sockets)
+async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int]) -> None:
+    workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
     try:
         await workers.load()
         shards = await GrpcShards.connect(options.master_shard_uds_path)
@@ -68,8 +69,9 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[st
         traces = StepTraces() if options.otlp_endpoint else None
         steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout, traces=traces)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
-        router = RouterProcess(steps, recovery, metrics, workers, settings_for(options, info, api_keys))
-        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, api_keys):
+        settings = settings_for(options, info, api_keys)
+        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout)
+        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
             await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
@@ -117,6 +119,8 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             queue_timeout=options.queue_timeout,
             request_timeout=options.request_timeout,
             max_requests=options.max_concurrent_requests,
+            max_queued_tokens=options.max_queued_tokens,
+            share_prefix_cache=options.share_prefix_cache,
             decoder_start_token_id=start,
         )
     )
@@ -162,22 +166,6 @@ def whole_prompt_tokens(sizes: StepSizes, options: RouterOptions) -> int:
     return max(sizes.max_prompt_tokens or sizes.max_tokens, longest)
 
 
-def read_keys(keys: Iterable[str], path: str | None) -> tuple[str, ...]:
-    """The keys of `--api-key` and of the lines of `--api-key-file`. A file that has none is a mistake: taken at its
-    word, it would disable authentication."""
-    if path is None:
-        return tuple(keys)
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise OptionError(f"--api-key-file {path} cannot be read: {cause}") from None
-    found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not found:
-        raise OptionError(f"--api-key-file {path} has no key: write one on a line of its own")
-    return (*keys, *found)
-
-
 def vertex_port(environ: Mapping[str, str]) -> int | None:
     """Where Vertex AI will call. Only Vertex AI sets the variable, in every container, so it overrides --port."""
     port = environ.get("AIP_HTTP_PORT") or None
@@ -216,7 +204,7 @@ def setup_for(options: RouterOptions, model: Path) -> WorkerSetup:
     )
 
 
-def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: tuple[str, ...]) -> RouterSettings:
+def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: Mapping[str, int]) -> RouterSettings:
     return RouterSettings(
         model_id=options.model_id or DEFAULT_MODEL,
         model_pipeline_tag="text2text-generation" if info.HasField("decoder_start_token_id") else None,
@@ -235,7 +223,8 @@ def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: tuple[
         payload_limit=options.payload_limit,
         tool_call_parser=options.tool_call_parser,
         cors_allow_origin=options.cors_allow_origin,
-        api_keys=api_keys,
+        api_keys=tuple(api_keys),
+        best_priorities={tenant_of(key): priority for key, priority in api_keys.items()},
         vertex_predict_route=vertex_route(os.environ, "AIP_PREDICT_ROUTE"),
         vertex_health_route=vertex_route(os.environ, "AIP_HEALTH_ROUTE"),
         compute_type=os.environ.get("COMPUTE_TYPE", info.device_type),

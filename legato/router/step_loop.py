@@ -45,7 +45,7 @@ class Shards(Protocol):
 
     async def prepare(self, grammar: Grammar) -> None: ...
 
-    async def healthy(self) -> bool: ...
+    async def healthy(self, timeout: float) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +124,33 @@ class StepLoop:
         # Since when the oldest step in flight is being computed.
         self._step_began = 0.0
         self._hung: asyncio.Future[None] | None = None
+        # Called when shards are lost, replaced or proven.
+        self.on_change: Callable[[], None] = lambda: None
         self._watch_timer: Timer | None = None
 
     @property
     def step_age(self) -> float:
         """Seconds for which the oldest step in flight has been computed; 0 if there is none."""
         return self._clock.now() - self._step_began if self._sent and self._connected.is_set() else 0.0
+
+    @property
+    def is_live(self) -> bool:
+        """Steps advance. While shards are replaced there are none, and the attempts to replace them are limited."""
+        return self._lost is None and self.step_age < self._hang_timeout
+
+    @property
+    def is_healthy(self) -> bool:
+        """Steps advance, and a token has come since the last failure."""
+        return self.is_live and self._proven and self._connected.is_set()
+
+    @property
+    def is_restarting(self) -> bool:
+        return not self._connected.is_set()
+
+    @property
+    def is_idle(self) -> bool:
+        """No step shows whether the shards are well."""
+        return not self._sent and self._connected.is_set()
 
     @property
     def queue_size(self) -> int:
@@ -181,10 +202,6 @@ class StepLoop:
                     raise
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def healthy(self) -> bool:
-        is_running = self._lost is None and self._connected.is_set() and self._proven
-        return is_running and await self.shards.healthy()
-
     async def run(self, recover: Callable[[ShardsLost], Awaitable[None]] | None = None) -> None:
         """Until the shards are lost and `recover` does not `resume` with others. However it ends, no request is left
         waiting for a token that never comes."""
@@ -199,6 +216,7 @@ class StepLoop:
                         raise
                     self._connected.clear()
                     self._proven = False
+                    self.on_change()
                     await recover(error)
         except Exception as error:
             reason = str(error) if isinstance(error, LegatoError) else "the scheduler failed"
@@ -224,8 +242,7 @@ class StepLoop:
             if not self._connected.is_set():
                 await asyncio.sleep(0)  # a step that is sent before the stream is open is lost
                 self._connected.set()
-                self._probe()
-                self._pump()
+                self.prove()
             await asyncio.wait([stream, hung], return_when=asyncio.FIRST_COMPLETED)
             (hung if hung.done() else stream).result()
         finally:
@@ -235,10 +252,18 @@ class StepLoop:
             stream.cancel()
             await asyncio.gather(stream, return_exceptions=True)
 
-    def _probe(self) -> None:
-        """Unless it is here already or the server is full: then the tokens of others prove as much."""
-        self.scheduler.cancel(PROBE.id)
-        self.scheduler.submit(PROBE, self._clock.now())
+    def lose_shards(self, reason: str) -> None:
+        """They are not well, although no step shows it."""
+        if self._hung is not None and not self._hung.done():
+            self._hung.set_exception(ShardsLost(reason))
+
+    def prove(self) -> None:
+        """Have a token computed, unless one has come since the last failure. If the server is full, the tokens of
+        others prove as much."""
+        if not self._proven and self._connected.is_set():
+            self.scheduler.cancel(PROBE.id)
+            self.scheduler.submit(PROBE, self._clock.now())
+            self._pump()
 
     def _watch(self) -> None:
         """Look again when the oldest step in flight would be hung."""
@@ -249,13 +274,11 @@ class StepLoop:
         self._watch_timer = self._clock.call_later(max(due - now, 0), lambda: self._on_watch(due))
 
     def _on_watch(self, due: float) -> None:
-        assert self._hung is not None
         now = self._clock.now()
         if now - due > MAX_LATENESS:  # our own event loop stood still: results may be waiting for us
             self._step_began = now
-        elif self._sent and now - self._step_began >= self._hang_timeout and not self._hung.done():
-            message = f"the shards have not finished a step for {self._hang_timeout:g} s (--hang-timeout)"
-            self._hung.set_exception(ShardsLost(message))
+        elif self._sent and now - self._step_began >= self._hang_timeout:
+            self.lose_shards(f"the shards have not finished a step for {self._hang_timeout:g} s (--hang-timeout)")
             return
         self._watch()
 
@@ -324,8 +347,8 @@ class StepLoop:
         outputs = self.scheduler.complete(result)
         booked = time.perf_counter()
         self._step_began = self._clock.now()
-        if not self._proven and result.token_ids:
-            self._proven = True
+        if self._proven is not (result.error is None):
+            self._judge(result)
         self._pump()
         delivering = time.perf_counter()
         if self._traces is not None:
@@ -334,6 +357,13 @@ class StepLoop:
             self._deliver(request_id, output)
         filter_time = booked - arrived + time.perf_counter() - delivering
         self._record(self._sent.popleft(), result, arrived, filter_time, len(outputs))
+
+    def _judge(self, result: StepResult) -> None:
+        """A failed step leaves the shards in doubt until a token comes."""
+        was_proven, self._proven = self._proven, bool(result.token_ids)
+        if was_proven or self._proven:
+            asyncio.get_running_loop().call_soon(self.prove)
+            self.on_change()
 
     def _record(self, sent: SentStep, result: StepResult, arrived: float, filter_time: float, num_tokens: int) -> None:
         plan = sent.plan

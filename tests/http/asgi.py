@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from legato.grammar.kinds import Grammar
 from legato.http.app import create_app
 from legato.http.scheduler import Receiver
+from legato.ipc.messages import ServerState
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, PromptChunk
 from legato.telemetry.step_times import StepTimes
@@ -63,6 +64,7 @@ class FakeBackend:
     script: Callable[[GenerationRequest], Iterable[Output]] = lambda request: outputs_of("hello world")
     limits: ModelLimits = LIMITS
     health: bool = True
+    draining: bool = False
     # Stop after this many outputs and wait for `go_on`.
     pause_after: int | None = None
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -99,8 +101,13 @@ class FakeBackend:
     async def prepare(self, grammar: Grammar) -> None:
         self.prepared.append(grammar)
 
-    async def healthy(self) -> bool:
-        return self.health
+    @property
+    def state(self) -> ServerState:
+        return ServerState(healthy=self.health, live=self.health, ready=self.health, draining=self.draining)
+
+    async def drain(self) -> bytes:
+        self.draining = True
+        return b'{"draining":true,"running":2,"queued":3}'
 
 
 @dataclass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.integration.client import JSON, Client, at_once
@@ -64,3 +67,43 @@ def test_streams_go_on_after_their_shard_was_killed_as_if_it_had_not(server: Lau
         assert_same([*first, *more], undisturbed, name)
     until(lambda: server.client.get("/health").status == 200, "the server is healthy")
     assert server.shard().pid != pid
+
+
+def router_of(server: Launched) -> psutil.Process:
+    return next(child for child in server.children() if "--master-shard-uds-path" in " ".join(child.cmdline()))
+
+
+def until_ready(server: Launched) -> None:
+    def is_ready() -> bool:
+        try:
+            return server.client.get("/readyz").status == 200
+        except OSError:
+            return False
+
+    until(is_ready, "the server is ready")
+
+
+def test_the_server_is_not_ready_but_alive_while_the_shard_is_replaced(server: Launched) -> None:
+    server.shard().kill()
+    until(lambda: server.client.get("/readyz").status == 503, "the server is not ready")
+    assert server.client.get("/health").status == 503
+    assert server.client.get("/livez").json()["live"] is True
+    answer = server.client.generate("A request while there is no shard", max_new_tokens=4, ignore_eos=True)
+    assert answer["generated_text"]
+    until_ready(server)
+    assert server.client.get("/health").status == 200
+
+
+def test_a_killed_router_is_replaced_and_the_shard_keeps_its_weights(server: Launched) -> None:
+    expected = server.client.generate("Once", max_new_tokens=20, ignore_eos=True)["generated_text"]
+    shard, router = server.shard(), router_of(server)
+    stream = server.client.stream("Once", max_new_tokens=4000, ignore_eos=True)
+    next(iter(stream))
+    router.kill()
+    with suppress(OSError, AssertionError, http.client.HTTPException):
+        assert all(event["generated_text"] is None for event in stream), "the stream breaks off"
+    until(lambda: not router.is_running() or router.status() == psutil.STATUS_ZOMBIE, "the router is dead")
+    until_ready(server)
+    assert server.shard() == shard
+    assert router_of(server) != router
+    assert server.client.generate("Once", max_new_tokens=20, ignore_eos=True)["generated_text"] == expected

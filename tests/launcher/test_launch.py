@@ -183,13 +183,14 @@ def test_requests_get_the_whole_grace_before_the_router_must_exit(launch: Launch
     assert "killing it" not in launched.log
 
 
-def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_kills_at_once(launch: Launch, number: signal.Signals, code: int) -> None:
     launched = launch(FAKE_ROUTER="stubborn")
     launched.until_logged("Listening on")
-    launched.send(signal.SIGINT)
+    launched.send(number)
     launched.until_journal("router asked to stop")
-    launched.send(signal.SIGINT)
-    assert launched.wait() == (130, "")
+    launched.send(number)
+    assert launched.wait() == (code, "")
 
 
 def test_nohup_is_respected(launch: Launch) -> None:

@@ -74,8 +74,8 @@ class _Stream:
     async def prepare(self, grammar: Grammar) -> None:
         await self._shards.prepare(grammar)
 
-    async def healthy(self) -> bool:
-        return await self._shards.healthy()
+    async def healthy(self, timeout: float = 5.0) -> bool:
+        return await self._shards.healthy(timeout)
 
     async def close(self) -> None:
         self._reading.cancel()
