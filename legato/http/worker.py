@@ -30,6 +30,7 @@ from legato.modelfiles.files import ModelFiles
 from legato.telemetry.export import SpanExport, open_export
 from legato.telemetry.loop_lag import LoopLag
 from legato.telemetry.metrics import Metrics
+from legato.telemetry.step_times import StepTimes
 from legato.vision.rules import ImageRules, image_rules
 
 # Seconds for the last spans to reach the collector when the worker ends.
@@ -87,6 +88,7 @@ class HttpWorker:
         LoopLag(lambda seconds: metrics.loop_lag("http_worker", seconds))
         if self._spans is not None:
             metrics.watch_spans(self._spans.take_counts)
+            scheduler.step_times = StepTimes()
         return create_app(
             scheduler,
             tokenizer,
