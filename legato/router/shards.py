@@ -114,7 +114,7 @@ class GrpcShards:
             max_rows=limits.max_rows,
             max_batch_total_tokens=limits.max_batch_total_tokens or 0,
         )
-        answers = await self._all([stub.Warmup(request) for stub in self._stubs])
+        answers: list[pb.WarmupResponse] = await self._all([stub.Warmup(request) for stub in self._stubs])
         return min(answers, key=lambda answer: int(answer.num_blocks))
 
     async def prepare(self, grammar: Grammar) -> None:

@@ -38,10 +38,12 @@ class OtlpExporter(OTLPSpanExporter):
         super().__init__(endpoint=endpoint, insecure=insecure, timeout=timeout)
         self._resource_attributes = _attributes(resource)
 
-    def send(self, spans: Sequence[Span]) -> bool:
-        return bool(self.export(spans) is SpanExportResult.SUCCESS)
+    # The base class passes what `export` got to `_translate_data` and knows nothing else about it.
 
-    def _translate_data(self, data: Sequence[Span]) -> ExportTraceServiceRequest:
+    def send(self, spans: Sequence[Span]) -> bool:
+        return bool(self.export(spans) is SpanExportResult.SUCCESS)  # type: ignore[arg-type]
+
+    def _translate_data(self, data: Sequence[Span]) -> ExportTraceServiceRequest:  # type: ignore[override]
         """What the base class sends; called once for each attempt."""
         scope = pb.ScopeSpans(scope=InstrumentationScope(name="legato", version=__version__))
         for number, span in enumerate(data):
