@@ -92,7 +92,7 @@ class HttpServer(uvicorn.Server):
         arriving.add_done_callback(lambda _: self._arrived(arriving, protocol))
 
     def _arrived(self, arriving: asyncio.Task[Any], protocol: HttpProtocol) -> None:
-        self._arriving.discard(arriving)
         if arriving.cancelled() or arriving.exception() is not None:
             self.context.open.discard(protocol)
             self.context.log.warning("A connection ended before it was established, in its TLS handshake perhaps")
+        self._arriving.discard(arriving)

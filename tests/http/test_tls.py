@@ -95,6 +95,7 @@ def test_old_versions_are_refused(server: Running) -> None:
     context.maximum_version = ssl.TLSVersion.TLSv1_1
     with pytest.raises((ssl.SSLError, OSError)):
         context.wrap_socket(server.connect())
+    until(lambda: not server.server._arriving, "the server has noticed")
 
 
 def test_whoever_does_not_speak_tls_is_left_and_costs_one_line_of_log(
