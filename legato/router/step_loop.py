@@ -19,6 +19,7 @@ from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
+from legato.router.clock import MAX_LATENESS, Clock, LoopClock, Timer
 from legato.router.shards import ShardsLost
 from legato.router.tracing import StepTraces
 from legato.scheduling.limits import SchedulerLimits
@@ -28,8 +29,6 @@ from legato.telemetry.metrics import StepFigures
 
 # One step computes, the next waits at the shard: the device never waits for the router.
 STEPS_IN_FLIGHT = 2
-# Seconds that the event loop may be late before a step counts as hung: we were stopped, not the shards.
-MAX_LATENESS = 1.0
 # The request that proves that new shards compute: one token, for nobody. The numbers of clients' requests begin at 1.
 PROBE = GenerationRequest(0, [0], 1, ignore_eos=True)
 # Seconds before a grammar is sent again to shards that failed while they compiled it.
@@ -67,26 +66,6 @@ class Receiver(Protocol):
 
     def trace(self, request_id: int, chunk: PromptChunk) -> None:
         """Of a traced request, before the output that the chunk led to."""
-
-
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Clock(Protocol):
-    """Time, so that tests can do without the real one."""
-
-    def now(self) -> float: ...
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer: ...
-
-
-class LoopClock:
-    def now(self) -> float:
-        return time.monotonic()
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        return asyncio.get_running_loop().call_later(seconds, callback)
 
 
 class StepLoop:
