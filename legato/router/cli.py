@@ -27,6 +27,7 @@ from legato.router.listening import Listeners
 from legato.router.recovery import ConnectedShards, Recovery
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
+from legato.router.startup import StartupResponder
 from legato.router.step_loop import StepLoop
 from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS
@@ -59,8 +60,10 @@ def run(options: RouterOptions) -> None:
 
 async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[str, ...]) -> None:
     workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
-    heartbeat = asyncio.create_task(send_heartbeats())
+    startup = StartupResponder()
+    heartbeat = asyncio.create_task(send_heartbeats(startup.enter))
     try:
+        await startup.open(listeners)
         await workers.load()
         shards = await connect(options)
         info = await shards.info()
@@ -70,9 +73,11 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[st
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
         settings = settings_for(options, info, api_keys)
         router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout)
+        startup.close()
         await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
+        startup.close()
         heartbeat.cancel()
         workers.kill()
 
