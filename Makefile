@@ -9,7 +9,7 @@ PORT ?= 3000
 SCALE ?= 16
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-clients test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-clients test-quantizers test-gpu fuzz faults chaos proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -101,6 +101,17 @@ $(CLIENTS)/tool-schemas/.fetched: Makefile | setup
 	$(BIN)/pip download -q --disable-pip-version-check --no-deps -d $(@D) $(TOOL_SCHEMAS) || $(NO_INDEX)
 	touch $@
 
+# The libraries that make quantized checkpoints, in an environment of their own.
+QUANTIZERS := .quantizers
+
+test-quantizers: $(QUANTIZERS)/.installed ## what the libraries quantize, read by Legato
+	$(QUANTIZERS)/bin/pytest -c tests/quantizers/pytest.ini --rootdir . tests/quantizers
+
+$(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip $(PIP_INSTALL) -q -e '.[dev]' -r $< || $(NO_INDEX)
+	touch $@
+
 fuzz: setup ## 20,000 requests made from the OpenAPI document, other ones every time
 	FUZZ_CASES=20000 $(BIN)/pytest tests/fuzz tests/fuzz/server.py
 
@@ -136,4 +147,4 @@ bench: setup ## measure the engine with the default model (SCALE=1 for large mac
 	$(BIN)/legato bench engine --scale $(SCALE) --json $(BENCH_RESULT)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -126,13 +126,12 @@ class SchedulerClient:
 
     def _deliver(self) -> None:
         for request_id in list(itertools.islice(self._undelivered, DELIVERIES_PER_TURN)):
-            outputs = self._undelivered.pop(request_id)
-            last = outputs[-1]
-            ended = last.finish_reason is not None or last.error is not None
-            receiver = self._receivers.pop(request_id, None) if ended else self._receivers.get(request_id)
-            if receiver is not None:  # or the request was cancelled
-                for output in outputs:
-                    receiver(output)
+            for output in self._undelivered.pop(request_id):
+                ended = output.finish_reason is not None or output.error is not None
+                receiver = self._receivers.pop(request_id, None) if ended else self._receivers.get(request_id)
+                if receiver is None:  # the request was cancelled, perhaps by its receiver just now
+                    break
+                receiver(output)
         self._delivering = bool(self._undelivered)
         if self._delivering:
             self._loop.call_soon(self._deliver)

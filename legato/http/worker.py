@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from legato.chat.template import ChatTemplate
 from legato.common.errors import LegatoError
+from legato.common.exposure import tls_context
 from legato.common.gc import freeze_gc
 from legato.common.logging import setup
 from legato.http.app import create_app
@@ -56,7 +57,9 @@ class HttpWorker:
             self._link.send(msg.Loaded())
             serve = await self._serve
             app = self._app(serve, tokenizer, chat_template, rules)
-            server = self._server = HttpServer(app, serve.grace, serve.settings.payload_limit)
+            settings = serve.settings
+            tls = tls_context(settings.ssl_certfile, settings.ssl_keyfile)
+            server = self._server = HttpServer(app, serve.grace, settings.payload_limit, tls=tls)
             freeze_gc()
             self._link.send(msg.Serving())
             await server.serve(sockets=[self._listener])

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
+from legato.common import heartbeat as heartbeats
 from legato.common.errors import LegatoError
 from legato.common.logging import parse
 
@@ -45,6 +47,8 @@ class ProcessCommand:
     words: Sequence[str]
     environ: dict[str, str]
     shows_stderr: bool = False
+    # Whether it sends heartbeats (`common/heartbeat.py`).
+    beats: bool = False
 
 
 class Child:
@@ -54,20 +58,32 @@ class Child:
         self.name = command.name
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.stderr: deque[str] = deque(maxlen=KEPT_LINES)
+        # When it last gave a sign of life; None before the first.
+        self.beat_at: float | None = None
+        reader, writer = os.pipe() if command.beats else (None, None)
+        heartbeat = {} if writer is None else {heartbeats.VARIABLE: str(writer)}
         try:
             self._process = subprocess.Popen(
                 command.words,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=None if command.shows_stderr else subprocess.PIPE,
-                env=command.environ,
+                env=command.environ | heartbeat,
+                pass_fds=() if writer is None else (writer,),
                 # Ctrl-C in a terminal reaches only the launcher, which stops the children in order.
                 process_group=0,
                 preexec_fn=_die_with(os.getpid()),
             )
         except OSError as error:
             raise ChildFailed(f"cannot start {command.words[0]}: {error.strerror}") from None
-        takers = [(self._process.stdout, self._take_stdout), (self._process.stderr, self._take_stderr)]
+        finally:
+            if writer is not None:
+                os.close(writer)
+        takers: list[tuple[IO[bytes] | None, Callable[[str], None]]] = [
+            (self._process.stdout, self._take_stdout),
+            (self._process.stderr, self._take_stderr),
+            (None if reader is None else os.fdopen(reader, "rb", 0), self._take_beat),
+        ]
         self._pipes = [_PipeReader(pipe, take) for pipe, take in takers if pipe is not None]
 
     @property
@@ -119,6 +135,9 @@ class Child:
             logging.getLogger().handle(record)
         elif line.strip():
             logger.info("%s", line, extra={"program": self.name})
+
+    def _take_beat(self, line: str) -> None:
+        self.beat_at = time.monotonic()
 
     def _take_stderr(self, line: str) -> None:
         self.stderr.append(line)

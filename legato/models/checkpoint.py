@@ -5,6 +5,7 @@ Keeps account: a tensor that is missing, left over or of the wrong shape is an e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
@@ -45,6 +46,7 @@ class Checkpoint:
         self._staging = Staging(device)
         self._total = source.nbytes() // self.shard.world_size
         self._read_bytes = 0
+        self.kinds: Counter[str] = Counter()  # of quantized matrices, with their products, and how many there are
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

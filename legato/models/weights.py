@@ -35,7 +35,7 @@ from legato.quantization.dense import Weight, dense_weight
 from legato.quantization.experts import DenseExperts, ExpertWeights, expert_weights
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.stored import MatrixSlice, Ranges
-from legato.quantization.weight import Matrix, weight_of
+from legato.quantization.weight import Matrix, kinds_of, weight_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,9 @@ class Weights(Checkpoint):
         if quantizer is None:
             return DenseExperts(matrices.contiguous())
         quantized = [quantizer(matrix) for matrix in matrices]
-        return expert_weights([[matrix if columns is None else matrix.columns(*columns)] for matrix in quantized])
+        made = expert_weights([[matrix if columns is None else matrix.columns(*columns)] for matrix in quantized])
+        self.kinds.update(kinds_of(made))
+        return made
 
     def _quantized_experts(
         self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
@@ -221,7 +223,9 @@ class Weights(Checkpoint):
             gate, up, out = (f"{name}.{expert}.{part}" for part in parts)
             gate_up.append([self._matrix(MatrixSlice(part, inner, hidden, [span])) for part in (gate, up)])
             down.append([self._matrix(MatrixSlice(out, hidden, inner, None, span))])
-        return expert_weights(gate_up), expert_weights(down)
+        made = expert_weights(gate_up), expert_weights(down)
+        self.kinds.update(kind for experts in made for kind in kinds_of(experts))
+        return made
 
     def _row(
         self,
@@ -265,7 +269,9 @@ class Weights(Checkpoint):
         ]  # fmt: skip
         matrices = [self._matrix(each, transposed, quantize, dtype) for each in wanted]
         biases = [self.tensor(f"{each.name}.bias", (each.out_features,), each.cut()) for each in wanted if bias]
-        return weight_of(matrices, torch.cat(biases) if biases else None, order)
+        weight = weight_of(matrices, torch.cat(biases) if biases else None, order)
+        self.kinds.update(kinds_of(weight))
+        return weight
 
     def _matrix(
         self, wanted: MatrixSlice, transposed: bool = False, quantize: bool = True, dtype: torch.dtype | None = None

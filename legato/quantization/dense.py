@@ -78,5 +78,5 @@ def dense_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Dens
 
 
 def _has_onednn() -> bool:
-    available = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    available = bool(torch.backends.mkldnn.is_available())
     return available and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

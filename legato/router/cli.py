@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from legato.common.errors import OptionError
+from legato.common.exposure import command_line_warnings, exposure_warnings, tls_context
+from legato.common.heartbeat import send_heartbeats
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
@@ -54,6 +57,9 @@ def run(options: RouterOptions) -> None:
     # Before anything slow: a port in use ends at once.
     listeners = Listeners(options.hostname, options.port, num_workers(options))
     api_keys = read_keys(options.api_key, options.api_key_file)
+    tls_context(options.ssl_certfile, options.ssl_keyfile)  # the workers read the files again
+    for warning in (*command_line_warnings(), *exposure_warnings(options)):
+        logger.warning(warning)
     import uvloop
 
     uvloop.run(serve(options, listeners, api_keys))
@@ -61,9 +67,10 @@ def run(options: RouterOptions) -> None:
 
 async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int]) -> None:
     workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
+    heartbeat = asyncio.create_task(send_heartbeats())
     try:
         await workers.load()
-        shards = await GrpcShards.connect(options.master_shard_uds_path)
+        shards = await connect(options)
         info = await shards.info()
         scheduler, limits = await warm_up(shards, info, options)
         metrics = Metrics(limits)
@@ -82,11 +89,16 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[
             await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
+        heartbeat.cancel()
         workers.kill()
 
 
+async def connect(options: RouterOptions) -> GrpcShards:
+    return await GrpcShards.connect(options.master_shard_uds_path, hang_timeout=options.hang_timeout)
+
+
 async def reconnect(options: RouterOptions) -> ConnectedShards:
-    shards = await GrpcShards.connect(options.master_shard_uds_path)
+    shards = await connect(options)
     try:
         scheduler, limits = await warm_up(shards, await shards.info(), options)
     except ShardsLost:
@@ -229,6 +241,8 @@ def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: Mappin
         image_url_allow=options.image_url_allow,
         payload_limit=options.payload_limit,
         tool_call_parser=options.tool_call_parser,
+        ssl_certfile=_absolute(options.ssl_certfile),
+        ssl_keyfile=_absolute(options.ssl_keyfile),
         cors_allow_origin=options.cors_allow_origin,
         api_keys=tuple(api_keys),
         best_priorities={tenant_of(key): priority for key, priority in api_keys.items()},
@@ -236,6 +250,10 @@ def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: Mappin
         vertex_health_route=vertex_route(os.environ, "AIP_HEALTH_ROUTE"),
         compute_type=os.environ.get("COMPUTE_TYPE", info.device_type),
     )
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
 
 
 def main(args: list[str] | None = None) -> Any:

@@ -69,7 +69,7 @@ class RouterProcess:
         steps = asyncio.create_task(self._steps.run(self._recover))
         self._end_requests = steps.cancel
         await self._workers.serve(lambda worker, number: self._attach(worker, number, grace))
-        url = browser_url(listeners.host, listeners.port)
+        url = browser_url(listeners.host, listeners.port, tls=self._settings.ssl_certfile is not None)
         fields = {"model": self._settings.model_id, "address": url, "docs": f"{url}/docs"}
         logger.info(LISTENING, extra={"fields": fields})
         loop = asyncio.get_running_loop()

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
+from legato.router.clock import MAX_LATENESS, Clock, LoopClock, Timer
 from legato.router.sent_step import SentStep
 from legato.router.shards import ShardsLost
 from legato.router.tracing import StepTraces
@@ -29,10 +30,8 @@ from legato.telemetry.metrics import StepFigures
 
 # One step computes, the next waits at the shard: the device never waits for the router.
 STEPS_IN_FLIGHT = 2
-# Seconds that the event loop may be late before a step counts as hung: we were stopped, not the shards.
-MAX_LATENESS = 1.0
 # The request that proves that new shards compute: one token, for nobody. The numbers of clients' requests begin at 1.
-PROBE = GenerationRequest(0, [0], 1, ignore_eos=True, priority=0)
+PROBE = GenerationRequest(0, [0], 1, ignore_eos=True)
 # Seconds before a grammar is sent again to shards that failed while they compiled it.
 RETRY_SECONDS = 0.1
 
@@ -56,26 +55,6 @@ class Receiver(Protocol):
 
     def trace(self, request_id: int, chunk: PromptChunk) -> None:
         """Of a traced request, before the output that the chunk led to."""
-
-
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Clock(Protocol):
-    """Time, so that tests can do without the real one."""
-
-    def now(self) -> float: ...
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer: ...
-
-
-class LoopClock:
-    def now(self) -> float:
-        return time.monotonic()
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        return asyncio.get_running_loop().call_later(seconds, callback)
 
 
 class StepLoop:
@@ -251,11 +230,10 @@ class StepLoop:
             self._hung.set_exception(ShardsLost(reason))
 
     def prove(self) -> None:
-        """Have a token computed, unless one has come since the last failure. If the server is full, the tokens of
-        others prove as much."""
+        """Have a token computed if none has come since the last failure and no request is here that will get one."""
         if not self._proven and self._connected.is_set():
-            self.scheduler.cancel(PROBE.id)
-            self.scheduler.submit(PROBE, self._clock.now())
+            if not (self.running or self.queue_size):
+                self.scheduler.submit(PROBE, self._clock.now())
             self._pump()
 
     def _watch(self) -> None:

@@ -38,6 +38,8 @@ class OtlpExporter(OTLPSpanExporter):
         super().__init__(endpoint=endpoint, insecure=insecure, timeout=timeout)
         self._resource_attributes = _attributes(resource)
 
+    # The base class passes what `export` got to `_translate_data` and knows nothing else about it.
+
     def send(self, spans: Sequence[Span]) -> bool:
         return self.export(cast(Any, spans)) is SpanExportResult.SUCCESS
 

@@ -148,6 +148,13 @@ def test_a_router_that_dies_is_restarted_and_the_shards_are_not(launch: Launch) 
     assert sum("router started" in line for line in launched.journal) == 2
 
 
+def test_a_router_whose_heart_stops_is_replaced(launch: Launch) -> None:
+    launched = launch("--hang-timeout=1", FAKE_ROUTER="hang")
+    launched.until_logged("ERROR launcher: router is hung: no heartbeat for 1 s (--hang-timeout)")
+    launched.until_logged("router was killed by SIGKILL")
+    launched.until(lambda: sum("router started" in line for line in launched.journal) == 2)
+
+
 def test_one_restart_too_many_ends_everything_with_an_error(launch: Launch) -> None:
     launched = launch("--max-restarts=2", FAKE_SHARD="die")
     code, stderr = launched.wait()

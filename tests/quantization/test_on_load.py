@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from legato.common.options import ServerOptions
+from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.shapes import write_shape
 from legato.quantization.on_load import QUANTIZERS
 from legato.quantization.schemes import FP4, NF4, ScaledMatrix, TableCodes
+from legato.server.loading import load
 from tests.models.answers import answer, prompts
 from tests.models.shards import ShardProcesses
 from tests.models.tiny_experts import tiny_mixtral
@@ -93,3 +97,19 @@ def test_two_shards_give_the_tokens_of_one(name: str, model: str, tmp_path: Path
         for ours, theirs in zip(found.logits, expected.logits, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     assert answer(tmp_path, requests).tokens != expected.tokens
+
+
+def test_the_log_says_the_method_and_what_multiplies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base_model(tmp_path)
+    with caplog.at_level("INFO"):
+        load(ModelFiles.open(tmp_path), ServerOptions(device="cpu", quantize="bitsandbytes-nf4"))
+    (record,) = [record for record in caplog.records if record.message == "Quantized weights"]
+    assert record.fields["method"] == "bitsandbytes-nf4"
+    assert record.fields["layers"] == {"nf4, groups of 64: torch": 8}
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_dummy_weights_are_quantized_too(name: str, tmp_path: Path) -> None:
+    options = ServerOptions(device="cpu", load_format="dummy", quantize=name)
+    model = load(ModelFiles.open(write_shape("tiny", tmp_path)), options).model
+    assert "Quantized" in type(model.layers[0].mlp.down.weight).__name__

@@ -56,7 +56,8 @@ def test_a_file_has_its_type_and_is_open(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(STATIC))
 def test_no_file_mentions_another_host_or_writes_html(name: str) -> None:
-    assert not re.search(r"https?://|//cdn|innerHTML|insertAdjacentHTML|document\.write|eval\(", STATIC[name])
+    text = STATIC[name].replace('xmlns="http://www.w3.org/2000/svg"', "")  # a name, which is never loaded
+    assert not re.search(r"https?://|//cdn|innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
 
 
 @pytest.mark.parametrize(
