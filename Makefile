@@ -9,7 +9,7 @@ PORT ?= 3000
 SCALE ?= 16
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-clients test-quantizers test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-clients test-quantizers test-gpu fuzz faults chaos proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -77,6 +77,9 @@ test-models: setup ## the tests that need real weights, fetched once
 
 test-shards: setup ## every architecture and variant in two shards
 	$(BIN)/pytest -m shards tests/models
+
+test-pages: setup ## the pages in headless Chromium, with screenshots
+	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages
 
 # Published clients, each set in its own environment because their dependencies conflict.
 CLIENTS := .clients

@@ -25,6 +25,7 @@ from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
 from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
+from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.metrics_listener import metrics_listener
 from legato.router.recovery import ConnectedShards, Recovery
@@ -39,7 +40,7 @@ from legato.scheduling.budget import StepSizes, step_sizes
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import ModelLimits
-from legato.telemetry.metrics import Metrics
+from legato.telemetry.metrics import Metrics, StepFigures
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +78,16 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[
         scheduler, limits = await warm_up(shards, info, options)
         metrics = Metrics(limits)
         traces = StepTraces() if options.otlp_endpoint else None
-        steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout, traces=traces)
+        history = StepHistory()
+
+        def on_step(step: StepFigures) -> None:
+            metrics.step(step)
+            history.add(step)
+
+        steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
         settings = settings_for(options, info, api_keys)
-        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout)
+        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history)
         startup.close()
         async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
             await router.run(listeners, options.graceful_termination_timeout)

@@ -56,7 +56,7 @@ class Pair:
         async def scrape() -> bytes:
             return b"all metrics"
 
-        self.port = Port(steps, scrape, lambda: b"all requests", self._scheduler_link.send)
+        self.port = Port(steps, scrape, scrape, lambda: b"all requests", self._scheduler_link.send)
 
     async def open(self) -> None:
         ours, theirs = socket.socketpair()
