@@ -9,7 +9,7 @@ PORT ?= 3000
 SCALE ?= 16
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-clients test-quantizers test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -81,6 +81,9 @@ test-shards: setup ## every architecture and variant in two shards
 test-pages: setup ## the pages in headless Chromium, with screenshots
 	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages
 
+test-cards: setup ## every kernel compiled for every supported GPU, no device needed: an hour on two cores
+	$(BIN)/pytest -m cards tests/kernels/test_cards.py
+
 # Published clients, each set in its own environment because their dependencies conflict.
 CLIENTS := .clients
 CLIENT_NAMES := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)))
@@ -122,7 +125,7 @@ faults: setup ## the fault tests with as many cases as they are meant to have
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch finds no CUDA device')"
 	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
-		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py \
+		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py tests/server/test_needle.py \
 		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
 		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py
 
