@@ -9,7 +9,7 @@ PORT ?= 3000
 SCALE ?= 16
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-timed test-models test-shards test-clients test-quantizers test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-clients test-quantizers test-gpu fuzz faults chaos proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,11 +37,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 serve: install ## serve the default model on port 3000
 	$(SERVE_VENV)/bin/text-generation-launcher --port $(PORT)
 
-# mypy and the compute-bound tests share two cores with one thread each, because oversubscribed OpenMP threads take
-# twice as long. The longest target comes first. Tests with time limits run alone.
+# Two targets at a time with one thread each, because oversubscribed OpenMP threads take twice as long. The longest
+# targets come first.
 test: setup ## everything CI runs
-	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-engine lint imports unit-models types unit-texts
-	$(MAKE) unit-timed
+	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-processes unit-engine unit-models lint imports types unit-texts
 
 lint: setup
 	$(BIN)/ruff check legato tests examples
@@ -54,17 +53,12 @@ imports: setup
 	$(BIN)/lint-imports
 
 MODELS := tests/kernels tests/models tests/quantization tests/sampling
-# Two files have time limits.
-GRAMMARS := $(filter-out %/test_hostile.py %/test_rows.py,$(wildcard tests/grammar/test_*.py))
-ENGINE := tests/server tests/client tests/examples tests/plan/test_plan.py $(GRAMMARS)
+ENGINE := tests/server tests/client tests/examples tests/plan tests/grammar
 
-# Everything about requests that has no time limits.
-TEXTS := tests/api tests/docgen tests/fuzz tests/scheduling tests/telemetry tests/text tests/vision tests/chat/tools \
-	tests/http/routes tests/modelfiles/test_files.py tests/modelfiles/test_tokenizer.py \
-	$(filter-out %/test_limits.py,$(wildcard tests/chat/test_*.py)) \
-	$(filter-out %/test_server.py,$(wildcard tests/http/test_*.py))
+TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/telemetry \
+	tests/text tests/vision
 
-unit: unit-models unit-engine unit-texts unit-timed
+unit: unit-models unit-engine unit-texts unit-processes
 
 unit-models: setup
 	$(BIN)/pytest $(MODELS)
@@ -75,7 +69,7 @@ unit-engine: setup
 unit-texts: setup
 	$(BIN)/pytest $(TEXTS)
 
-unit-timed: setup
+unit-processes: setup
 	$(BIN)/pytest $(MODELS:%=--ignore=%) $(ENGINE:%=--ignore=%) $(TEXTS:%=--ignore=%)
 
 test-models: setup ## the tests that need real weights, fetched once
@@ -142,6 +136,8 @@ docs: setup ## regenerate the reference pages
 	$(BIN)/legato options > docs/launcher.md
 	$(BIN)/legato api > docs/api.md
 	$(BIN)/legato models > docs/models.md
+	$(BIN)/legato metrics > docs/metrics.md
+	$(BIN)/legato metrics --dashboard > dashboards/legato.json
 
 bench: setup ## measure the engine with the default model (SCALE=1 for large machines)
 	mkdir -p $(dir $(BENCH_RESULT))

@@ -35,7 +35,8 @@ class FakeClock:
         """Time passes and timers that are due fire, in their order."""
         end = self._now + seconds
         while self._timers and self._timers[0][0] <= end:
-            self._now, _, timer = heapq.heappop(self._timers)
+            due, _, timer = heapq.heappop(self._timers)
+            self._now = max(self._now, due)  # late after `sleep_through`
             if timer.callback is not None:
                 timer.callback()
         self._now = end

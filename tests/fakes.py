@@ -131,6 +131,13 @@ class Simulation:
             self.outputs[request_id].append(output)
         return True
 
+    def lose(self, limits: SchedulerLimits | None = None) -> None:
+        """The shard dies with the steps in flight, and another one takes its place."""
+        self.shard = FakeShard(self.shard.block_size, self.shard.vocab)
+        self.in_flight.clear()
+        for request_id, output in self.scheduler.restart(limits or self.scheduler.limits):
+            self.outputs[request_id].append(output)
+
     def run(self) -> None:
         """Until nothing is left to do."""
         while self.launch() or self.land():

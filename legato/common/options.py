@@ -6,6 +6,7 @@ A help text says what the option does and, where the table has no value for it, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from legato.common.errors import OptionError
@@ -116,6 +117,14 @@ class LimitOptions(Options):
     max_concurrent_requests: int = option(
         4096, "Maximum requests in flight, running or queued; more get 429.", minimum=1
     )
+    max_queued_tokens: int = option(
+        2_000_000, "Maximum prompt tokens of all queued requests together; more get 429.", minimum=1
+    )
+    share_prefix_cache: bool = option(
+        False,
+        "Let requests with different API keys reuse each other's prefixes. Default: each key has its own, because"
+        " `cached_tokens` and response times tell what others have sent.",
+    )
     max_input_tokens: int | None = option(
         None,
         "Maximum prompt length in tokens. Default: one less than `--max-total-tokens`.",
@@ -205,17 +214,31 @@ class HttpOptions(Options):
         minimum=1,
     )
     prometheus_port: int = option(
-        9000, "Port of the Prometheus metrics.", maximum=65535, no_effect="Legato serves /metrics on the main port"
+        9000,
+        "Port that serves the Prometheus metrics alone, besides `/metrics` on the main port; 0 disables it. If it is"
+        " in use, the server starts without it, with a warning.",
+        minimum=0,
+        maximum=65535,
     )
     cors_allow_origin: tuple[str, ...] = option(
-        (), "Origins allowed by CORS, comma-separated or repeated. Default: none."
+        (), "Origins of web pages that may use the server (CORS), comma-separated or repeated. Default: any."
     )
     api_key: tuple[str, ...] = option(
         (),
         "API keys, comma-separated or repeated; requests must send one as a bearer token. Default: no authentication.",
         secret=True,
     )
-    api_key_file: str | None = option(None, "File with API keys, one per line. Lines that begin with `#` are comments.")
+    api_key_file: str | None = option(
+        None,
+        "File with API keys, one per line, `#` for comments. `KEY priority=N` lets requests with that key ask for"
+        " priority N and worse ones. Default: 5 and worse, so that no key overtakes the others.",
+    )
+    ssl_certfile: str | None = option(
+        None, "TLS certificate, with its chain, in PEM format. Default: connections are not encrypted."
+    )
+    ssl_keyfile: str | None = option(
+        None, "Private key of `--ssl-certfile`, not encrypted. Default: in the same file as the certificate."
+    )
     graceful_termination_timeout: int = option(
         90, "Seconds that running requests get to finish after a stop signal.", short="g"
     )
@@ -227,6 +250,7 @@ class HttpOptions(Options):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # An unset variable in a start script must not disable authentication.
         if "api_key" in self.given and not self.api_key:
             raise OptionError("--api-key is empty: give a key, or omit the flag to serve without authentication")
@@ -242,8 +266,28 @@ class LogOptions(Options):
         env="LOG_LEVEL",
     )
     json_output: bool = option(False, "Write the log as one JSON object per line.")
-    otlp_endpoint: str | None = option(None, "OpenTelemetry collector endpoint for traces.", later="tracing")
-    otlp_service_name: str = option("text-generation-inference.router", "Service name in traces.", later="tracing")
+    otlp_endpoint: str | None = option(
+        None,
+        "Trace requests and send the spans to this OpenTelemetry collector (OTLP over gRPC), such as"
+        " `http://localhost:4317`. Needs `pip install 'legato[otel]'`. Default: no traces.",
+    )
+    otlp_service_name: str = option("text-generation-inference.router", "Name of the service in traces.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.otlp_endpoint is not None:
+            _require_opentelemetry()
+
+
+def _require_opentelemetry() -> None:
+    """Imports nothing of it: programs that only pass the option on do not need it."""
+    needed = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
+    try:
+        missing = next((name for name in needed if find_spec(name) is None), None)
+    except ModuleNotFoundError as error:  # of a parent package
+        missing = error.name
+    if missing:
+        raise OptionError(f"--otlp-endpoint needs the package {missing}: install it with pip install 'legato[otel]'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +296,24 @@ class RendezvousOptions(Options):
 
     master_addr: str = option("localhost", "Rendezvous address of the shards (torch.distributed).")
     master_port: int = option(29500, "Rendezvous port of the shards (torch.distributed).", maximum=65535)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisionOptions(Options):
+    """Supervision"""
+
+    hang_timeout: float = option(
+        30.0,
+        "Seconds without progress after which a process counts as hung and is replaced: shards that do not finish a"
+        " step, a router or an HTTP worker whose event loop does not run.",
+        minimum=0.1,
+    )
+    max_restarts: int = option(
+        10,
+        "Maximum restarts of shards, router or HTTP workers, each within ten minutes; one more failure ends the"
+        " server with an error. 0 ends it with the first failure.",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +342,7 @@ class LauncherOptions(
     HttpOptions,
     LogOptions,
     RendezvousOptions,
+    SupervisionOptions,
     FakeShardOptions,
 ):
     """Processes"""
@@ -287,13 +350,15 @@ class LauncherOptions(
     sharded: bool | None = option(None, "`true` shards the model over all visible devices, `false` uses one device.")
     num_shard: int | None = option(None, "Number of shards. Default: one per visible device.", minimum=1)
     shard_uds_path: str = option(
-        "/tmp/text-generation-server", "Unix socket path prefix of the shards; each appends `-RANK`."
+        "/tmp/text-generation-server",
+        "Unix socket path prefix of the shards; each appends `-RANK`. Unless the option is given, the sockets are in a"
+        " new folder that only this user can enter.",
     )
     env: bool = option(False, "Print the environment (versions, platform, GPUs) and exit.", env=None, short="e")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions):
+class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions, SupervisionOptions):
     """Shards"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"flag": "tokenizer-name", "env": "TOKENIZER_NAME"}}

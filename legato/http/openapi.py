@@ -39,6 +39,7 @@ from legato.api.openai.responses import (
 )
 from legato.chat.template import TemplateError
 from legato.http.auth import OPEN_PATHS, Unauthorized
+from legato.http.routes import health
 from legato.http.routes.openai import errors as openai_errors
 from legato.http.routes.openai.errors import UnknownModel
 from legato.http.routes.platforms import kserve
@@ -234,6 +235,30 @@ OPERATIONS = [
     Operation("get", "/", "Health", "Can the model compute?", errors=(503,)),
     Operation("get", "/health", "Health", "Can the model compute?", errors=(503,)),
     Operation("get", "/ping", "Health", "Can the model compute?", errors=(503,)),
+    Operation(
+        "get",
+        "/livez",
+        "Liveness",
+        "Do steps advance? Also yes while shards are replaced, and while the server is busy.",
+        response={_JSON: health.Liveness},
+        errors=(503,),
+    ),
+    Operation(
+        "get",
+        "/readyz",
+        "Readiness",
+        "Can requests be admitted? Not while shards are replaced, and not when the server drains.",
+        response={_JSON: health.Readiness},
+        errors=(503,),
+    ),
+    Operation("get", "/startupz", "Start-up", "Is the model loaded?", response={_JSON: health.Startup}, errors=(503,)),
+    Operation(
+        "post",
+        "/drain",
+        "Admit no more requests",
+        "Running requests finish; new ones get 503. The server stays up until it is stopped.",
+        response={_JSON: health.DrainResponse},
+    ),
     Operation("get", "/info", "The model and the limits of this server", response={_JSON: Info}),
     Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": str}),
     Operation("get", "/docs", "This documentation as a page", response={"text/html": str}),

@@ -10,13 +10,15 @@ import time
 from dataclasses import replace
 
 from legato.common import logging as logs
+from legato.common.exposure import command_line_warnings, tls_context
 from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
 from legato.common.progress import LISTENING
-from legato.common.sockets import browser_url
+from legato.common.sockets import browser_url, is_answered, is_own_socket
 from legato.launcher import endpoints, sizing, startup
 from legato.launcher.plan import LaunchPlan, make_plan
 from legato.launcher.processes import Child, ChildFailed, Supervisor
+from legato.launcher.supervision import ServerProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +39,17 @@ def serve(options: LauncherOptions) -> int:
     logs.setup(options.logger_level, options.json_output, "launcher")
     for warning in options.warnings:
         logger.warning(warning)
+    for warning in command_line_warnings():
+        logger.warning(warning)
+    tls_context(options.ssl_certfile, options.ssl_keyfile)  # before the model is loaded
     sizing.check_limits(options)
     options = replace(options, hostname=sizing.listen_address(options.hostname))
     endpoints.check_port(options.hostname, options.port)
-    with endpoints.claim_sockets(options.shard_uds_path, _num_shards(options)) as sockets:
+    with (
+        endpoints.socket_path(options.shard_uds_path if "shard_uds_path" in options.given else None) as path,
+        endpoints.claim_sockets(path, _num_shards(options)) as sockets,
+    ):
+        options = replace(options, shard_uds_path=path)
         return asyncio.run(launch(make_plan(options, sockets, os.environ), options, sockets))
 
 
@@ -52,30 +61,34 @@ async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str])
             if code is not None:
                 return code
         logger.info("Starting shards and router", extra={"fields": {"num_shard": len(plan.shards)}})
-        shards = [supervisor.start(shard) for shard in plan.shards]
-        router = supervisor.start(plan.router)
-        startup_log = asyncio.ensure_future(_log_startup(options, sockets))
-        dead = await supervisor.first_exit(*shards, router)
-        startup_log.cancel()
-        # The progress bars must be gone before the stderr of a child is printed.
-        await asyncio.wait([startup_log])
+        processes = ServerProcesses(
+            supervisor,
+            plan,
+            options.max_restarts,
+            options.hang_timeout,
+            remove_sockets=lambda: endpoints.remove_sockets(sockets),
+            startup=lambda: _log_startup(options, sockets),
+            ready_again=lambda: _until_ready(options, sockets),
+        )
+        # When this returns the progress bars are gone, so the stderr of a child can be printed.
+        dead = await processes.run()
         # Once a child is dead no request can finish.
         grace = EXIT_SECONDS + (options.graceful_termination_timeout if dead is None else 0)
         if dead is not None:
-            _show_stderr(dead)
-        await supervisor.stop(router, grace=grace)
-        await supervisor.stop(*shards, grace=grace)
+            dead.show_stderr()
+        await supervisor.stop(*processes.router.children, grace=grace)
+        await supervisor.stop(*processes.shards.children, grace=grace)
         if dead is not None:
             raise ChildFailed(dead.describe_exit())
         logger.info("Stopped")
-        return 130 if supervisor.impatient else 0
+        return supervisor.exit_code
 
 
 async def _download(supervisor: Supervisor, child: Child) -> int | None:
     """Wait for the download. Returns an exit code if the launcher must end: after a signal or a failed download."""
     if await supervisor.first_exit(child) is None:
         await supervisor.stop(child, grace=DOWNLOAD_EXIT_SECONDS)
-        return 130 if supervisor.impatient else 0
+        return supervisor.exit_code
     code = child.exited.result()
     if code < 0:
         raise ChildFailed(child.describe_exit())
@@ -90,17 +103,25 @@ async def _log_startup(options: LauncherOptions, sockets: list[str]) -> None:
     logging.getLogger().handlers[0].addFilter(lambda record: record.msg != LISTENING)
     with startup.shown(options.json_output):
         await asyncio.gather(*(_log_shard_ready(rank, path, start) for rank, path in enumerate(sockets)))
-        while not await endpoints.is_healthy(options.hostname, options.port):
-            await asyncio.sleep(READY_INTERVAL)
+        await _until_ready(options, sockets)
     logger.info("Connected")
-    url = browser_url(options.hostname, options.port)
+    url = browser_url(options.hostname, options.port, tls=options.ssl_certfile is not None)
     fields = {"model": options.model_id or DEFAULT_MODEL, "docs": f"{url}/docs"}
     logger.info("Listening on %s, ready in %.1f s", url, time.monotonic() - start, extra={"fields": fields})
 
 
+async def _until_ready(options: LauncherOptions, sockets: list[str]) -> None:
+    """Until the shards listen and the router, which knows whether tokens come from them, says so."""
+    while not all(map(is_answered, sockets)):
+        await asyncio.sleep(READY_INTERVAL)
+    tls = options.ssl_certfile is not None
+    while not await endpoints.is_healthy(options.hostname, options.port, tls=tls):
+        await asyncio.sleep(READY_INTERVAL)
+
+
 async def _log_shard_ready(rank: int, path: str, start: float) -> None:
     last_log = start
-    while not endpoints.is_socket(path):
+    while not is_own_socket(path):
         await asyncio.sleep(READY_INTERVAL)
         if time.monotonic() - last_log > WAITING_LOG_INTERVAL:
             last_log = time.monotonic()
@@ -113,12 +134,6 @@ def _num_shards(options: LauncherOptions) -> int:
     if options.num_shard is None and options.sharded is not False:
         devices = sizing.num_devices(os.environ, sizing.installed_gpus)
     return sizing.num_shards(options.sharded, options.num_shard, devices)
-
-
-def _show_stderr(child: Child) -> None:
-    """Print the stderr of a failed child, unless it is a single line: the error message quotes that."""
-    if len(child.stderr) > 1:
-        print(*child.stderr, sep="\n", file=sys.stderr, flush=True)
 
 
 COMMAND = command(

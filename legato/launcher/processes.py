@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
+from legato.common import heartbeat as heartbeats
 from legato.common.errors import LegatoError
 from legato.common.logging import parse
 
@@ -45,6 +47,8 @@ class ProcessCommand:
     words: Sequence[str]
     environ: dict[str, str]
     shows_stderr: bool = False
+    # Whether it sends heartbeats (`common/heartbeat.py`).
+    beats: bool = False
 
 
 class Child:
@@ -54,20 +58,32 @@ class Child:
         self.name = command.name
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.stderr: deque[str] = deque(maxlen=KEPT_LINES)
+        # When it last gave a sign of life; None before the first.
+        self.beat_at: float | None = None
+        reader, writer = os.pipe() if command.beats else (None, None)
+        heartbeat = {} if writer is None else {heartbeats.VARIABLE: str(writer)}
         try:
             self._process = subprocess.Popen(
                 command.words,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=None if command.shows_stderr else subprocess.PIPE,
-                env=command.environ,
+                env=command.environ | heartbeat,
+                pass_fds=() if writer is None else (writer,),
                 # Ctrl-C in a terminal reaches only the launcher, which stops the children in order.
                 process_group=0,
                 preexec_fn=_die_with(os.getpid()),
             )
         except OSError as error:
             raise ChildFailed(f"cannot start {command.words[0]}: {error.strerror}") from None
-        takers = [(self._process.stdout, self._take_stdout), (self._process.stderr, self._take_stderr)]
+        finally:
+            if writer is not None:
+                os.close(writer)
+        takers: list[tuple[IO[bytes] | None, Callable[[str], None]]] = [
+            (self._process.stdout, self._take_stdout),
+            (self._process.stderr, self._take_stderr),
+            (None if reader is None else os.fdopen(reader, "rb", 0), self._take_beat),
+        ]
         self._pipes = [_PipeReader(pipe, take) for pipe, take in takers if pipe is not None]
 
     @property
@@ -103,6 +119,11 @@ class Child:
         last = next((line.strip() for line in reversed(self.stderr) if line.strip()), "")
         return f"{self.name} {how}" + (f": {last.removeprefix('error: ')}" if last else "")
 
+    def show_stderr(self) -> None:
+        """Print what it wrote to stderr, unless that is a single line: `describe_exit` quotes it."""
+        if len(self.stderr) > 1:
+            print(*self.stderr, sep="\n", file=sys.stderr, flush=True)
+
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
@@ -115,6 +136,9 @@ class Child:
         elif line.strip():
             logger.info("%s", line, extra={"program": self.name})
 
+    def _take_beat(self, line: str) -> None:
+        self.beat_at = time.monotonic()
+
     def _take_stderr(self, line: str) -> None:
         self.stderr.append(line)
         logger.debug("%s", line, extra={"program": self.name})
@@ -126,7 +150,8 @@ class Supervisor:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.stopping = asyncio.Event()
-        self.impatient = False
+        # After signals: 0, or that of the second signal, which killed everything.
+        self.exit_code = 0
 
     def __enter__(self) -> Supervisor:
         loop = asyncio.get_running_loop()
@@ -148,22 +173,21 @@ class Supervisor:
 
     def start(self, command: ProcessCommand) -> Child:
         child = Child(command)
-        self.children.append(child)
+        self.children = [*(other for other in self.children if other.is_running), child]
         return child
 
-    async def first_exit(self, *children: Child) -> Child | None:
-        """The first child that exits, or None after a stop signal."""
+    async def first_exit(self, child: Child) -> Child | None:
+        """The child, once it has exited, or None after a stop signal."""
         asked = asyncio.ensure_future(self.stopping.wait())
-        events: list[asyncio.Future[Any]] = [asked, *(child.exited for child in children)]
+        events: list[asyncio.Future[Any]] = [asked, child.exited]
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
-        if self.stopping.is_set():
-            return None
-        # If several have exited, report the killed one: shards that lose a peer exit by themselves.
-        return min((child for child in children if not child.is_running), key=lambda child: child.exited.result() >= 0)
+        return None if self.stopping.is_set() else child
 
     async def stop(self, *children: Child, grace: float) -> None:
         """Terminate the children, and kill those that still run after `grace` seconds."""
+        if not children:
+            return
         for child in children:
             child.terminate()
         await asyncio.wait([child.exited for child in children], timeout=grace)
@@ -174,9 +198,9 @@ class Supervisor:
         await asyncio.wait([child.exited for child in children], timeout=KILL_SECONDS)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self.stopping.is_set() and number == signal.SIGINT:
-            self.impatient = True
-            logger.warning("Second interrupt: killing all processes")
+        if self.stopping.is_set() and number != signal.SIGHUP:
+            self.exit_code = 128 + number
+            logger.warning("Second signal, %s: killing all processes", number.name)
             for child in self.children:
                 child.kill()
         elif not self.stopping.is_set():

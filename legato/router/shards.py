@@ -7,25 +7,31 @@ as good as another; the others are read all the same, because one that falls sil
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
 
 from legato.common.errors import LegatoError
+from legato.common.sockets import check_peer
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.pb import pack_token_ids
+from legato.router.peer import PeerProcess
 from legato.scheduling.state import Admission, StepPlan, StepResult
 
 T = TypeVar("T")
 
+FLAG = "--master-shard-uds-path"
+# Seconds between questions to shards that work on something else than steps.
+HEALTH_INTERVAL = 5.0
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
 
 
@@ -43,23 +49,58 @@ class WarmupLimits:
 
 
 class GrpcShards:
-    def __init__(self, channels: list[grpc.aio.Channel]) -> None:
+    def __init__(
+        self,
+        channels: list[grpc.aio.Channel],
+        processes: Sequence[PeerProcess] = (),
+        hang_timeout: float = math.inf,
+    ) -> None:
         self._channels = channels
+        self._hang_timeout = hang_timeout
+        self._processes = processes
         self._stubs = [_stub(channel) for channel in channels]
         self._outboxes: list[asyncio.Queue[pb.StepRequest]] = []
 
     @classmethod
-    async def connect(cls, master_path: str, timeout: float | None = None) -> GrpcShards:
-        """Wait for the first shard's socket, ask it for the others."""
-        master = f"unix://{os.path.abspath(master_path)}"
-        first = _channel(master)
+    async def connect(
+        cls, master_path: str, timeout: float | None = None, hang_timeout: float = math.inf
+    ) -> GrpcShards:
+        """Wait for the first shard's socket, ask it for the others. Shards that are out of step are killed: others will
+        take their place."""
         try:
-            await asyncio.wait_for(_until_ready(first, master_path), timeout)
+            async with asyncio.timeout(timeout):
+                while True:
+                    shards = await cls._connect(master_path, hang_timeout)
+                    if await shards.are_in_step():
+                        return shards
+                    shards.kill()
+                    await shards.close()
         except TimeoutError:
             raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
+
+    @classmethod
+    async def _connect(cls, master_path: str, hang_timeout: float) -> GrpcShards:
+        """Sends nothing but a greeting to a socket of another user."""
+        master = f"unix://{os.path.abspath(master_path)}"
+        first = _channel(master)
+        await _until_ready(first, master_path)
+        check_peer(master_path, FLAG)
         answer = await _answer(_stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest()))
-        others = [_channel(url) for url in answer.urls if url != master]
-        return cls([first, *others])
+        channels, paths = [first], [os.path.abspath(master_path)]
+        for url in answer.urls:
+            if url != master:
+                channels.append(_channel(url))
+                paths.append(url.removeprefix("unix://"))
+                await _until_ready(channels[-1], paths[-1])
+                check_peer(paths[-1], FLAG)
+        return cls(channels, [PeerProcess(path) for path in paths], hang_timeout)
+
+    async def are_in_step(self) -> bool:
+        """A router that dies may have sent a step to some shards only. Those would wait for the others for ever."""
+        if len(self._stubs) == 1:
+            return True
+        infos = await asyncio.gather(*(_answer(stub.Info(pb.InfoRequest())) for stub in self._stubs))
+        return len({info.num_steps for info in infos}) == 1
 
     async def info(self) -> pb.InfoResponse:
         return await _answer(self._stubs[0].Info(pb.InfoRequest()))
@@ -73,18 +114,27 @@ class GrpcShards:
             max_rows=limits.max_rows,
             max_batch_total_tokens=limits.max_batch_total_tokens or 0,
         )
-        answers: list[pb.WarmupResponse] = await asyncio.gather(
-            *(_answer(stub.Warmup(request)) for stub in self._stubs)
-        )
+        answers: list[pb.WarmupResponse] = await self._all([stub.Warmup(request) for stub in self._stubs])
         return min(answers, key=lambda answer: int(answer.num_blocks))
 
     async def prepare(self, grammar: Grammar) -> None:
         """Have a grammar compiled before a step needs it. InvalidGrammar if a shard cannot."""
         request = pb.PrepareGrammarRequest(grammar=grammar.value, grammar_type=grammar_type(grammar))
-        answers = await asyncio.gather(*(_answer(stub.PrepareGrammar(request)) for stub in self._stubs))
+        answers = await self._all([stub.PrepareGrammar(request) for stub in self._stubs])
         for answer in answers:
             if answer.HasField("error"):
                 raise GrammarError(answer.error)
+
+    async def _all(self, calls: list[Awaitable[T]]) -> list[T]:
+        """The answers of all shards, which may take any time while the shards answer to `Health`."""
+        answers = asyncio.gather(*map(_answer, calls))
+        try:
+            while not (await asyncio.wait([answers], timeout=HEALTH_INTERVAL))[0]:
+                if not math.isinf(self._hang_timeout) and not await self.healthy(self._hang_timeout):
+                    raise ShardsLost(f"the shards do not answer for {self._hang_timeout:g} s (--hang-timeout)")
+            return await answers
+        finally:
+            answers.cancel()
 
     async def healthy(self, timeout: float = 5.0) -> bool:
         try:
@@ -113,7 +163,14 @@ class GrpcShards:
             for reader in readers:
                 reader.cancel()
 
+    def kill(self) -> None:
+        """All of them, hung or not: shards that have lost one of them, or their router, do not work together again."""
+        for process in self._processes:
+            process.kill()
+
     async def close(self) -> None:
+        for process in self._processes:
+            process.close()
         for channel in self._channels:
             await channel.close()
 
@@ -170,7 +227,7 @@ def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
 
 
 def _to_pb(plan: StepPlan) -> pb.StepRequest:
-    return pb.StepRequest(
+    request = pb.StepRequest(
         id=plan.id,
         admitted=[_admission(admission) for admission in plan.admitted],
         rows=plan.rows,
@@ -178,6 +235,9 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
         num_new_blocks=[len(blocks) for blocks in plan.new_blocks],
         new_blocks=[block for blocks in plan.new_blocks for block in blocks],
     )
+    for row, traceparent in plan.traces:
+        request.traces.add(row=row, traceparent=traceparent)
+    return request
 
 
 def _admission(admission: Admission) -> pb.Admission:

@@ -12,9 +12,10 @@ import sys
 from array import array
 from dataclasses import dataclass, field
 
+from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.prefix_tree import Node
 from legato.scheduling.queue import Rank, Tenant
-from legato.scheduling.state import GenerationRequest, StepPlan
+from legato.scheduling.state import FinishReason, GenerationRequest, Output, StepPlan
 
 NEVER = sys.maxsize
 
@@ -48,6 +49,8 @@ class Entry:
     prompt_top_tokens: list[list[tuple[int, float]]] = field(default_factory=list)
     done: bool = False
     num_whole: int = 1  # leading tokens that one step must compute together
+    num_losses: int = 0  # of the shards, in a row, in steps that would have given it the token after `lost_at` others
+    lost_at: int = 0
 
     @classmethod
     def of(
@@ -100,6 +103,44 @@ class Entry:
     def num_to_compute(self) -> int:
         """Known tokens without keys and values yet. None once the last token is coming."""
         return 0 if self.num_known >= self.max_len else self.num_known - self.num_scheduled
+
+    def fits(self, limits: SchedulerLimits) -> bool:
+        """Whether it can be computed when it is alone. Its last token is never computed: that of a decoder's start
+        takes its place."""
+        longest = len(self.request.input_ids) + self.request.max_new_tokens
+        room = limits.max_step_tokens - limits.max_rows + 1  # beside all decodes
+        return longest <= limits.max_tokens and self.num_whole <= room
+
+    def forget_row(self) -> None:
+        """It waits again, and everything it knows is to be computed."""
+        self.row = self.node = None
+        self.blocks, self.private = [], set()
+        self.num_scheduled = self.num_indexed = self.capacity = 0
+
+    def count_loss(self) -> int:
+        """The shards were lost in a step that computes it. Returns how often, in a row, without a token in between."""
+        self.num_losses = self.num_losses + 1 if self.lost_at == len(self.tokens) else 1
+        self.lost_at = len(self.tokens)
+        return self.num_losses
+
+    def tell_about_prompt(self, output: Output) -> None:
+        """Comes with the first token."""
+        output.num_cached, output.queue_time = self.num_cached, self.queue_time
+        if self.request.prompt_logprobs:  # nothing predicts what an encoder reads
+            unknown = len(self.request.input_ids) - len(self.prompt_logprobs)
+            output.prompt_logprobs = self.prompt_logprobs + [None] * unknown
+        if self.prompt_top_tokens:
+            output.prompt_top_tokens = [None, *self.prompt_top_tokens]
+
+    def finish_reason(self, token: int, model_ends: frozenset[int]) -> FinishReason | None:
+        """Whether `token`, the last one, ends it."""
+        request, num_generated = self.request, self.num_generated
+        if num_generated > request.min_new_tokens:
+            if token in model_ends and not request.ignore_eos:
+                return FinishReason.EOS_TOKEN
+            if token in request.stop_token_ids:
+                return FinishReason.STOP_SEQUENCE
+        return FinishReason.LENGTH if num_generated >= request.max_new_tokens else None
 
 
 # What must be remembered of a row that was sent off: the entry and its epoch, how many tokens are computed once the

@@ -15,17 +15,17 @@ import bisect
 import heapq
 import itertools
 from collections import deque
-from dataclasses import dataclass
 
 from legato.scheduling.blocks import BlockPool
 from legato.scheduling.budget import StepBudget
 from legato.scheduling.deadlines import Deadlines
 from legato.scheduling.entry import NEVER, Entry, InFlight, PlannedRow
-from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.limits import Refusal, SchedulerLimits
 from legato.scheduling.prefix_tree import Node, PrefixTree
 from legato.scheduling.queue import LAST, Queue, Rank, Tenants, rank
 from legato.scheduling.retry import RetryEstimate
-from legato.scheduling.state import Admission, FinishReason, GenerationRequest, Output, StepPlan, StepResult
+from legato.scheduling.shares import RequestShares
+from legato.scheduling.state import Admission, GenerationRequest, Output, SchedulerStats, StepPlan, StepResult
 
 # Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
 LOOK_AHEAD = 32
@@ -33,42 +33,36 @@ LOOK_AHEAD = 32
 # admitted over several plans, instead of holding up the router's event loop and every token that is on its way.
 MAX_ADMISSION_WORK = 4096
 ENTRY_WORK = 24  # of each request that is considered, besides its blocks
-WAITED_TOO_LONG = "The request waited longer than {:g} seconds for its turn (--queue-timeout)"
-OVERLOADED = "Model is overloaded"
-RAN_TOO_LONG = "The request took longer than {:g} seconds (--request-timeout)"
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Plain numbers; the router's metrics read them."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
+# Losses of the shards in a row, without a token in between, that a request survives: it may be what they die of.
+MAX_LOSSES = 2
 
 
 class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         assert limits.max_step_tokens >= limits.max_rows, "every running request must fit in a step"
         assert limits.decoder_start_token_id is None or not limits.prefix_caching, "what an encoder made is not shared"
-        self.limits = limits
-        self.pool = BlockPool(limits.num_blocks)
-        self.tree = PrefixTree(limits.block_size)
         self.queue: Queue[Entry] = Queue()
-        self.running: list[Entry] = []
         self.stats = SchedulerStats()
-        self.max_running_tokens = 0  # what the running requests hold or may still come to
-        self._budget = StepBudget(limits.step_sizes)
+        self._use(limits)
         self._tenants = Tenants()
+        self.shares = RequestShares(limits.max_requests, limits.max_queued_tokens)
         self._retry = RetryEstimate()
         self._now = 0.0  # as callers told last
-        self._queue_deadlines = Deadlines(limits.queue_timeout, WAITED_TOO_LONG)
-        self._run_deadlines = Deadlines(limits.request_timeout, RAN_TOO_LONG)
+        self._queue_deadlines = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
+        self._run_deadlines = Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG)
         self._entries: dict[int, Entry] = {}
-        self._free_rows = list(range(limits.max_rows))
-        self._in_flight: deque[InFlight] = deque()
         self._step_ids = itertools.count(1)
         self._arrivals = itertools.count()
+
+    def _use(self, limits: SchedulerLimits) -> None:
+        """Rows and blocks of shards that have computed nothing yet."""
+        self.limits = limits
+        self.pool, self.tree = BlockPool(limits.num_blocks), PrefixTree(limits.block_size)
+        self.running: list[Entry] = []
+        self.max_running_tokens = 0  # what the running requests hold or may still come to
+        self._budget = StepBudget(limits.step_sizes)
+        self._free_rows = list(range(limits.max_rows))
+        self._in_flight: deque[InFlight] = deque()
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -78,18 +72,17 @@ class Scheduler:
         assert request.input_ids, "a prompt has at least one token"
         limits = self.limits
         self._now = now
-        if limits.max_requests is not None and len(self._entries) >= limits.max_requests:
-            return Output(error=OVERLOADED, retry_after=self._retry.seconds(1, now))
+        if not self.shares.take(request):
+            return Output(error=Refusal.OVERLOADED, retry_after=self._retry.seconds(1, now))
         if not self._entries:
             self._retry.restart(now)
-        # The last token is never computed: one that the decoder starts with takes its place.
-        longest = len(request.input_ids) + request.max_new_tokens
-        assert longest <= limits.max_tokens, f"{longest} tokens can never fit"
         order = rank(now, request.priority, next(self._arrivals))
         tenant = self._tenants.enter(request.tenant)
         entry = Entry.of(request, order, tenant, limits.eos_token_ids, limits.decoder_start_token_id, now)
-        room = limits.max_step_tokens - limits.max_rows + 1  # beside all decodes
-        assert entry.num_whole <= room, f"a prompt of {entry.num_whole} tokens never fits in a step"
+        if not entry.fits(limits):
+            self._tenants.leave(tenant)
+            self.shares.give_back(request, is_queued=True)
+            return Output(error=Refusal.DOES_NOT_FIT)
         self._entries[request.id] = entry
         self._queue_deadlines.start(request.id, now)
         self._run_deadlines.start(request.id, now)
@@ -118,6 +111,11 @@ class Scheduler:
         return expired
 
     @property
+    def requests(self) -> list[GenerationRequest]:
+        """All that run or wait."""
+        return [entry.request for entry in self._entries.values()]
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
@@ -125,6 +123,10 @@ class Scheduler:
     def kv_usage(self) -> float:
         """Share of the blocks that requests use; unused cached ones are as good as free."""
         return 1 - (self.pool.available + self.tree.num_evictable) / self.pool.total
+
+    def waiting(self) -> list[Entry]:
+        """Those in the queue, in no order that means anything."""
+        return [self._entries[request_id] for request_id in self.queue]
 
     # ---- plan a step ----------------------------------------------------------------------------------------------
 
@@ -211,7 +213,8 @@ class Scheduler:
         reusable = (len(entry.tokens) - 1) // self.limits.block_size
         if not self.limits.prefix_caching or entry.wants_prompt_logprobs:
             reusable = 0
-        return self.tree.match(entry.tokens.tobytes(), reusable)
+        root = self.tree.root("" if self.limits.share_prefix_cache else entry.request.tenant)
+        return self.tree.match(root, entry.tokens.tobytes(), reusable)
 
     def _next_block(self, entry: Entry, node: Node | None, depth: int) -> tuple[int, bytes] | None:
         """Names the block below `node`, which is `depth` blocks deep, by the entry's tokens, if it knows them all."""
@@ -239,6 +242,7 @@ class Scheduler:
             entry.num_cached = entry.num_scheduled
             entry.queue_time = self._now - entry.queued_at
             entry.tenant.served += entry.num_prompt - entry.num_cached
+            self.shares.leave_queue(entry.request)
             self._queue_deadlines.stop(entry.id)
         entry.epoch += 1
         entry.prompt_logprobs, entry.prompt_top_tokens = [None], []
@@ -284,9 +288,7 @@ class Scheduler:
         self.tree.unlock(entry.node)
         del self.running[bisect.bisect_left(self.running, entry.rank, key=_rank)]
         self.max_running_tokens -= entry.max_len
-        entry.row = entry.node = None
-        entry.blocks, entry.private = [], set()
-        entry.num_scheduled = entry.num_indexed = entry.capacity = 0
+        entry.forget_row()
 
     def _finish(self, entry: Entry) -> None:
         entry.done = True
@@ -295,6 +297,7 @@ class Scheduler:
         self._queue_deadlines.stop(entry.id)
         self._run_deadlines.stop(entry.id)
         self._tenants.leave(entry.tenant)
+        self.shares.give_back(entry.request, is_queued=entry.epoch == 0)
         if entry.row is not None:
             self._release(entry)
         else:
@@ -356,29 +359,12 @@ class Scheduler:
         entry.tenant.served += 1
         output = Output(token, result.logprobs[index], result.top_tokens.get(index) if result.top_tokens else None)
         if len(tokens) == entry.num_prompt + 1:
-            self._tell_about_prompt(entry, output)
+            entry.tell_about_prompt(output)
         if token in entry.end_ids or len(tokens) >= entry.max_len:
-            output.finish_reason = self._finish_reason(entry, token)
+            output.finish_reason = entry.finish_reason(token, self.limits.eos_token_ids)
             if output.finish_reason is not None:
                 self._finish(entry)
         return output
-
-    def _tell_about_prompt(self, entry: Entry, output: Output) -> None:
-        output.num_cached, output.queue_time = entry.num_cached, entry.queue_time
-        if entry.request.prompt_logprobs:  # nothing predicts what an encoder reads
-            unknown = len(entry.request.input_ids) - len(entry.prompt_logprobs)
-            output.prompt_logprobs = entry.prompt_logprobs + [None] * unknown
-        if entry.prompt_top_tokens:
-            output.prompt_top_tokens = [None, *entry.prompt_top_tokens]
-
-    def _finish_reason(self, entry: Entry, token: int) -> FinishReason | None:
-        request, num_generated = entry.request, entry.num_generated
-        if num_generated > request.min_new_tokens:
-            if token in self.limits.eos_token_ids and not request.ignore_eos:
-                return FinishReason.EOS_TOKEN
-            if token in request.stop_token_ids:
-                return FinishReason.STOP_SEQUENCE
-        return FinishReason.LENGTH if num_generated >= request.max_new_tokens else None
 
     def _fail(self, planned: list[PlannedRow], error: str) -> list[tuple[int, Output]]:
         failed = []
@@ -387,6 +373,27 @@ class Scheduler:
                 self._finish(entry)
                 failed.append((entry.id, Output(error=error)))
         return failed
+
+    # ---- the shards were lost -------------------------------------------------------------------------------------
+
+    def restart(self, limits: SchedulerLimits) -> list[tuple[int, Output]]:
+        """Go on with new shards, which know no row and no block. Requests that ran wait again with the tokens they
+        have, as if preempted; steps in flight never were. Returns the errors of requests that cannot go on."""
+        suspects = {entry for step in self._in_flight for entry, *_ in step.planned}
+        for entry in reversed(self.running):  # the best rank is in front at last
+            entry.forget_row()
+            self.queue.push_front(entry)
+        self.stats.replays += len(self.running)
+        self._use(limits)
+        ended: list[tuple[int, Output]] = []
+        for entry in list(self._entries.values()):
+            entry.num_known = len(entry.tokens)
+            num_losses = entry.count_loss() if entry in suspects else 0
+            if num_losses > MAX_LOSSES or not entry.fits(limits):
+                self._finish(entry)
+                error = Refusal.LOST_TOO_OFTEN.format(num_losses) if num_losses > MAX_LOSSES else Refusal.DOES_NOT_FIT
+                ended.append((entry.id, Output(error=error)))
+        return ended
 
 
 def _rank(entry: Entry) -> Rank:

@@ -75,6 +75,10 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     # TGI refuses the 129th request. A queue costs little, and a refused user costs a user.
     "max-concurrent-requests": 4096,
     "http-workers": None,
+    "ssl-certfile": None,
+    "ssl-keyfile": None,
+    "max-queued-tokens": 2_000_000,
+    "share-prefix-cache": False,
     "queue-timeout": 0.0,
     "request-timeout": 0.0,
     "fake": False,
@@ -92,6 +96,8 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "max-image-bytes": 1 << 24,
     "max-image-pixels": 1 << 24,
     "image-url-allow": (),
+    "hang-timeout": 30.0,
+    "max-restarts": 10,
 }
 
 
@@ -144,6 +150,7 @@ def test_groups_end_with_the_programs_own_options() -> None:
         "Request limits and features",
         "HTTP",
         "Logs",
+        "Supervision",
         "Shards",
     ]
 
@@ -231,7 +238,6 @@ def test_an_invalid_command_line_exits_2(args: list[str], capsys: pytest.Capture
 LATER = {
     "--speculate": "2",
     "--lora-adapters": "some/adapter",
-    "--otlp-endpoint": "http://collector:4317",
     "--ngrok-authtoken": "secret",
     "--ngrok-edge": "edge",
 }
@@ -314,7 +320,7 @@ def test_the_target_reads_forwarded_arguments_as_the_same_options(program: type[
 
 
 def test_an_option_without_effect_is_not_forwarded_so_that_one_program_warns() -> None:
-    assert forward(LauncherOptions(prometheus_port=9100), RouterOptions) == []
+    assert forward(LauncherOptions(max_waiting_tokens=7), RouterOptions) == []
 
 
 @pytest.mark.parametrize(
@@ -368,3 +374,15 @@ def test_output_into_a_closed_pipe_ends_quietly() -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 1
+
+
+def test_traces_without_their_packages_are_refused_with_the_extra_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("legato.common.options.find_spec", lambda name: None)
+    assert run(LauncherOptions, "--otlp-endpoint=http://localhost:4317")[0] == 1
+    error = capsys.readouterr().err
+    assert error == (
+        "error: --otlp-endpoint needs the package opentelemetry: install it with pip install 'legato[otel]'\n"
+    )
+    assert run(LauncherOptions)[0] == 0

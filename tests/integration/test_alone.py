@@ -37,10 +37,10 @@ def shard(start: Start, model: Path) -> Program:
     return shard
 
 
-def start_router(start: Start, model: Path) -> tuple[Program, Client]:
+def start_router(start: Start, model: Path, *more: str) -> tuple[Program, Client]:
     port = free_port()
     arguments = [f"--tokenizer-name={model}", "--master-shard-uds-path=shard-0", "--hostname=127.0.0.1"]
-    router = start("text-generation-router", f"--port={port}", *arguments)
+    router = start("text-generation-router", f"--port={port}", *arguments, *more)
     router.until_logged("Listening")
     return router, Client(port)
 
@@ -74,7 +74,7 @@ def test_routers_come_and_go_and_the_last_one_loses_its_shard(start: Start, mode
     router.send(signal.SIGTERM)
     assert (router.wait(), router.stderr) == (0, "")
 
-    router, client = start_router(start, model)
+    router, client = start_router(start, model, "--max-restarts=0")
     events = iter(client.stream("a", max_new_tokens=3000, ignore_eos=True))
     next(events)
     shard.send(signal.SIGKILL)

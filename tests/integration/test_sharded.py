@@ -33,14 +33,25 @@ def test_two_shards_answer_as_one_does(sharded: Launched, client: Client) -> Non
     assert greedy_ids(sharded.client) == greedy_ids(client)
 
 
-def test_a_shard_that_dies_ends_everything_and_is_named(sharded: Launched) -> None:
-    """The last test of this module: nothing is left of the server afterwards."""
-    events = iter(sharded.client.stream("a", max_new_tokens=4000, ignore_eos=True))
-    next(events)
-    shard_of(sharded, 1).kill()
-    *_, last = events
-    assert last["error_type"] == "generation"
-    assert sharded.wait() == 1
-    assert sharded.stderr.startswith("error: shard-1 was killed by SIGKILL")
-    assert sharded.stderr.count("\n") == 1
-    assert sharded.leftovers() == []
+def test_shards_restart_together_when_one_dies_and_the_stream_goes_on(sharded: Launched) -> None:
+    undisturbed = [event["token"]["id"] for event in sharded.client.stream("a", max_new_tokens=300, ignore_eos=True)]
+    before = [shard_of(sharded, rank) for rank in (0, 1)]
+    events = iter(sharded.client.stream("a", max_new_tokens=300, ignore_eos=True))
+    first = next(events)
+    before[1].kill()
+    assert [event["token"]["id"] for event in [first, *events]] == undisturbed
+    assert not any(shard.is_running() for shard in before)
+    assert greedy_ids(sharded.client)
+
+
+def test_a_shard_that_dies_for_good_ends_everything_and_is_named(tmp_path: Path, model: Path) -> None:
+    with launched(tmp_path, model, "--num-shard=2", f"--master-port={free_port()}", "--max-restarts=0") as sharded:
+        events = iter(sharded.client.stream("a", max_new_tokens=4000, ignore_eos=True))
+        next(events)
+        shard_of(sharded, 1).kill()
+        *_, last = events
+        assert last["error_type"] == "generation"
+        assert sharded.wait() == 1
+        assert sharded.stderr.startswith("error: shard-1 was killed by SIGKILL")
+        assert sharded.stderr.count("\n") == 1
+        assert sharded.leftovers() == []

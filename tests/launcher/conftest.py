@@ -55,8 +55,11 @@ if sys.argv[1] == "download-weights":
 
 name = "shard-" + os.environ["RANK"]
 behaviour = os.environ.get("FAKE_SHARD")
+started_before = name + " started" in open(journal.name).read()
 journal.write(f"{name} started {os.getpid()}\\n")
 on_stop(name, behaviour)
+if behaviour == "die once" and started_before:
+    sys.exit("error: no memory")
 if behaviour == "crash":
     print("Traceback (most recent call last):", "  in load", "ValueError: bad weights", sep="\\n", file=sys.stderr)
     sys.exit(3)
@@ -75,7 +78,7 @@ listener.bind(flag("--uds-path") + "-" + os.environ["RANK"])
 listener.listen()
 say("WARN", "loaded", rank=0)
 print("plain words", flush=True)
-if behaviour == "die":
+if behaviour in ("die", "die once"):
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGKILL)
 while True:
@@ -93,6 +96,8 @@ listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 listener.bind(("127.0.0.1", int(flag("--port"))))
 listener.listen()
 say("INFO", "Listening", address="http://0.0.0.0:" + flag("--port"))
+if behaviour == "hang":
+    os.write(int(os.environ["LEGATO_HEARTBEAT_FD"]), b"\\n")
 while True:
     connection, _ = listener.accept()
     connection.recv(4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import signal
 import socket
@@ -106,18 +107,69 @@ def test_a_crashed_shard_is_reported_with_its_stderr(launch: Launch) -> None:
     ]
 
 
-def test_a_killed_shard_stops_everything_and_the_signal_is_reported(launch: Launch) -> None:
-    launched = launch(FAKE_SHARD="die")
+def test_without_restarts_a_killed_shard_stops_everything_and_the_signal_is_reported(launch: Launch) -> None:
+    launched = launch("--max-restarts=0", FAKE_SHARD="die")
     code, stderr = launched.wait()
     assert code == 1
     assert stderr.startswith("error: shard-0 was killed by SIGKILL")
     assert "router stopped" in launched.journal
 
 
-def test_a_router_that_exits_unexpectedly_is_an_error(launch: Launch) -> None:
-    launched = launch(FAKE_ROUTER="exit")
+def test_without_restarts_a_router_that_exits_unexpectedly_is_an_error(launch: Launch) -> None:
+    launched = launch("--max-restarts=0", FAKE_ROUTER="exit")
     assert launched.wait() == (1, "error: router exited with code 0\n")
     assert "shard-0 stopped" in launched.journal
+
+
+def test_shards_that_die_are_restarted_together_and_the_router_is_not(launch: Launch) -> None:
+    launched = launch("--num-shard=2")
+    launched.until_logged("Listening on")
+    dead, other, router = (launched.pid_of(name) for name in ("shard-1", "shard-0", "router"))
+    os.kill(dead, signal.SIGKILL)
+    launched.until_logged("Ready again")
+    assert not alive(other)
+    assert alive(router)
+    starts = [line.rpartition(" ")[0] for line in launched.journal if "started" in line]
+    assert sorted(starts) == ["router started", *2 * ["shard-0 started"], *2 * ["shard-1 started"]]
+    assert "ERROR launcher: shard-1 was killed by SIGKILL, perhaps because memory ran out: restarting the shards" in (
+        launched.log
+    )
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == (0, "")
+
+
+def test_a_router_that_dies_is_restarted_and_the_shards_are_not(launch: Launch) -> None:
+    launched = launch()
+    launched.until_logged("Listening on")
+    shard, router = launched.pid_of("shard-0"), launched.pid_of("router")
+    os.kill(router, signal.SIGKILL)
+    launched.until_logged("Ready again")
+    assert alive(shard)
+    assert sum("router started" in line for line in launched.journal) == 2
+
+
+def test_a_router_whose_heart_stops_is_replaced(launch: Launch) -> None:
+    launched = launch("--hang-timeout=1", FAKE_ROUTER="hang")
+    launched.until_logged("ERROR launcher: router is hung: no heartbeat for 1 s (--hang-timeout)")
+    launched.until_logged("router was killed by SIGKILL")
+    launched.until(lambda: sum("router started" in line for line in launched.journal) == 2)
+
+
+def test_one_restart_too_many_ends_everything_with_an_error(launch: Launch) -> None:
+    launched = launch("--max-restarts=2", FAKE_SHARD="die")
+    code, stderr = launched.wait()
+    assert code == 1
+    assert stderr.startswith("error: shard-0 was killed by SIGKILL")
+    assert sum("shard-0 started" in line for line in launched.journal) == 3
+    assert "not restarted, because --max-restarts is 2 within 600 s" in launched.log
+    assert "router stopped" in launched.journal
+
+
+def test_a_signal_while_shards_restart_ends_everything(launch: Launch) -> None:
+    launched = launch(FAKE_SHARD="die once")
+    launched.until_logged("shard-0 exited with code 1: no memory: restarting the shards in 1 s")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == (0, "")
 
 
 def test_a_stubborn_router_is_killed_after_the_grace(launch: Launch) -> None:
@@ -138,13 +190,14 @@ def test_requests_get_the_whole_grace_before_the_router_must_exit(launch: Launch
     assert "killing it" not in launched.log
 
 
-def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_kills_at_once(launch: Launch, number: signal.Signals, code: int) -> None:
     launched = launch(FAKE_ROUTER="stubborn")
     launched.until_logged("Listening on")
-    launched.send(signal.SIGINT)
+    launched.send(number)
     launched.until_journal("router asked to stop")
-    launched.send(signal.SIGINT)
-    assert launched.wait() == (130, "")
+    launched.send(number)
+    assert launched.wait() == (code, "")
 
 
 def test_nohup_is_respected(launch: Launch) -> None:
@@ -209,9 +262,9 @@ def test_a_port_in_use_is_refused_before_anything_starts(launch: Launch, free_po
 
 
 def test_options_without_effect_are_logged(launch: Launch) -> None:
-    launched = launch("--prometheus-port=9100", MAX_WAITING_TOKENS="7")
+    launched = launch("--waiting-served-ratio=0.5", MAX_WAITING_TOKENS="7")
     launched.until_logged("Starting")
-    assert "WARN launcher: --prometheus-port has no effect: " in launched.log
+    assert "WARN launcher: --waiting-served-ratio has no effect: " in launched.log
     assert "WARN launcher: --max-waiting-tokens has no effect: " in launched.log
 
 

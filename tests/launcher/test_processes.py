@@ -14,6 +14,7 @@ from typing import TypeVar
 import pytest
 
 from legato.launcher.processes import KEPT_LINES, Child, ChildFailed, ProcessCommand, Supervisor
+from legato.launcher.supervision import first_cause
 from tests.stopwatch import Stopwatch
 
 T = TypeVar("T")
@@ -59,11 +60,11 @@ def test_an_exit_is_described(code: str, expected: str) -> None:
 def test_the_killed_one_of_several_exited_children_is_reported() -> None:
     """Shards that lose another end as well, perhaps before we look."""
 
-    async def body(supervisor: Supervisor) -> tuple[Child | None, Child]:
+    async def body(supervisor: Supervisor) -> tuple[Child, Child]:
         mourner = supervisor.start(python("raise SystemExit(1)", "shard-0"))
         killed = supervisor.start(python("import os; os.kill(os.getpid(), 9)", "shard-1"))
         await asyncio.wait([mourner.exited, killed.exited])
-        return await supervisor.first_exit(mourner, killed), killed
+        return first_cause([mourner, killed]), killed
 
     named, killed = supervised(body)
     assert named is killed

@@ -8,16 +8,26 @@ from typing import Any
 
 import pytest
 
+from legato.grammar.kinds import Grammar, GrammarKind
 from legato.router.shards import ShardsLost
 from legato.router.step_loop import STEPS_IN_FLIGHT, StepLoop
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.scheduling.state import (
+    FinishReason,
+    GenerationRequest,
+    ModelLimits,
+    Output,
+    PromptChunk,
+    StepPlan,
+    StepResult,
+)
 from legato.telemetry.metrics import StepFigures
 from tests.clock import FakeClock
 from tests.fakes import FakeShard, expected_tokens
 
 VOCAB = 50
+HANG_TIMEOUT = 30.0
 
 
 class HeldShards:
@@ -27,6 +37,8 @@ class HeldShards:
         self.plans: list[StepPlan] = []
         self.admitted: list[int] = []
         self.is_healthy = True
+        self.prepared: list[Grammar] = []
+        self.prepare_error: ShardsLost | None = None
         self._shard = FakeShard(block_size=4, vocab=VOCAB)
         self._on_result: Callable[[StepResult], None] | None = None
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -39,8 +51,13 @@ class HeldShards:
         self._on_result = on_result
         await self._lost
 
-    async def healthy(self) -> bool:
+    async def healthy(self, timeout: float) -> bool:
         return self.is_healthy
+
+    async def prepare(self, grammar: Grammar) -> None:
+        if self.prepare_error is not None:
+            raise self.prepare_error
+        self.prepared.append(grammar)
 
     def answer(self, error: str | None = None) -> None:
         """Compute the oldest plan and report it, or that it failed."""
@@ -59,6 +76,10 @@ class HeldShards:
 class Receiver:
     def __init__(self) -> None:
         self.outputs: list[Output] = []
+        self.chunks: list[PromptChunk] = []
+
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        self.chunks.append(chunk)
 
     def put(self, request_id: int, output: Output) -> None:
         self.outputs.append(output)
@@ -69,15 +90,27 @@ class Receiver:
 
 
 class Bench:
-    def __init__(self, **limits: Any) -> None:
+    def __init__(self, recovers: bool = False, **limits: Any) -> None:
         self.shards = HeldShards()
         self.steps: list[StepFigures] = []
         settings: dict[str, Any] = {"num_blocks": 65, "block_size": 4, "max_rows": 4, "max_step_tokens": 32}
         self.scheduler = Scheduler(SchedulerLimits(**{**settings, **limits}))
         self.clock = FakeClock()
-        limits = ModelLimits(63, 64, 256, VOCAB)
-        self.loop = StepLoop(self.scheduler, self.shards, limits, self.steps.append, self.clock)
-        self.task = asyncio.create_task(self.loop.run())
+        self.limits = ModelLimits(63, 64, 256, VOCAB)
+        self.loop = StepLoop(
+            self.scheduler, self.shards, self.limits, self.steps.append, self.clock, hang_timeout=HANG_TIMEOUT
+        )
+        self.lost: list[str] = []
+        self.is_back = asyncio.Event()
+        self.task = asyncio.create_task(self.loop.run(self.recover if recovers else None))
+
+    async def recover(self, error: ShardsLost) -> None:
+        """Others take the place of the lost shards when the test says so."""
+        self.lost.append(str(error))
+        await self.is_back.wait()
+        self.is_back.clear()
+        self.shards = HeldShards()
+        self.loop.resume(self.shards, self.scheduler.limits, self.limits)
 
     def submit(self, request: GenerationRequest) -> Receiver:
         receiver = Receiver()
@@ -85,9 +118,9 @@ class Bench:
         return receiver
 
 
-def bench(test: Callable[[Bench], Coroutine[None, None, None]], **limits: Any) -> None:
+def bench(test: Callable[[Bench], Coroutine[None, None, None]], recovers: bool = False, **limits: Any) -> None:
     async def run() -> None:
-        made = Bench(**limits)
+        made = Bench(recovers, **limits)
         await asyncio.sleep(0)
         await test(made)
         made.task.cancel()
@@ -219,14 +252,14 @@ def test_a_lost_shard_ends_every_request_those_that_wait_and_those_to_come() -> 
     async def test(bench: Bench) -> None:
         running, waiting = bench.submit(request(1)), bench.submit(request(2))
         await asyncio.sleep(0)
-        assert await bench.loop.healthy()
+        assert bench.loop.is_healthy
         bench.shards.lose(ShardsLost("shard 0 ended its stream"))
         with pytest.raises(ShardsLost):
             await bench.task
         late = bench.submit(request(3))
         for receiver in (running, waiting, late):
             assert [output.error for output in receiver.outputs] == ["shard 0 ended its stream"]
-        assert not await bench.loop.healthy()
+        assert not bench.loop.is_healthy
 
     bench(test, max_rows=1)
 
@@ -255,10 +288,18 @@ def test_at_the_end_of_the_server_running_requests_are_told() -> None:
     bench(test)
 
 
-def test_health_is_that_of_the_shards() -> None:
+def test_a_failed_step_leaves_the_shards_in_doubt_until_a_token_comes() -> None:
     async def test(bench: Bench) -> None:
-        bench.shards.is_healthy = False
-        assert not await bench.loop.healthy()
+        changes: list[bool] = []
+        bench.loop.on_change = lambda: changes.append(bench.loop.is_healthy)
+        bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.shards.answer(error="a bad day")
+        assert not bench.loop.is_healthy and bench.loop.is_live
+        await turns()
+        bench.shards.answer_all()
+        assert bench.loop.is_healthy
+        assert changes == [False, True]
 
     bench(test)
 
@@ -267,6 +308,7 @@ def test_every_step_is_described() -> None:
     async def test(bench: Bench) -> None:
         bench.submit(request(1, length=10, max_new_tokens=3))
         await asyncio.sleep(0)
+        assert (bench.loop.kv_usage, bench.loop.max_running_tokens) == (3 / 64, 13)
         bench.shards.answer_all()
         prompt, *decodes = bench.steps
         assert (prompt.method, prompt.batch_size, prompt.num_admitted, prompt.num_prompt_tokens) == (
@@ -275,14 +317,160 @@ def test_every_step_is_described() -> None:
             1,
             10,
         )
-        assert prompt.kv_usage == 3 / 64
-        assert prompt.max_tokens == 13
         assert [step.method for step in decodes] == ["decode"] * 2
-        assert bench.steps[-1].kv_usage == 0
+        assert [(step.num_tokens, step.num_gaps) for step in bench.steps] == [(1, 0), (1, 1), (1, 1)]
+        assert (bench.loop.kv_usage, bench.loop.max_running_tokens) == (0, 0)
         again = bench.submit(request(1, length=10, max_new_tokens=1))
         await asyncio.sleep(0)
         bench.shards.answer_all()
         assert bench.steps[-1].num_cached_tokens == 8
         assert again.tokens == expected_tokens(request(1, length=10, max_new_tokens=1), VOCAB)
+
+    bench(test)
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_requests_go_on_with_new_shards_and_newcomers_wait_for_them() -> None:
+    async def test(bench: Bench) -> None:
+        running = bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.shards.answer()
+        bench.shards.lose(ShardsLost("lost shard 0"))
+        await turns()
+        assert bench.lost == ["lost shard 0"]
+        newcomer = bench.submit(request(2))
+        await turns()
+        assert not bench.loop.is_healthy
+        bench.is_back.set()
+        await turns()
+        assert not bench.loop.is_healthy, "no token has come from the new shards"
+        bench.shards.answer_all()
+        assert bench.loop.is_healthy
+        assert running.tokens == expected_tokens(request(1), VOCAB)
+        assert newcomer.tokens == expected_tokens(request(2), VOCAB)
+
+    bench(test, recovers=True)
+
+
+def test_new_shards_prove_themselves_without_requests() -> None:
+    async def test(bench: Bench) -> None:
+        bench.shards.lose(ShardsLost("lost shard 0"))
+        await turns()
+        bench.is_back.set()
+        await turns()
+        assert not bench.loop.is_healthy
+        bench.shards.answer_all()
+        assert bench.loop.is_healthy
+        assert (bench.loop.running, bench.loop.queue_size) == (0, 0)
+
+    bench(test, recovers=True)
+
+
+def test_deadlines_pass_while_there_are_no_shards() -> None:
+    async def test(bench: Bench) -> None:
+        receiver = bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.shards.lose(ShardsLost("lost shard 0"))
+        await turns()
+        bench.clock.advance(5)
+        assert [output.timed_out for output in receiver.outputs] == [True]
+
+    bench(test, recovers=True, request_timeout=4)
+
+
+def test_a_cancelled_request_does_not_come_back() -> None:
+    async def test(bench: Bench) -> None:
+        receiver = bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.shards.lose(ShardsLost("lost shard 0"))
+        await turns()
+        bench.loop.cancel(1)
+        bench.is_back.set()
+        await turns()
+        bench.shards.answer_all()
+        assert receiver.outputs == []
+        assert 1 not in bench.shards.admitted
+
+    bench(test, recovers=True)
+
+
+def test_shards_that_finish_no_step_in_time_are_lost() -> None:
+    async def test(bench: Bench) -> None:
+        receiver = bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.clock.advance(HANG_TIMEOUT - 1)
+        await turns()
+        assert bench.loop.step_age == HANG_TIMEOUT - 1
+        bench.shards.answer()
+        assert bench.loop.step_age == 0
+        bench.clock.advance(HANG_TIMEOUT - 1)
+        await turns()
+        assert bench.lost == [], "every step was finished in time"
+        bench.clock.advance(1)
+        await turns()
+        assert bench.lost == ["the shards have not finished a step for 30 s (--hang-timeout)"]
+        bench.is_back.set()
+        await turns()
+        bench.shards.answer_all()
+        assert receiver.tokens == expected_tokens(request(1), VOCAB)
+
+    bench(test, recovers=True)
+
+
+def test_idle_shards_do_not_hang_and_a_step_after_a_long_pause_gets_its_whole_time() -> None:
+    async def test(bench: Bench) -> None:
+        bench.clock.advance(10 * HANG_TIMEOUT - 1)
+        bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.clock.advance(HANG_TIMEOUT - 0.1)
+        await turns()
+        assert bench.lost == []
+        bench.clock.advance(0.1)
+        await turns()
+        assert len(bench.lost) == 1
+
+    bench(test, recovers=True)
+
+
+def test_a_router_that_was_stopped_itself_does_not_blame_the_shards() -> None:
+    async def test(bench: Bench) -> None:
+        bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.clock.sleep_through(10 * HANG_TIMEOUT)
+        bench.clock.advance(0)
+        await turns()
+        assert bench.lost == []
+        bench.clock.advance(HANG_TIMEOUT)
+        await turns()
+        assert len(bench.lost) == 1
+
+    bench(test, recovers=True)
+
+
+def test_a_grammar_waits_for_new_shards() -> None:
+    async def test(bench: Bench) -> None:
+        grammar = Grammar(GrammarKind.REGEX, "a+")
+        bench.shards.prepare_error = ShardsLost("lost shard 0")
+        waiting = asyncio.create_task(bench.loop.prepare(grammar))
+        await turns()
+        bench.shards.lose(ShardsLost("lost shard 0"))
+        await turns()
+        bench.is_back.set()
+        await asyncio.wait_for(waiting, 5)
+        assert bench.shards.prepared == [grammar]
+
+    bench(test, recovers=True)
+
+
+def test_a_grammar_fails_when_no_shards_come_back() -> None:
+    async def test(bench: Bench) -> None:
+        bench.shards.lose(ShardsLost("lost shard 0"))
+        await turns()
+        with pytest.raises(ShardsLost):
+            await bench.loop.prepare(Grammar(GrammarKind.REGEX, "a+"))
 
     bench(test)

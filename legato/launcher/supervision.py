@@ -1,0 +1,156 @@
+"""The processes of a server and who of them is started anew: the shards together, the router alone.
+
+    a shard ends    the others of its group are killed, all are started again; the router keeps its requests and replays
+                    them on the new shards
+    the router      is started again; the shards keep their weights, and clients have to ask again
+    ends
+
+Until the server was ready for the first time, a failure ends it: wrong options and broken files do not go away. So does
+a failure beyond `--max-restarts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from legato.common.heartbeat import BEAT_SECONDS
+from legato.common.restarts import EXIT_NO_RESTART, RestartBudget
+from legato.launcher.plan import LaunchPlan
+from legato.launcher.processes import KILL_SECONDS, Child, ProcessCommand, Supervisor
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessGroup:
+    """Processes that are started, killed and restarted together."""
+
+    def __init__(
+        self,
+        name: str,
+        commands: Sequence[ProcessCommand],
+        supervisor: Supervisor,
+        max_restarts: int,
+        clean_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`clean_up` removes what processes that were killed leave behind."""
+        self.name = name
+        self.children: list[Child] = []
+        self.is_ready = False
+        self._commands = commands
+        self._supervisor = supervisor
+        self._budget = RestartBudget(max_restarts)
+        self._clean_up = clean_up
+
+    def start(self) -> None:
+        self.is_ready = False
+        self.children = [self._supervisor.start(command) for command in self._commands]
+
+    @property
+    def exits(self) -> list[asyncio.Future[int]]:
+        return [child.exited for child in self.children]
+
+    async def first_exit(self) -> Child:
+        await asyncio.wait(self.exits, return_when=asyncio.FIRST_COMPLETED)
+        return first_cause([child for child in self.children if not child.is_running])
+
+    async def restart(self, dead: Child) -> bool:
+        """Kill what is left and start all, after a while if the last start failed. False: there was one restart too
+        many, and nothing is started."""
+        delay = self._budget.spend(time.monotonic(), was_ready=self.is_ready)
+        if delay is None:
+            logger.error("%s: not restarted, because %s", dead.describe_exit(), self._budget.described)
+            return False
+        dead.show_stderr()
+        after = f" in {delay:g} s" if delay else ""
+        logger.error("%s: restarting %s%s", dead.describe_exit(), self.name, after)
+        for child in self.children:
+            child.kill()
+        await asyncio.wait(self.exits, timeout=KILL_SECONDS)
+        await asyncio.sleep(delay)
+        self._clean_up()
+        self.start()
+        return True
+
+
+class ServerProcesses:
+    """All of them. `startup` ends when the server is ready for the first time, `ready_again` when it is after a
+    restart."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        plan: LaunchPlan,
+        max_restarts: int,
+        hang_timeout: float,
+        remove_sockets: Callable[[], None],
+        startup: Callable[[], Awaitable[None]],
+        ready_again: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._supervisor = supervisor
+        self._hang_timeout = hang_timeout
+        self._startup = startup
+        self._ready_again = ready_again
+        self._was_ready = False
+        self.shards = ProcessGroup("the shards", plan.shards, supervisor, max_restarts, remove_sockets)
+        self.router = ProcessGroup("the router", [plan.router], supervisor, max_restarts)
+
+    async def run(self) -> Child | None:
+        """Until a stop signal, or until a process has ended that is not started again: that one."""
+        self.shards.start()
+        self.router.start()
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._supervisor.stopping.wait())]
+        tasks += [asyncio.ensure_future(self._keep(group)) for group in (self.shards, self.router)]
+        helpers = [asyncio.ensure_future(self._become_ready()), asyncio.ensure_future(self._watch_heartbeats())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended = [task.result() for task in tasks[1:] if task.done()]
+        for task in (*helpers, *tasks):
+            task.cancel()
+        await asyncio.gather(*helpers, *tasks, return_exceptions=True)
+        return None if self._supervisor.stopping.is_set() else first_cause(ended)
+
+    async def _become_ready(self) -> None:
+        await self._startup()
+        self._was_ready = self.shards.is_ready = self.router.is_ready = True
+
+    async def _keep(self, group: ProcessGroup) -> Child:
+        """Restart a group whenever one of its processes ends. Returns the process that ended for good."""
+        while True:
+            dead = await group.first_exit()
+            is_final = not self._was_ready or dead.exited.result() == EXIT_NO_RESTART
+            if is_final or not await group.restart(dead):
+                return dead
+            readiness = asyncio.ensure_future(self._log_ready(group))
+            events: list[asyncio.Future[Any]] = [readiness, *group.exits]
+            try:
+                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                readiness.cancel()
+
+    async def _watch_heartbeats(self) -> None:
+        """Kill a process whose event loop has stopped. Shards are watched by the router, which sees their steps."""
+        checked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            now = time.monotonic()
+            was_late, checked_at = now - checked_at > 2 * BEAT_SECONDS, now
+            if was_late:  # we were stopped ourselves: beats may be waiting for us
+                continue
+            for child in self.router.children:
+                if child.is_running and child.beat_at is not None and now - child.beat_at > self._hang_timeout:
+                    logger.error("%s is hung: no heartbeat for %g s (--hang-timeout)", child.name, self._hang_timeout)
+                    child.kill()
+
+    async def _log_ready(self, group: ProcessGroup) -> None:
+        started = time.monotonic()
+        await self._ready_again()
+        group.is_ready = True
+        logger.info("Ready again %.1f s after a restart of %s", time.monotonic() - started, group.name)
+
+
+def first_cause(ended: Sequence[Child]) -> Child:
+    """Of several that have ended, one that was killed: shards that lose another end by themselves."""
+    return min(ended, key=lambda child: child.exited.result() >= 0)
