@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 PORT ?= 3000
 # Divides the workloads of `make bench`. Results with the same scale, model and commit are comparable.
 SCALE ?= 16
+SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos sim proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -55,8 +56,8 @@ imports: setup
 MODELS := tests/kernels tests/models tests/quantization tests/sampling
 ENGINE := tests/server tests/client tests/examples tests/plan tests/grammar
 
-TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/telemetry \
-	tests/text tests/vision
+TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/simulation \
+	tests/telemetry tests/text tests/vision
 
 unit: unit-models unit-engine unit-texts unit-processes
 
@@ -131,6 +132,9 @@ test-gpu: setup ## the tests that need a CUDA device
 
 chaos: setup ## ten thousand clients that hang up at random times
 	LEGATO_DISCONNECTS=10000 $(BIN)/pytest tests/integration/test_workers.py -k disconnects
+
+sim: setup ## 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 # Generated with the oldest supported tools: stubs work with that version of the library and newer ones.
 proto: setup ## regenerate the stubs from the .proto files
