@@ -13,7 +13,8 @@ from legato.common.errors import OptionError
 from legato.common.option import Options, option
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-BitsAndBytes = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4"]
+Checkpoints = Literal["awq", "compressed-tensors", "exl2", "gptq", "marlin"]
+OnLoad = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "eetq", "fp8", "int8", "int4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,11 @@ class LoadingOptions(Options):
         None,
         "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively.",
     )
-    quantize: Literal["awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "fp8", BitsAndBytes] | None = (
-        option(None, "Quantization method for the weights.", later="choosing a quantization method")
+    quantize: Literal[Checkpoints, OnLoad] | None = option(
+        None,
+        "Quantization method of the weights. `bitsandbytes`, `bitsandbytes-nf4`, `bitsandbytes-fp4`, `eetq`, `fp8`,"
+        " `int8` and `int4` quantize dense weights on load; the others must be the checkpoint's own."
+        " Default: what the checkpoint says.",
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
         None,
@@ -217,7 +221,7 @@ class HttpOptions(Options):
         maximum=65535,
     )
     cors_allow_origin: tuple[str, ...] = option(
-        (), "Origins allowed by CORS, comma-separated or repeated. Default: none."
+        (), "Origins of web pages that may use the server (CORS), comma-separated or repeated. Default: any."
     )
     api_key: tuple[str, ...] = option(
         (),
@@ -228,6 +232,12 @@ class HttpOptions(Options):
         None,
         "File with API keys, one per line, `#` for comments. `KEY priority=N` lets requests with that key ask for"
         " priority N and worse ones. Default: 5 and worse, so that no key overtakes the others.",
+    )
+    ssl_certfile: str | None = option(
+        None, "TLS certificate, with its chain, in PEM format. Default: connections are not encrypted."
+    )
+    ssl_keyfile: str | None = option(
+        None, "Private key of `--ssl-certfile`, not encrypted. Default: in the same file as the certificate."
     )
     graceful_termination_timeout: int = option(
         90, "Seconds that running requests get to finish after a stop signal.", short="g"
@@ -377,6 +387,32 @@ class DownloadOptions(ModelOptions, LogOptions):
         True,
         "Convert PyTorch pickles to safetensors if the model has no safetensors; otherwise such a model is an error.",
         env=None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions(ModelOptions, LogOptions):
+    """Quantization"""
+
+    changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
+
+    output_dir: str | None = option(None, "Folder for the quantized model.", env=None, positional=True)
+    calibration: str | None = option(None, "Text file that the model is calibrated with.", env=None)
+    bits: Literal["2", "3", "4", "8"] = option("4", "Bits of a weight.", env=None)
+    group_size: int = option(
+        128, "Inputs that share a scale; `-1` for all of them.", alias="groupsize", env=None, minimum=-1
+    )
+    act_order: bool = option(
+        False, "Quantize inputs with large activations first: better at 2 and 3 bits, slower products.", env=None
+    )
+    sym: bool = option(True, "Symmetric ranges, which most kernels expect.", env=None)
+    percdamp: float = option(
+        0.01, "Share of the mean of the Hessian's diagonal that is added to it.", env=None, minimum=0
+    )
+    calibration_samples: int = option(128, "Sequences of the text to calibrate with.", env=None, minimum=1)
+    calibration_length: int = option(512, "Tokens of each sequence.", env=None, minimum=16)
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Device to quantize on. `auto` uses a GPU if there is one.", env=None
     )
 
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from legato.chat.template import ChatTemplate
 from legato.common.errors import LegatoError
+from legato.common.exposure import tls_context
 from legato.common.gc import freeze_gc
 from legato.common.logging import setup
 from legato.http.app import create_app
@@ -29,6 +30,7 @@ from legato.modelfiles.files import ModelFiles
 from legato.telemetry.export import SpanExport, open_export
 from legato.telemetry.loop_lag import LoopLag
 from legato.telemetry.metrics import Metrics
+from legato.telemetry.step_times import StepTimes
 from legato.vision.rules import ImageRules, image_rules
 
 # Seconds for the last spans to reach the collector when the worker ends.
@@ -44,6 +46,8 @@ class HttpWorker:
         self._setup: asyncio.Future[msg.WorkerSetup] = asyncio.get_running_loop().create_future()
         self._serve: asyncio.Future[msg.Serve] = asyncio.get_running_loop().create_future()
         self._scheduler: SchedulerClient | None = None
+        # What was told last; while the worker loads, what `Serve` says of it grows old.
+        self._state: msg.ServerState | None = None
         self._metrics: Metrics | None = None
         self._spans: SpanExport | None = None
         self._server: HttpServer | None = None
@@ -55,7 +59,9 @@ class HttpWorker:
             self._link.send(msg.Loaded())
             serve = await self._serve
             app = self._app(serve, tokenizer, chat_template, rules)
-            server = self._server = HttpServer(app, serve.grace, serve.settings.payload_limit)
+            settings = serve.settings
+            tls = tls_context(settings.ssl_certfile, settings.ssl_keyfile)
+            server = self._server = HttpServer(app, serve.grace, settings.payload_limit, tls=tls)
             freeze_gc()
             self._link.send(msg.Serving())
             await server.serve(sockets=[self._listener])
@@ -79,11 +85,12 @@ class HttpWorker:
         self, serve: msg.Serve, tokenizer: Tokenizer, chat_template: ChatTemplate | None, rules: ImageRules | None
     ) -> ASGIApp:
         scheduler = self._scheduler = SchedulerClient(serve.limits, self._link.send)
-        scheduler.on_state(serve.state)
+        scheduler.on_state(self._state or serve.state)
         metrics = self._metrics = Metrics(serve.limits)
         LoopLag(lambda seconds: metrics.loop_lag("http_worker", seconds))
         if self._spans is not None:
             metrics.watch_spans(self._spans.take_counts)
+            scheduler.step_times = StepTimes()
         return create_app(
             scheduler,
             tokenizer,
@@ -106,6 +113,7 @@ class HttpWorker:
                 self._scheduler.on_answer(message)
             case msg.ServerState():
                 self._link.send(msg.Alive())
+                self._state = message
                 if self._scheduler is not None:
                     self._scheduler.on_state(message)
             case msg.ChunkDone():

