@@ -97,10 +97,7 @@ class SimulatedShards:
 
     async def prepare(self, grammar: Grammar) -> None:
         await asyncio.sleep(LONGEST_STEP * self._rng.random())
-        if self.is_alive and self.hung_at is not None:
-            await self._killed.wait()
-        if self._ended_at is not None:
-            await asyncio.sleep(LONGEST_DELAY)
+        if not await self.healthy(self._hang_timeout):
             raise ShardsLost(DIED)
         self.grammars.add(grammar)
 
