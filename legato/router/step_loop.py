@@ -246,22 +246,23 @@ class StepLoop:
                 self.scheduler.submit(PROBE, self._clock.now())
             self._pump()
 
-    def _watch(self) -> None:
-        """Look again when the oldest step in flight would be hung."""
+    def _watch(self, lateness: float = 0.0) -> None:
+        """Look again when the oldest step in flight would be hung. If we were late, results that came meanwhile have as
+        long to be read."""
         if math.isinf(self._hang_timeout):
             return
         now = self._clock.now()
-        due = (self._step_began if self._sent else now) + self._hang_timeout
-        self._watch_timer = self._clock.call_later(max(due - now, 0), lambda: self._on_watch(due))
+        due = max((self._step_began if self._sent else now) + self._hang_timeout, now + lateness)
+        self._watch_timer = self._clock.call_later(due - now, lambda: self._on_watch(due))
 
     def _on_watch(self, due: float) -> None:
-        now = self._clock.now()
-        if now - due > MAX_LATENESS:  # our own event loop stood still: results may be waiting for us
-            self._step_began = now
-        elif self._sent and now - self._step_began >= self._hang_timeout:
+        lateness = self._clock.now() - due
+        if lateness > MAX_LATENESS:  # our own event loop stood still: results may be waiting for us
+            self._step_began, lateness = self._clock.now(), 0.0
+        elif self._sent and self._step_began + self._hang_timeout <= due:
             self.lose_shards(f"the shards have not finished a step for {self._hang_timeout:g} s (--hang-timeout)")
             return
-        self._watch()
+        self._watch(lateness)
 
     def _pump(self) -> None:
         """Plan and send while there is room in flight and something to compute."""

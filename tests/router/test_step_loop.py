@@ -451,6 +451,26 @@ def test_a_router_that_was_stopped_itself_does_not_blame_the_shards() -> None:
     bench(test, recovers=True)
 
 
+def test_a_short_stop_of_the_router_does_not_count_against_the_shards() -> None:
+    """Found by the simulation: the step was finished in time, while the router was stopped."""
+
+    async def test(bench: Bench) -> None:
+        bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.clock.advance(0.5)
+        bench.shards.answer()
+        bench.clock.advance(HANG_TIMEOUT - 0.6)
+        bench.clock.sleep_through(0.9)
+        bench.clock.advance(0)
+        await turns()
+        assert bench.lost == []
+        bench.clock.advance(1)
+        await turns()
+        assert len(bench.lost) == 1
+
+    bench(test, recovers=True)
+
+
 def test_a_grammar_waits_for_new_shards() -> None:
     async def test(bench: Bench) -> None:
         grammar = Grammar(GrammarKind.REGEX, "a+")
