@@ -118,8 +118,12 @@ test-gpu: setup ## the tests that need a CUDA device
 		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
 		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py
 
-chaos: setup ## ten thousand clients that hang up at random times
+KILLS ?= 500
+STOPS ?= 100
+
+chaos: setup ## clients that hang up and processes that are killed and stopped at random times
 	LEGATO_DISCONNECTS=10000 $(BIN)/pytest tests/integration/test_workers.py -k disconnects
+	$(BIN)/python -m benchmarks.chaos --kills $(KILLS) --stops $(STOPS) --out benchmarks/results/chaos.json
 
 # Generated with the oldest supported tools: stubs work with that version of the library and newer ones.
 proto: setup ## regenerate the stubs from the .proto files
