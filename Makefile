@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 PORT ?= 3000
 # Divides the workloads of `make bench`. Results with the same scale, model and commit are comparable.
 SCALE ?= 16
+SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-timed test-models test-shards test-clients test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos sim proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,11 +38,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 serve: install ## serve the default model on port 3000
 	$(SERVE_VENV)/bin/text-generation-launcher --port $(PORT)
 
-# mypy and the compute-bound tests share two cores with one thread each, because oversubscribed OpenMP threads take
-# twice as long. The longest target comes first. Tests with time limits run alone.
+# Two targets at a time with one thread each, because oversubscribed OpenMP threads take twice as long. The longest
+# targets come first.
 test: setup ## everything CI runs
-	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-engine lint imports unit-models types unit-texts
-	$(MAKE) unit-timed
+	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-processes unit-engine unit-models lint imports types unit-texts
 
 lint: setup
 	$(BIN)/ruff check legato tests examples
@@ -54,17 +54,12 @@ imports: setup
 	$(BIN)/lint-imports
 
 MODELS := tests/kernels tests/models tests/quantization tests/sampling
-# Two files have time limits.
-GRAMMARS := $(filter-out %/test_hostile.py %/test_rows.py,$(wildcard tests/grammar/test_*.py))
-ENGINE := tests/server tests/client tests/examples tests/plan/test_plan.py $(GRAMMARS)
+ENGINE := tests/server tests/client tests/examples tests/plan tests/grammar
 
-# Everything about requests that has no time limits.
-TEXTS := tests/api tests/docgen tests/fuzz tests/scheduling tests/telemetry tests/text tests/vision tests/chat/tools \
-	tests/http/routes tests/modelfiles/test_files.py tests/modelfiles/test_tokenizer.py \
-	$(filter-out %/test_limits.py,$(wildcard tests/chat/test_*.py)) \
-	$(filter-out %/test_server.py,$(wildcard tests/http/test_*.py))
+TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/simulation \
+	tests/telemetry tests/text tests/vision
 
-unit: unit-models unit-engine unit-texts unit-timed
+unit: unit-models unit-engine unit-texts unit-processes
 
 unit-models: setup
 	$(BIN)/pytest $(MODELS)
@@ -75,7 +70,7 @@ unit-engine: setup
 unit-texts: setup
 	$(BIN)/pytest $(TEXTS)
 
-unit-timed: setup
+unit-processes: setup
 	$(BIN)/pytest $(MODELS:%=--ignore=%) $(ENGINE:%=--ignore=%) $(TEXTS:%=--ignore=%)
 
 test-models: setup ## the tests that need real weights, fetched once
@@ -83,6 +78,12 @@ test-models: setup ## the tests that need real weights, fetched once
 
 test-shards: setup ## every architecture and variant in two shards
 	$(BIN)/pytest -m shards tests/models
+
+test-pages: setup ## the pages in headless Chromium, with screenshots
+	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages
+
+test-cards: setup ## every kernel compiled for every supported GPU, no device needed: an hour on two cores
+	$(BIN)/pytest -m cards tests/kernels/test_cards.py
 
 # Published clients, each set in its own environment because their dependencies conflict.
 CLIENTS := .clients
@@ -104,6 +105,17 @@ $(CLIENTS)/tool-schemas/.fetched: Makefile | setup
 	$(BIN)/pip download -q --disable-pip-version-check --no-deps -d $(@D) $(TOOL_SCHEMAS) || $(NO_INDEX)
 	touch $@
 
+# The libraries that make quantized checkpoints, in an environment of their own.
+QUANTIZERS := .quantizers
+
+test-quantizers: $(QUANTIZERS)/.installed ## what the libraries quantize, read by Legato
+	$(QUANTIZERS)/bin/pytest -c tests/quantizers/pytest.ini --rootdir . tests/quantizers
+
+$(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip $(PIP_INSTALL) -q -e '.[dev]' -r $< || $(NO_INDEX)
+	touch $@
+
 fuzz: setup ## 20,000 requests made from the OpenAPI document, other ones every time
 	FUZZ_CASES=20000 $(BIN)/pytest tests/fuzz tests/fuzz/server.py
 
@@ -114,7 +126,7 @@ faults: setup ## the fault tests with as many cases as they are meant to have
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch finds no CUDA device')"
 	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
-		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py \
+		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py tests/server/test_needle.py \
 		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
 		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py
 
@@ -124,6 +136,9 @@ STOPS ?= 100
 chaos: setup ## clients that hang up and processes that are killed and stopped at random times
 	LEGATO_DISCONNECTS=10000 $(BIN)/pytest tests/integration/test_workers.py -k disconnects
 	$(BIN)/python -m benchmarks.chaos --kills $(KILLS) --stops $(STOPS) --out benchmarks/results/chaos.json
+
+sim: setup ## 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 # Generated with the oldest supported tools: stubs work with that version of the library and newer ones.
 proto: setup ## regenerate the stubs from the .proto files
@@ -135,10 +150,12 @@ docs: setup ## regenerate the reference pages
 	$(BIN)/legato options > docs/launcher.md
 	$(BIN)/legato api > docs/api.md
 	$(BIN)/legato models > docs/models.md
+	$(BIN)/legato metrics > docs/metrics.md
+	$(BIN)/legato metrics --dashboard > dashboards/legato.json
 
 bench: setup ## measure the engine with the default model (SCALE=1 for large machines)
 	mkdir -p $(dir $(BENCH_RESULT))
 	$(BIN)/legato bench engine --scale $(SCALE) --json $(BENCH_RESULT)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -72,6 +72,15 @@ def models() -> None:
     click.echo(reference_page(), nl=False)
 
 
+@legato.command()
+@click.option("--dashboard", is_flag=True, help="Print the Grafana dashboard instead.")
+def metrics(dashboard: bool) -> None:
+    """Print the reference page of the metrics, in Markdown."""
+    from legato.docgen import metrics as page
+
+    click.echo(page.dashboard() if dashboard else page.reference_page(), nl=False)
+
+
 def main() -> None:
     sys.exit(run_program(legato))
 

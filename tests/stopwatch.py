@@ -24,8 +24,11 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        wall = time.monotonic() - self._wall
-        return min(wall, _processor_seconds() - self._used + _idle_seconds() - self._idle)
+        return self.seconds_of(_processor_seconds() - self._used)
+
+    def seconds_of(self, used: float) -> float:
+        """Of something that used so much processor time, while this process did other things as well."""
+        return min(time.monotonic() - self._wall, used + _idle_seconds() - self._idle)
 
 
 def _processor_seconds() -> float:

@@ -1,10 +1,13 @@
-"""Unix socket paths (free, stale or in use) and the addresses of listening servers."""
+"""Unix socket paths (free, stale or in use), who is at the other end, and the addresses of listening servers."""
 
 from __future__ import annotations
 
 import os
 import socket
 import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
 
 from legato.common.errors import EndpointInUse, OptionError
 
@@ -17,9 +20,9 @@ def reachable_address(address: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
-def browser_url(address: str, port: int) -> str:
-    host = reachable_address(address)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def browser_url(address: str, port: int, *, tls: bool = False) -> str:
+    host, scheme = reachable_address(address), "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def claim_socket(path: str, flag: str) -> None:
@@ -30,7 +33,7 @@ def claim_socket(path: str, flag: str) -> None:
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise OptionError(f"{flag}: cannot create {path}: {folder} is not a writable folder")
     try:
-        mode = os.stat(path).st_mode
+        mode = os.lstat(path).st_mode  # a link would lead us to a file that somebody else chose
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
@@ -65,3 +68,48 @@ def is_answered(path: str) -> bool:
             # Full backlog or no permission: a server is listening.
             pass
     return True
+
+
+def is_own_socket(path: str) -> bool:
+    """Whether a socket of this user is there."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def check_peer(path: str, flag: str) -> None:
+    """EndpointInUse unless the socket at `path`, and whatever this process is connected to there, is of this user.
+
+    In a folder where everybody may create files, another user may have been there first. Root can read our memory
+    anyway.
+    """
+    trusted = {os.geteuid(), 0}
+    try:
+        uids = {os.lstat(path).st_uid}
+    except OSError as error:
+        raise EndpointInUse(f"{path} cannot be checked: {error.strerror}") from None
+    uids.update(_connected_uids(os.path.abspath(path)))
+    if strangers := uids - trusted:
+        raise EndpointInUse(
+            f"{path} is served by another user (uid {min(strangers)}): stop that server or choose another path with"
+            f" {flag}, in a folder that only you can write to"
+        )
+
+
+def _connected_uids(path: str) -> Iterator[int]:
+    """The users behind this process's connections to `path`: those who made the sockets at the other end listen."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return
+    credentials = struct.Struct("3i")  # process, user, group
+    for name in list(Path("/proc/self/fd").iterdir()):
+        try:
+            if not os.readlink(name).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name.name))) as connection:
+                if connection.family == socket.AF_UNIX and connection.getpeername() == path:
+                    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+                    yield credentials.unpack(found)[1]
+        except OSError:  # closed since, or not connected
+            continue

@@ -15,8 +15,11 @@ from typing import Protocol
 from legato.api.errors import ClientGone, Draining, InternalError, Overloaded, RequestError
 from legato.http import sse
 from legato.http.exchange import ClientConnection, Exchange
-from legato.http.inference import Inference, logger
+from legato.http.inference import Inference
 from legato.http.streams import Piece, Stream, StreamGroup
+from legato.http.telemetry import request_log
+from legato.http.telemetry.request_log import logger
+from legato.http.telemetry.tracing import HandlerTrace
 from legato.http.validation import ValidRequest
 from legato.telemetry.metrics import Timings
 
@@ -103,7 +106,11 @@ async def serve(
 ) -> None:
     """`make_job` checks the request's fields; it is called where a failure is counted."""
     answer = _Answer(exchange, inference, make_job)
-    await (answer.stream(errors) if stream else answer.whole())
+    if exchange.trace is None:
+        await (answer.stream(errors) if stream else answer.whole())
+        return
+    with exchange.trace.handler(exchange.route) as answer.trace:
+        await (answer.stream(errors) if stream else answer.whole())
 
 
 def num_prompt_tokens(choices: Sequence[Choice]) -> int:
@@ -124,6 +131,8 @@ class _Answer:
         self._arrived_at = time.monotonic()
         self._headers = {"x-compute-type": inference.settings.compute_type}
         self._started = False
+        # Set for a request that is traced.
+        self.trace: HandlerTrace | None = None
 
     # ---- one body -------------------------------------------------------------------------------------------------
 
@@ -132,7 +141,7 @@ class _Answer:
         with inference.counted():
             job = self._make_job()
             num_sequences = job.num_prompts * job.num_sequences
-            with inference.concurrency.held(num_sequences), self._exchange.client() as client:
+            with inference.concurrency.held(num_sequences, self._exchange.tenant), self._exchange.client() as client:
                 requests = await self._validate(job)
                 with self._running(job, requests, client) as choices:
                     texts = await asyncio.gather(*(choice.stream.read_all() for choice in choices))
@@ -140,7 +149,7 @@ class _Answer:
             choice.pieces = pieces
         ranked = job.ranked(choices)
         billed = job.billed(ranked)
-        timings = inference.succeeded([choice.stream for choice in billed], self._arrived_at)
+        timings = self._succeeded(job, requests[0], billed)
         body = job.answer(ranked, billed)
         await self._exchange.respond(body, {**self._headers, **_figures(billed, timings)})
 
@@ -159,17 +168,22 @@ class _Answer:
                 raise
             if not isinstance(error, RequestError):
                 logger.exception("A stream failed")
-            await self._write(errors.error_event(error if isinstance(error, RequestError) else InternalError()))
+            answered = error if isinstance(error, RequestError) else InternalError()
+            request_log.failed(self._exchange.route, answered, answered.status)
+            if self.trace is not None:
+                self.trace.failed(answered)
+            await self._write(errors.error_event(answered))
         await self._exchange.end()
 
     async def _events(self, job: Job) -> None:
         num_sequences = job.num_prompts * job.num_sequences
-        with self._inference.concurrency.held(num_sequences), self._exchange.client() as client:
+        concurrency, tenant = self._inference.concurrency, self._exchange.tenant
+        with concurrency.held(num_sequences, tenant), self._exchange.client() as client:
             requests = await self._validate(job)
             with self._running(job, requests, client) as choices:
-                await self._write_events(job, choices)
+                await self._write_events(job, requests[0], choices)
 
-    async def _write_events(self, job: Job, choices: list[Choice]) -> None:
+    async def _write_events(self, job: Job, request: ValidRequest, choices: list[Choice]) -> None:
         group = StreamGroup([choice.stream for choice in choices])
         writer = job.writer(choices)
         # Waking any of the streams wakes the group.
@@ -180,7 +194,7 @@ class _Answer:
                 data = b"".join([writer.write(choices[number], pieces) for number, pieces in news])
                 if group.ended:
                     data += writer.end()
-                    self._inference.succeeded([choice.stream for choice in choices], self._arrived_at)
+                    self._succeeded(job, request, choices)
                 elif not news:
                     data = sse.KEEP_ALIVE
                 if data:  # a token may have no text
@@ -198,19 +212,34 @@ class _Answer:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     async def _validate(self, job: Job) -> list[ValidRequest]:
-        requests = await job.requests()
+        with self._inference.concurrency.validating(self._exchange.body_size, self._exchange.tenant):
+            requests = await job.requests()
         for request in requests:
             self._inference.metrics.request_validated(len(request.input_ids), request.max_new_tokens)
+        if self.trace is not None:
+            self.trace.validated()
         self._headers["x-compute-characters"] = str(sum(len(request.inputs) for request in requests))
         return requests
+
+    def _succeeded(self, job: Job, request: ValidRequest, choices: list[Choice]) -> Timings:
+        """Records the whole request under its first prompt, as TGI does."""
+        timings = self._inference.succeeded([choice.stream for choice in choices], self._arrived_at)
+        num_tokens = sum(choice.stream.transcript.num_tokens for choice in choices)
+        seed = choices[0].stream.seed
+        request_log.succeeded(self._exchange.route, request, job.num_sequences, timings, seed, num_tokens)
+        if self.trace is not None:
+            model = self._inference.settings.model_id
+            self.trace.succeeded(request, job.num_sequences, timings, seed, model)
+        return timings
 
     @contextmanager
     def _running(self, job: Job, requests: list[ValidRequest], client: ClientConnection) -> Iterator[list[Choice]]:
         """Choices 0 to `num_sequences` - 1 are of the first prompt, and so on."""
         choices: list[Choice] = []
+        make = Stream if self.trace is None else self.trace.stream
         for prompt, request in enumerate(requests):
             for number in range(job.num_sequences):
-                stream = self._inference.stream(request, job.seed(number), client.tenant)
+                stream = self._inference.stream(request, job.seed(number), client.tenant, make)
                 choices.append(Choice(len(choices), prompt, stream, job.prompt_only))
         with self._inference.running([choice.stream for choice in choices], client):
             yield choices

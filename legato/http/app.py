@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
 
 import msgspec
 from starlette.applications import Starlette
@@ -27,10 +26,11 @@ from legato.api.errors import (
 from legato.api.native import Info, TokenizeRequest
 from legato.chat.tools.tooling import ChatRenderer
 from legato.http.auth import OPEN_PATHS, RequireKey
-from legato.http.docs_page import PAGE
-from legato.http.exchange import DIRECT_SEND, Exchange
+from legato.http.exchange import DIRECT_SEND, ROUTE, Exchange
 from legato.http.inference import Inference
 from legato.http.openapi import document
+from legato.http.pages.docs import PAGE
+from legato.http.pages.routes import PageRoutes
 from legato.http.routes.health import HealthRoutes
 from legato.http.routes.native import GenerateRoutes
 from legato.http.routes.openai import errors as openai_errors
@@ -42,10 +42,13 @@ from legato.http.routes.platforms.kserve import KServeRoutes
 from legato.http.routes.platforms.sagemaker import SageMakerRoutes
 from legato.http.routes.platforms.vertex import VertexRoutes
 from legato.http.scheduler import SchedulerClient
+from legato.http.telemetry import request_log
+from legato.http.telemetry.tracing import TracedRequests
 from legato.http.throttle import AcceptThrottle
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import ModelLimits
 from legato.telemetry import metrics as prometheus
+from legato.telemetry.export import SpanExport
 from legato.telemetry.metrics import Metrics
 from legato.vision.rules import ImageRules
 
@@ -64,8 +67,9 @@ def create_app(
     image_rules: ImageRules | None = None,
     first_id: int = 1,
     scrape: Callable[[], Awaitable[bytes]] | None = None,
+    spans: SpanExport | None = None,
 ) -> ASGIApp:
-    """The HTTP side as an ASGI application."""
+    """The HTTP side as an ASGI application. With `spans`, requests are traced."""
     metrics = Metrics(scheduler.limits) if metrics is None else metrics
     inference = Inference.create(scheduler, tokenizer, settings, metrics, chat_template, image_rules, first_id, scrape)
     app = Starlette(
@@ -79,7 +83,7 @@ def create_app(
     )
     # TGI has no route with a slash at its end, and a redirect would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
-    return Shortcut(app)
+    return Shortcut(app) if spans is None else TracedRequests(Shortcut(app), spans)
 
 
 def _middleware(settings: RouterSettings) -> list[Middleware]:
@@ -105,7 +109,7 @@ class Shortcut:
         self._throttle = AcceptThrottle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[DIRECT_SEND] = send
+        scope.setdefault(DIRECT_SEND, send)
         if scope.get("method") == "POST":
             await self._throttle.enter()
         await self._app(scope, receive, send)
@@ -116,11 +120,15 @@ class Endpoint:
 
     def __init__(self, handler: Callable[[Exchange], Coroutine[None, None, None]]) -> None:
         self._handler = handler
+        self._name = handler.__name__
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientGone):
+        scope[ROUTE] = self._name
+        try:
             # A task of its own, because waking one that waits inside ten layers of framework wakes every layer.
             await asyncio.create_task(self._handler(Exchange(scope, receive, send)))
+        except ClientGone:
+            request_log.dropped(self._name)
 
 
 def _routes(inference: Inference) -> list[Route]:
@@ -156,7 +164,8 @@ def _routes(inference: Inference) -> list[Route]:
         Route("/v1/models/{model:path}", models.model),
         Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
         Route("/chat_tokenize", Endpoint(chat.chat_tokenize), methods=["POST"]),
-        *(Route(path, health.health) for path in ("/", "/health", "/ping")),
+        *PageRoutes(health.health, scheduler.observe).routes,
+        *(Route(path, health.health) for path in ("/health", "/ping")),
         Route("/livez", health.live),
         Route("/readyz", health.ready),
         Route("/startupz", health.startup),
@@ -222,13 +231,14 @@ def _info(settings: RouterSettings, limits: ModelLimits) -> Info:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _refuse(request.url.path, error, error.headers)
+    return _refuse(request.url.path, error, error.headers, request.scope.get(ROUTE, ""))
 
 
-def _refuse(path: str, error: RequestError, headers: Mapping[str, str] | None) -> Response:
-    if path.startswith(OPENAI_PREFIX):
-        return Response(openai_errors.body(error), openai_errors.status(error), headers, JSON)
-    return Response(error.body, error.status, headers, JSON)
+def _refuse(path: str, error: RequestError, headers: Mapping[str, str] | None, route: str = "") -> Response:
+    is_openai = path.startswith(OPENAI_PREFIX)
+    status = openai_errors.status(error) if is_openai else error.status
+    request_log.failed(route, error, status)
+    return Response(openai_errors.body(error) if is_openai else error.body, status, headers, JSON)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -245,4 +255,4 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The server logs it; the client learns that it was not their fault."""
-    return _refuse(request.url.path, InternalError(), None)
+    return _refuse(request.url.path, InternalError(), None, request.scope.get(ROUTE, ""))

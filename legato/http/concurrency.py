@@ -1,4 +1,5 @@
-"""How many sequences one HTTP worker takes at once, so that parsing and tokenizing are bounded, too.
+"""How many sequences one HTTP worker takes at once, and how many bytes of prompts, so that parsing and tokenizing are
+bounded, too.
 
 The scheduler bounds the total of all workers when requests are submitted.
 """
@@ -11,32 +12,54 @@ from contextlib import contextmanager
 
 from legato.api.errors import Overloaded
 from legato.scheduling.retry import RetryEstimate
+from legato.scheduling.shares import EVERYBODY, Shares
+
+# Bytes of bodies whose prompts are being tokenized or wait for it. Python keeps them in several times as many.
+VALIDATED_BYTES = 16 << 20
 
 
 class ConcurrencyLimit:
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.free = total
-        self._total = total
+    """Each tenant gets its share (`scheduling/shares.py`)."""
+
+    def __init__(
+        self, total: int, clock: Callable[[], float] = time.monotonic, validated_bytes: int = VALIDATED_BYTES
+    ) -> None:
+        self._sequences = Shares(total)
+        self._bytes = Shares(validated_bytes)
         self._clock = clock
         self._retry = RetryEstimate(clock())
 
+    @property
+    def free(self) -> int:
+        return int(self._sequences.free)
+
     @contextmanager
-    def held(self, count: int) -> Iterator[None]:
+    def held(self, count: int, tenant: str = EVERYBODY) -> Iterator[None]:
         """Overloaded unless there is room for `count` sequences."""
-        self.take(count)
+        self.take(count, tenant)
         try:
             yield
         finally:
-            self.release(count)
+            self.release(count, tenant)
 
-    def take(self, count: int) -> None:
+    def take(self, count: int, tenant: str = EVERYBODY) -> None:
         now = self._clock()
-        if count > self.free:
+        is_empty = self._sequences.free == self._sequences.total
+        if count > self._sequences.free or not self._sequences.take(tenant, count):
             raise Overloaded(self._retry.seconds(count, now))
-        if self.free == self._total:
+        if is_empty:
             self._retry.restart(now)
-        self.free -= count
 
-    def release(self, count: int) -> None:
-        self.free += count
+    def release(self, count: int, tenant: str = EVERYBODY) -> None:
+        self._sequences.give_back(tenant, count)
         self._retry.finish(count, self._clock())
+
+    @contextmanager
+    def validating(self, num_bytes: int, tenant: str = EVERYBODY) -> Iterator[None]:
+        """Overloaded while too many long bodies wait for a tokenizer."""
+        if not self._bytes.take(tenant, num_bytes):
+            raise Overloaded(self._retry.seconds(1, self._clock()))
+        try:
+            yield
+        finally:
+            self._bytes.give_back(tenant, num_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ from legato.telemetry.metrics import Metrics, Timings
 from legato.text.detokenize import Vocabulary
 from legato.vision.prompts import Images
 from legato.vision.rules import ImageRules
-
-logger = logging.getLogger("legato.router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,8 @@ class Inference:
         finally:
             cancel()
 
-    def stream(self, request: ValidRequest, seed: int, tenant: str) -> Stream:
+    def stream(self, request: ValidRequest, seed: int, tenant: str, make: Callable[..., Stream] = Stream) -> Stream:
+        """`make` makes a stream of another kind, for a request that is traced."""
         transcript = Transcript(
             self.vocabulary,
             () if self.scheduler.limits.has_encoder else request.input_ids,
@@ -118,27 +116,14 @@ class Inference:
             min_tokens=request.parameters.min_new_tokens,
             spoken=request.spoken_token_ids,
         )
-        generation = request.generation(next(self.ids), seed, tenant)
-        return Stream(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
+        priority = max(request.priority, self.settings.best_priority(tenant))
+        generation = request.generation(next(self.ids), seed, tenant, priority)
+        return make(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
 
     def succeeded(self, streams: Sequence[Stream], arrived_at: float) -> Timings:
-        """Records a request whose streams are complete: the times of the first, the tokens of all. People parse the
-        log line."""
+        """Records a request whose streams are complete: the times of the first, the tokens of all."""
         timings = _timings(streams[0], arrived_at)
         self.metrics.request_succeeded(timings, sum(stream.transcript.num_tokens for stream in streams))
-        logger.info(
-            "Success",
-            extra={
-                "fields": {
-                    "total_time": timings.total,
-                    "validation_time": timings.validation,
-                    "queue_time": timings.queue,
-                    "inference_time": timings.inference,
-                    "time_per_token": timings.per_token,
-                    "seed": streams[0].seed,
-                }
-            },
-        )
         return timings
 
 

@@ -62,8 +62,10 @@ class ValidRequest:
     images: tuple[PromptImage, ...] = ()
     priority: int = DEFAULT_PRIORITY
 
-    def generation(self, request_id: int, seed: int, tenant: str = "") -> GenerationRequest:
-        """One sequence, as the scheduler admits it."""
+    def generation(
+        self, request_id: int, seed: int, tenant: str = "", priority: int | None = None
+    ) -> GenerationRequest:
+        """One sequence, as the scheduler admits it. Without `priority`, with the one that was asked for."""
         parameters = pb.NextTokenChooserParameters()
         parameters.CopyFrom(self.parameters)
         parameters.seed = seed
@@ -89,7 +91,7 @@ class ValidRequest:
             min_new_tokens=self.parameters.min_new_tokens,
             prompt_logprobs=self.prompt_logprobs,
             images=tuple(image.span for image in self.images),
-            priority=self.priority,
+            priority=self.priority if priority is None else priority,
             tenant=tenant,
         )
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from legato.grammar.kinds import Grammar
 from legato.ipc.settings import RouterSettings
-from legato.scheduling.state import GenerationRequest, ModelLimits, Output
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk
 from legato.telemetry.metrics import Figures
 
 # ---- to a worker -----------------------------------------------------------------------------------------------------
@@ -26,6 +26,8 @@ class WorkerSetup(Struct, tag=0, array_like=True, frozen=True):
     model: str
     tokenizer_config_path: str | None
     payload_limit: int
+    otlp_endpoint: str | None = None
+    otlp_service_name: str = ""
 
 
 class ServerState(Struct, tag=6, array_like=True, frozen=True):
@@ -82,7 +84,14 @@ class Drain(Struct, tag=5, array_like=True, frozen=True):
     """Accept no new requests, finish those that run, and exit."""
 
 
-ToWorker: TypeAlias = WorkerSetup | Serve | Tokens | Answer | AskFigures | Drain | ServerState
+class ChunkDone(Struct, tag=7, array_like=True, frozen=True):
+    """A part of a traced request's prompt is computed. Comes before the token that follows it."""
+
+    request_id: int
+    chunk: PromptChunk
+
+
+ToWorker: TypeAlias = WorkerSetup | Serve | Tokens | Answer | AskFigures | Drain | ServerState | ChunkDone
 
 # ---- to the scheduler ------------------------------------------------------------------------------------------------
 
@@ -123,9 +132,10 @@ class BeginDrain(Struct, tag=6, array_like=True, frozen=True):
 
 
 class Scrape(Struct, tag=7, array_like=True, frozen=True):
-    """Answered with the metrics of all processes, as text."""
+    """Answered with the metrics of all processes, as text, or with the data of the dashboard, as JSON."""
 
     number: int
+    dashboard: bool = False
 
 
 class Report(Struct, tag=8, array_like=True, frozen=True):

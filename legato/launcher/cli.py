@@ -10,10 +10,11 @@ import time
 from dataclasses import replace
 
 from legato.common import logging as logs
+from legato.common.exposure import command_line_warnings, tls_context
 from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
 from legato.common.progress import LISTENING
-from legato.common.sockets import browser_url, is_answered
+from legato.common.sockets import browser_url, is_answered, is_own_socket
 from legato.launcher import endpoints, sizing, startup
 from legato.launcher.plan import LaunchPlan, make_plan
 from legato.launcher.processes import Child, ChildFailed, Supervisor
@@ -38,10 +39,17 @@ def serve(options: LauncherOptions) -> int:
     logs.setup(options.logger_level, options.json_output, "launcher")
     for warning in options.warnings:
         logger.warning(warning)
+    for warning in command_line_warnings():
+        logger.warning(warning)
+    tls_context(options.ssl_certfile, options.ssl_keyfile)  # before the model is loaded
     sizing.check_limits(options)
     options = replace(options, hostname=sizing.listen_address(options.hostname))
     endpoints.check_port(options.hostname, options.port)
-    with endpoints.claim_sockets(options.shard_uds_path, _num_shards(options)) as sockets:
+    with (
+        endpoints.socket_path(options.shard_uds_path if "shard_uds_path" in options.given else None) as path,
+        endpoints.claim_sockets(path, _num_shards(options)) as sockets,
+    ):
+        options = replace(options, shard_uds_path=path)
         return asyncio.run(launch(make_plan(options, sockets, os.environ), options, sockets))
 
 
@@ -97,7 +105,7 @@ async def _log_startup(options: LauncherOptions, sockets: list[str], tell: Tell)
         await asyncio.gather(*(_log_shard_ready(rank, path, start) for rank, path in enumerate(sockets)))
         await _until_ready(options, sockets)
     logger.info("Connected")
-    url = browser_url(options.hostname, options.port)
+    url = browser_url(options.hostname, options.port, tls=options.ssl_certfile is not None)
     fields = {"model": options.model_id or DEFAULT_MODEL, "docs": f"{url}/docs"}
     logger.info("Listening on %s, ready in %.1f s", url, time.monotonic() - start, extra={"fields": fields})
 
@@ -111,13 +119,14 @@ async def _until_ready(options: LauncherOptions, sockets: list[str]) -> None:
     """Until the shards listen and the router, which knows whether tokens come from them, says so."""
     while not all(map(is_answered, sockets)):
         await asyncio.sleep(READY_INTERVAL)
-    while not await endpoints.is_healthy(options.hostname, options.port):
+    tls = options.ssl_certfile is not None
+    while not await endpoints.is_healthy(options.hostname, options.port, tls=tls):
         await asyncio.sleep(READY_INTERVAL)
 
 
 async def _log_shard_ready(rank: int, path: str, start: float) -> None:
     last_log = start
-    while not endpoints.is_socket(path):
+    while not is_own_socket(path):
         await asyncio.sleep(READY_INTERVAL)
         if time.monotonic() - last_log > WAITING_LOG_INTERVAL:
             last_log = time.monotonic()

@@ -6,15 +6,21 @@ import asyncio
 import errno
 import fcntl
 import os
+import secrets
+import shutil
 import socket
+import ssl
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from legato.common.errors import EndpointInUse, OptionError
 from legato.common.sockets import claim_socket, in_use, reachable_address, remove_socket
 
 FLAG = "--shard-uds-path"
+PRIVATE_NAME = "shard"
 
 
 def check_port(address: str, port: int) -> None:
@@ -32,6 +38,53 @@ def check_port(address: str, port: int) -> None:
                 ) from None
             flag = "--port" if error.errno == errno.EACCES else "--hostname"
             raise OptionError(f"{flag}: cannot listen on {address} port {port}: {error.strerror}") from None
+
+
+@contextmanager
+def socket_path(given: str | None) -> Iterator[str]:
+    """The prefix of the socket paths: as given, or in a new folder that only this user can enter."""
+    if given is not None:
+        yield given
+        return
+    parent = _private_parent()
+    _sweep(parent)
+    folder = parent / secrets.token_hex(4)
+    folder.mkdir(mode=0o700)
+    try:
+        yield str(folder / PRIVATE_NAME)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _private_parent() -> Path:
+    """One folder for all launchers of this user. If somebody else was there first, a folder of a random name."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    wanted = Path(runtime, "legato") if runtime else Path(tempfile.gettempdir(), f"legato-{os.geteuid()}")
+    try:
+        wanted.mkdir(mode=0o700, exist_ok=True)
+        found = wanted.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+            return wanted
+    except OSError:
+        pass  # not writable, or not a folder
+    return Path(tempfile.mkdtemp(prefix="legato-"))
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what launchers that were killed have left behind."""
+    for folder in parent.iterdir():
+        lock = folder / f"{PRIVATE_NAME}.lock"
+        try:
+            descriptor = _open_lock(str(lock), create=False)
+        except OSError:  # another launcher is starting: it has no lock yet
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # it runs
+            pass
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -60,7 +113,7 @@ def _lock(path: str) -> int:
     """A lock that the kernel releases when we exit. It excludes a second launcher before any socket exists."""
     name = f"{path}.lock"
     try:
-        lock = os.open(name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        lock = _open_lock(name, create=True)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.stat(name).st_ino == os.fstat(lock).st_ino:
@@ -76,18 +129,18 @@ def _lock(path: str) -> int:
     raise in_use(path, FLAG)
 
 
-def is_socket(path: str) -> bool:
-    try:
-        return stat.S_ISSOCK(os.stat(path).st_mode)
-    except OSError:
-        return False
+def _open_lock(name: str, *, create: bool) -> int:
+    """Never through a link: it may name a file that this user must not touch, and another user made it."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.open(name, flags | os.O_CREAT if create else flags, 0o600)
 
 
-async def is_healthy(address: str, port: int, timeout: float = 5.0) -> bool:
-    """Whether the router answers GET /health with 200."""
+async def is_healthy(address: str, port: int, timeout: float = 5.0, *, tls: bool = False) -> bool:
+    """Whether the router answers GET /health with 200. It is ours, so that its certificate may name any host."""
+    context = ssl._create_unverified_context() if tls else None
     try:
         async with asyncio.timeout(timeout):
-            reader, writer = await asyncio.open_connection(reachable_address(address), port)
+            reader, writer = await asyncio.open_connection(reachable_address(address), port, ssl=context)
             try:
                 writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 return b" 200 " in await reader.readline()

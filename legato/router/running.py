@@ -15,6 +15,7 @@ from legato.common.progress import LISTENING
 from legato.common.sockets import browser_url
 from legato.ipc import messages as msg
 from legato.ipc.settings import RouterSettings
+from legato.router.dashboard import Dashboard, StepHistory
 from legato.router.health import HealthMonitor
 from legato.router.listening import Listeners
 from legato.router.port import Port
@@ -22,6 +23,7 @@ from legato.router.recovery import Recovery
 from legato.router.shards import ShardsLost
 from legato.router.step_loop import StepLoop
 from legato.router.workers import WorkerProcess, Workers
+from legato.telemetry.loop_lag import LoopLag
 from legato.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class RouterProcess:
         workers: Workers,
         settings: RouterSettings,
         hang_timeout: float,
+        history: StepHistory,
     ) -> None:
         self._steps = steps
         self._health = HealthMonitor(steps, workers, hang_timeout)
@@ -52,6 +55,7 @@ class RouterProcess:
         self._stopping = asyncio.Event()
         self._signalled_at = 0.0
         self._end_requests: Callable[[], object] = lambda: None
+        self._dashboard = Dashboard(steps, metrics, workers.figures, history, settings.model_id)
         metrics.watch(steps)
 
     async def run(self, listeners: Listeners, grace: float) -> None:
@@ -59,12 +63,13 @@ class RouterProcess:
         end with an error. Raises if a shard is lost, or workers are again and again."""
         freeze_gc()
         listeners.listen()
+        lag = LoopLag(lambda seconds: self._metrics.loop_lag("scheduler", seconds))
         # First of all: a worker that is ready lets clients in while others still get ready, and a step that is planned
         # before the stream to the shards is open is lost, and with it all that follow.
         steps = asyncio.create_task(self._steps.run(self._recover))
         self._end_requests = steps.cancel
         await self._workers.serve(lambda worker, number: self._attach(worker, number, grace))
-        url = browser_url(listeners.host, listeners.port)
+        url = browser_url(listeners.host, listeners.port, tls=self._settings.ssl_certfile is not None)
         fields = {"model": self._settings.model_id, "address": url, "docs": f"{url}/docs"}
         logger.info(LISTENING, extra={"fields": fields})
         loop = asyncio.get_running_loop()
@@ -77,6 +82,7 @@ class RouterProcess:
         stopping.cancel()
         watch.cancel()
         listeners.close()
+        lag.stop()
         self._health.drain()
         loop.call_later(grace, steps.cancel)
         await self._workers.drain(grace + LAST_WORDS)
@@ -92,7 +98,10 @@ class RouterProcess:
     async def _recover(self, error: ShardsLost) -> None:
         if self._stopping.is_set():  # the shards are being stopped, too, and nobody starts others
             raise error
+        num_requests = self._steps.running + self._steps.queue_size
         await self._recovery(error)
+        self._metrics.restarted("shard")
+        self._metrics.replayed(num_requests)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """The second ends all requests now, with an error. Two at once are one: a service manager signals all
@@ -108,7 +117,7 @@ class RouterProcess:
 
     def _attach(self, worker: WorkerProcess, number: int, grace: float) -> None:
         def port(send: Callable[[msgspec.Struct], None]) -> Port:
-            return Port(self._steps, self._scrape, self._drain, send)
+            return Port(self._steps, self.scrape, self._dashboard.render, self._drain, send)
 
         first_id = number * IDS_PER_WORKER + 1
         worker.serve(port, msg.Serve(self._steps.limits, self._settings, first_id, grace, self._health.state))
@@ -117,5 +126,6 @@ class RouterProcess:
         self._health.drain()
         return msgspec.json.encode({"draining": True, "running": self._steps.running, "queued": self._steps.queue_size})
 
-    async def _scrape(self) -> bytes:
+    async def scrape(self) -> bytes:
+        """The metrics of all processes, as text."""
         return self._metrics.render(await self._workers.figures())

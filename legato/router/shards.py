@@ -18,6 +18,7 @@ from typing import TypeVar
 import grpc
 
 from legato.common.errors import LegatoError
+from legato.common.sockets import check_peer
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
@@ -29,6 +30,7 @@ from legato.scheduling.state import Admission, StepPlan, StepResult
 
 T = TypeVar("T")
 
+FLAG = "--master-shard-uds-path"
 # Seconds between questions to shards that work on something else than steps.
 HEALTH_INTERVAL = 5.0
 # And how long one that is connected to for the first time may take to answer before it is asked again.
@@ -81,9 +83,11 @@ class GrpcShards:
 
     @classmethod
     async def _connect(cls, master_path: str, hang_timeout: float) -> GrpcShards:
+        """Sends nothing but a greeting to a socket of another user."""
         master = f"unix://{os.path.abspath(master_path)}"
         first = cls([_channel(master)], [], hang_timeout)
         await _until_ready(first._stubs[0], master_path, hang_timeout)
+        check_peer(master_path, FLAG)
         first._processes = [PeerProcess(master_path)]
         try:
             answer = (await first._all([first._stubs[0].ServiceDiscovery(pb.ServiceDiscoveryRequest())]))[0]
@@ -91,9 +95,14 @@ class GrpcShards:
             first.kill()
             await first.close()
             raise
-        others = [url for url in answer.urls if url != master]
-        processes = [*first._processes, *(PeerProcess(url.removeprefix("unix://")) for url in others)]
-        return cls([*first._channels, *map(_channel, others)], processes, hang_timeout)
+        channels, processes = first._channels, [*first._processes]
+        for path in (url.removeprefix("unix://") for url in answer.urls if url != master):
+            channel = _channel(f"unix://{path}")
+            await _until_ready(_stub(channel), path, hang_timeout)
+            check_peer(path, FLAG)
+            channels.append(channel)
+            processes.append(PeerProcess(path))
+        return cls(channels, processes, hang_timeout)
 
     async def are_in_step(self) -> bool:
         """A router that dies may have sent a step to some shards only. Those would wait for the others for ever."""
@@ -237,7 +246,7 @@ def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
 
 
 def _to_pb(plan: StepPlan) -> pb.StepRequest:
-    return pb.StepRequest(
+    request = pb.StepRequest(
         id=plan.id,
         admitted=[_admission(admission) for admission in plan.admitted],
         rows=plan.rows,
@@ -245,6 +254,9 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
         num_new_blocks=[len(blocks) for blocks in plan.new_blocks],
         new_blocks=[block for blocks in plan.new_blocks for block in blocks],
     )
+    for row, traceparent in plan.traces:
+        request.traces.add(row=row, traceparent=traceparent)
+    return request
 
 
 def _admission(admission: Admission) -> pb.Admission:

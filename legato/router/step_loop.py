@@ -14,21 +14,22 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
+from legato.router.clock import MAX_LATENESS, Clock, LoopClock, Timer
+from legato.router.sent_step import SentStep
 from legato.router.shards import ShardsLost
+from legato.router.tracing import StepTraces
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk, StepPlan, StepResult
 from legato.telemetry.metrics import StepFigures
 
 # One step computes, the next waits at the shard: the device never waits for the router.
 STEPS_IN_FLIGHT = 2
-# Seconds that the event loop may be late before a step counts as hung: we were stopped, not the shards.
-MAX_LATENESS = 1.0
 # The request that proves that new shards compute: one token, for nobody. The numbers of clients' requests begin at 1.
 PROBE = GenerationRequest(0, [0], 1, ignore_eos=True)
 # Seconds before a grammar is sent again to shards that failed while they compiled it.
@@ -47,42 +48,13 @@ class Shards(Protocol):
     async def healthy(self, timeout: float) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class SentStep:
-    """What must be remembered of a step until its result is here."""
-
-    plan: StepPlan
-    sent_at: float
-    planning_time: float
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_preempted: int
-
-
 class Receiver(Protocol):
     """Gets the outputs of requests, one at a time; the last of a request has a finish reason or an error."""
 
     def put(self, request_id: int, output: Output) -> None: ...
 
-
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Clock(Protocol):
-    """Time, so that tests can do without the real one."""
-
-    def now(self) -> float: ...
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer: ...
-
-
-class LoopClock:
-    def now(self) -> float:
-        return time.monotonic()
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        return asyncio.get_running_loop().call_later(seconds, callback)
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        """Of a traced request, before the output that the chunk led to."""
 
 
 class StepLoop:
@@ -94,15 +66,19 @@ class StepLoop:
         on_step: Callable[[StepFigures], None],
         clock: Clock | None = None,
         hang_timeout: float = math.inf,
+        traces: StepTraces | None = None,
     ) -> None:
+        """`traces` only if requests are traced."""
         self.limits = limits
         self.scheduler = scheduler
         self.shards = shards
         self._hang_timeout = hang_timeout
         self._on_step = on_step
         self._clock = LoopClock() if clock is None else clock
+        self._traces = traces
         self._receivers: dict[int, Receiver] = {}
         self._sent: deque[SentStep] = deque()
+        self._last_arrival = 0.0
         self._pump_is_due = False
         # One timer for all requests, at the next deadline or earlier.
         self._alarm: Timer | None = None
@@ -148,9 +124,26 @@ class StepLoop:
     def queue_size(self) -> int:
         return len(self.scheduler.queue)
 
+    def now(self) -> float:
+        """The time in which requests are queued."""
+        return self._clock.now()
+
+    @property
+    def queue_age(self) -> float:
+        now = self._clock.now()
+        return max((now - entry.queued_at for entry in self.scheduler.waiting()), default=0.0)
+
     @property
     def running(self) -> int:
         return len(self.scheduler.running)
+
+    @property
+    def max_running_tokens(self) -> int:
+        return self.scheduler.max_running_tokens
+
+    @property
+    def kv_usage(self) -> float:
+        return self.scheduler.kv_usage
 
     def submit(self, request: GenerationRequest, receiver: Receiver) -> None:
         refused = self.scheduler.submit(request, self._clock.now()) if self._lost is None else Output(error=self._lost)
@@ -207,6 +200,8 @@ class StepLoop:
         """Other shards take the place of those that were lost. Their stream opens when `run` goes on."""
         self.shards, self.limits = shards, limits
         self._sent.clear()
+        if self._traces is not None:
+            self._traces.clear()
         for request_id, output in self.scheduler.restart(scheduler_limits):
             self._deliver(request_id, output)
 
@@ -272,6 +267,8 @@ class StepLoop:
                 return
             if not self._sent:
                 self._step_began = now
+            if self._traces is not None:
+                self._traces.planned(plan)
             self.shards.send(plan)
             sent_at, stats = time.perf_counter(), self.scheduler.stats
             self._sent.append(
@@ -295,6 +292,12 @@ class StepLoop:
         if receiver is not None:  # None: cancelled meanwhile
             receiver.put(request_id, output)
 
+    def _deliver_chunks(self, chunks: list[tuple[int, PromptChunk]]) -> None:
+        for request_id, chunk in chunks:
+            receiver = self._receivers.get(request_id)
+            if receiver is not None:
+                receiver.trace(request_id, chunk)
+
     def _set_alarm(self) -> None:
         """Unless it fires in time anyway. It may fire for a deadline that is obsolete by then."""
         deadline = self.scheduler.next_deadline()
@@ -313,14 +316,19 @@ class StepLoop:
     def _on_result(self, result: StepResult) -> None:
         arrived = time.perf_counter()
         outputs = self.scheduler.complete(result)
+        booked = time.perf_counter()
         self._step_began = self._clock.now()
         if self._proven is not (result.error is None):
             self._judge(result)
         self._pump()
         delivering = time.perf_counter()
+        if self._traces is not None:
+            self._deliver_chunks(self._traces.completed(result))
         for request_id, output in outputs:
             self._deliver(request_id, output)
-        self._record(self._sent.popleft(), result, arrived, time.perf_counter() - delivering)
+        filter_time = booked - arrived + time.perf_counter() - delivering
+        gap, self._last_arrival = arrived - self._last_arrival, arrived
+        self._on_step(self._sent.popleft().figures(result, arrived, gap, filter_time, len(outputs)))
 
     def _judge(self, result: StepResult) -> None:
         """A failed step leaves the shards in doubt until a token comes."""
@@ -328,26 +336,6 @@ class StepLoop:
         if was_proven or self._proven:
             asyncio.get_running_loop().call_soon(self.prove)
             self.on_change()
-
-    def _record(self, sent: SentStep, result: StepResult, arrived: float, delivery_time: float) -> None:
-        plan, scheduler = sent.plan, self.scheduler
-        self._on_step(
-            StepFigures(
-                method="prefill" if plan.admitted or max(plan.num_tokens) > 1 else "decode",
-                batch_size=len(plan.rows),
-                num_admitted=len(plan.admitted),
-                inference_time=arrived - sent.sent_at,
-                forward_time=result.forward_ns / 1e9,
-                delivery_time=delivery_time,
-                planning_time=sent.planning_time,
-                max_tokens=scheduler.max_running_tokens,
-                num_prompt_tokens=sent.num_prompt_tokens,
-                num_cached_tokens=sent.num_cached_tokens,
-                num_preempted=sent.num_preempted,
-                kv_usage=scheduler.kv_usage,
-                failed=result.error is not None,
-            )
-        )
 
     def _lose(self, reason: str) -> None:
         self._lost = reason

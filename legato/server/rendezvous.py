@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
+import socket
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,23 +28,67 @@ def join(options: ServerOptions, device: torch.device) -> Shard:
     if world_size == 1:
         return Shard()
     try:
+        address = resolve(options.master_addr, options.master_port)
+        if ipaddress.ip_address(address).is_loopback:
+            stay_on_loopback()
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{options.master_addr}:{options.master_port}",
+            store=_store(address, options),
             rank=rank,
             world_size=world_size,
             timeout=LONGEST_WAIT,
             device_id=device if device.type == "cuda" else None,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         where = f"{options.master_addr}:{options.master_port}"
-        if "address already in use" in str(error).lower():
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
             raise EndpointInUse(f"--master-port {options.master_port}: another process listens on {where}") from None
         reason = str(error).splitlines()[0]
         raise OptionError(
             f"shard {rank} cannot reach the others at {where} (--master-addr, --master-port): {reason}"
         ) from None
     return Shard(rank, world_size)
+
+
+def resolve(host: str, port: int) -> str:
+    """The address that all shards use. `localhost` is 127.0.0.1 wherever there is one."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found.sort(key=lambda each: each[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
+def _store(address: str, options: ServerOptions) -> Any:
+    """Where the shards find each other. By itself, torch would listen on every interface, to anybody."""
+    listener = _listener(address, options.master_port) if options.rank == 0 else None
+    return dist.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
+        address,
+        options.master_port,
+        options.world_size,
+        is_master=listener is not None,
+        timeout=LONGEST_WAIT,
+        # The store owns the descriptor from here on.
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def stay_on_loopback() -> None:
+    """All shards are on this machine: gloo and NCCL need no other interface, unless the user names one."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for name in names[:1]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def end_if_out_of_sync(shard: Shard, doing: str, error: Exception) -> None:

@@ -29,6 +29,7 @@ from legato.server.model import Model
 from legato.server.pending import PendingStep
 from legato.server.rendezvous import end_if_out_of_sync
 from legato.server.stream import Answer, Context, StepStreamService
+from legato.server.tracing import ShardSpans
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -217,4 +218,4 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
     model = engine.submit(lambda: Model(load(files, options), options)).result()
     service = TextGenerationService(model, socket_urls(options), engine, when_warm=freeze_gc)
-    asyncio.run(serve(service, socket_paths(options)[options.rank]))
+    asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))

@@ -13,6 +13,7 @@ import grpc
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.interceptor import RequestRefused
+from legato.server.tracing import ShardSpans
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Answer: TypeAlias = Awaitable[pb.StepResponse]
@@ -22,6 +23,9 @@ QUIET_SECONDS = 1.0
 
 
 class StepStreamService(pb_grpc.TextGenerationServiceServicer):
+    # Set if calls and steps are traced.
+    spans: ShardSpans | None = None
+
     def __init__(self, server_urls: list[str]) -> None:
         self._server_urls = server_urls
         # Steps on their way to a router, in order. While there is a queue, that router owns all rows and blocks.
@@ -85,7 +89,10 @@ class StepStreamService(pb_grpc.TextGenerationServiceServicer):
             async for request in requests:
                 self._in_flight += 1
                 self._num_steps += 1
-                answers.put_nowait(self._submit(request))
+                answer = self._submit(request)
+                if self.spans is not None and request.traces:
+                    answer = self.spans.step(request, answer)
+                answers.put_nowait(answer)
         finally:
             answers.put_nowait(None)
 

@@ -1,1 +1,1 @@
-"""What operators watch: Prometheus metrics."""
+"""What operators watch: metrics and traces."""

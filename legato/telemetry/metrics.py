@@ -1,26 +1,24 @@
-"""Prometheus metrics: TGI's names, labels and buckets, so that its dashboards keep working; ours begin with legato_.
+"""What the processes count, and how it is written for Prometheus. `catalogue.py` says what each metric means.
 
 Recorded per request and per step, never per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
-from prometheus_client.samples import Sample
-
 from legato.scheduling.state import ModelLimits
+from legato.telemetry.catalogue import ALL, FAILURES, Metric
+from legato.telemetry.values import Counter, Gauge, Histogram, Value
 
 # What a process has counted: metric -> sample as it is written -> number. Zeros are left out.
 Figures: TypeAlias = dict[str, dict[str, float]]
 Method = Literal["prefill", "decode"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-DURATION_BUCKETS = tuple(0.0001 * 1.5**n for n in range(1, 36))
-BATCH_SIZE_BUCKETS = tuple(float(size) for size in range(1, 1025))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +42,23 @@ class StepFigures:
     # Rows computed, and how many requests entered one for it.
     batch_size: int
     num_admitted: int
-    # From sending the step to having its tokens; on the device; handing the tokens out; deciding what to compute.
+    # From sending the step to having its tokens; in the shard: on the device, and beside it.
     inference_time: float
     forward_time: float
-    delivery_time: float
+    decode_time: float
+    # Booking the result, handing the tokens out and forgetting those who ended; deciding what to compute.
+    filter_time: float
     planning_time: float
-    # Tokens that the running requests hold or may still come to.
-    max_tokens: int
+    # Tokens handed out; how many of them follow one of the step before, and after how long.
+    num_tokens: int
+    num_gaps: int
+    gap: float
+    # Tokens computed, prompts and decodes together.
+    num_computed: int
     # Of the admitted prompts: all tokens, and those that were in the cache.
     num_prompt_tokens: int
     num_cached_tokens: int
     num_preempted: int
-    kv_usage: float
     failed: bool = False
 
 
@@ -68,161 +71,164 @@ class SchedulerLoad(Protocol):
         ...
 
     @property
+    def queue_age(self) -> float:
+        """Seconds since the oldest request in the queue came."""
+        ...
+
+    @property
     def running(self) -> int:
         """Requests running."""
+        ...
+
+    @property
+    def max_running_tokens(self) -> int:
+        """Tokens that the running requests hold or may still come to."""
+        ...
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of the blocks that requests use."""
         ...
 
 
 class Metrics:
     def __init__(self, limits: ModelLimits) -> None:
-        self.registry = CollectorRegistry()
-        self._define_requests(limits)
-        self._define_steps(limits)
+        self._concat_reason = "backpressure" if limits.has_encoder else "chunking"
+        self._values: dict[str, Value] = {}
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for metric in ALL.values():
+            self._values[metric.name] = self._value(metric, limits)
+        self._gauges["tgi_batch_max_total_tokens"].watch(lambda: limits.max_batch_total_tokens)
+        self._gauges["vllm:lora_requests_info"].watch(time.time, _adapters)
+        # Exported and dropped since it was called last.
+        self._take_spans: Callable[[], tuple[int, int]] = lambda: (0, 0)
+
+    def _value(self, metric: Metric, limits: ModelLimits) -> Value:
+        match metric.kind:
+            case "counter":
+                return self._counters.setdefault(metric.name, Counter(metric.labels))
+            case "gauge":
+                return self._gauges.setdefault(metric.name, Gauge())
+            case "histogram":
+                return self._histograms.setdefault(metric.name, Histogram(metric.labels, metric.bounds(limits)))
 
     def watch(self, load: SchedulerLoad) -> None:
         """Gauges that are read at every scrape."""
-        self._queue_size.set_function(lambda: load.queue_size)
-        self._current_size.set_function(lambda: load.running)
+        gauges = self._gauges
+        for name in ("tgi_queue_size", "vllm:num_requests_waiting"):
+            gauges[name].watch(lambda: load.queue_size)
+        for name in ("tgi_batch_current_size", "vllm:num_requests_running"):
+            gauges[name].watch(lambda: load.running)
+        for name in ("legato_kv_usage", "vllm:kv_cache_usage_perc"):
+            gauges[name].watch(lambda: load.kv_usage)
+        gauges["legato_queue_oldest_seconds"].watch(lambda: load.queue_age)
+        gauges["tgi_batch_current_max_tokens"].watch(lambda: load.max_running_tokens)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def request_arrived(self) -> None:
-        self._requests.inc()
+        self._counters["tgi_request_count"].inc()
 
     def request_validated(self, input_len: int, max_new_tokens: int) -> None:
-        self._input_length.observe(input_len)
-        self._max_new_tokens.observe(max_new_tokens)
+        self._histograms["tgi_request_input_length"].observe(input_len)
+        self._histograms["tgi_request_max_new_tokens"].observe(max_new_tokens)
 
     def request_failed(self, reason: str) -> None:
-        """`validation`, `overloaded`, `generation`, `internal`, or `dropped` when the client hung up."""
-        self._failures.labels(reason).inc()
+        """One of `FAILURES`; `dropped` when the client hung up."""
+        self._counters["tgi_request_failure"].inc(reason if reason in FAILURES else "internal")
 
     def request_succeeded(self, timings: Timings, num_tokens: int) -> None:
-        self._successes.inc()
-        self._duration.observe(timings.total)
-        self._validation.observe(timings.validation)
-        self._queue.observe(timings.queue)
-        self._inference.observe(timings.inference)
-        self._per_token.observe(timings.per_token)
-        self._first_token.observe(timings.to_first_token)
-        self._generated_tokens.observe(num_tokens)
-        self._skipped_tokens.observe(0)  # every token has a step of its own
+        self._counters["tgi_request_success"].inc()
+        observed = {
+            "tgi_request_duration": timings.total,
+            "tgi_request_validation_duration": timings.validation,
+            "tgi_request_queue_duration": timings.queue,
+            "tgi_request_inference_duration": timings.inference,
+            "tgi_request_mean_time_per_token_duration": timings.per_token,
+            "legato_time_to_first_token_seconds": timings.to_first_token,
+            "tgi_request_generated_tokens": num_tokens,
+        }
+        for name, value in observed.items():
+            self._histograms[name].observe(value)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def step(self, step: StepFigures) -> None:
-        self._batches.labels(step.method).inc()
+        counters, histograms, method = self._counters, self._histograms, step.method
+        counters["tgi_batch_inference_count"].inc(method)
         if step.failed:
-            self._batch_failures.labels(step.method).inc()
+            counters["tgi_batch_inference_failure"].inc(method)
             return
-        self._batch_successes.labels(step.method).inc()
-        self._batch_inference.labels(step.method).observe(step.inference_time)
-        self._batch_forward.labels(step.method).observe(step.forward_time)
-        self._batch_decode.labels(step.method).observe(step.delivery_time)
-        self._batch_filter.labels(step.method).observe(step.planning_time)
+        counters["tgi_batch_inference_success"].inc(method)
+        histograms["tgi_batch_inference_duration"].observe(step.inference_time, method)
+        histograms["tgi_batch_forward_duration"].observe(step.forward_time, method)
+        histograms["tgi_batch_decode_duration"].observe(step.decode_time, method)
+        histograms["tgi_batch_filter_duration"].observe(step.filter_time, method)
+        counters["legato_generated_tokens"].inc(by=step.num_tokens)
+        # Every token has a step of its own.
+        histograms["tgi_request_skipped_tokens"].observe(0, times=step.num_tokens)
+        if step.num_gaps:
+            histograms["legato_inter_token_seconds"].observe(step.gap, times=step.num_gaps)
+        if step.num_preempted:
+            counters["legato_preemptions"].inc(by=step.num_preempted)
         if step.num_admitted:
-            self._next_size.observe(step.num_admitted)
-            self._prompt_tokens.inc(step.num_prompt_tokens)
-            self._cached_tokens.inc(step.num_cached_tokens)
-            if step.batch_size > step.num_admitted:
-                self._concats.labels("chunking").inc()
-                self._batch_concat.labels("decode").observe(step.planning_time)
-        self._preemptions.inc(step.num_preempted)
-        self._current_max_tokens.set(step.max_tokens)
-        self._kv_usage.set(step.kv_usage)
+            self._admitted(step)
 
-    # ---- definitions ----------------------------------------------------------------------------------------------
+    def _admitted(self, step: StepFigures) -> None:
+        self._histograms["tgi_batch_next_size"].observe(step.num_admitted)
+        self._counters["legato_prompt_tokens"].inc(by=step.num_prompt_tokens)
+        self._counters["legato_prefix_hit_tokens"].inc(by=step.num_cached_tokens)
+        if step.batch_size > step.num_admitted:
+            self._counters["tgi_batch_concat"].inc(self._concat_reason)
+            self._histograms["tgi_batch_concat_duration"].observe(step.planning_time, "decode")
 
-    def _define_requests(self, limits: ModelLimits) -> None:
-        self._requests = self._counter("tgi_request_count", "Requests received.")
-        self._successes = self._counter("tgi_request_success", "Requests completed.")
-        self._failures = self._counter("tgi_request_failure", "Requests failed, by reason.", "err")
-        self._duration = self._seconds("tgi_request_duration", "Seconds from arrival to the end of the response.")
-        self._validation = self._seconds("tgi_request_validation_duration", "Seconds of validation and tokenization.")
-        self._queue = self._seconds("tgi_request_queue_duration", "Seconds in the queue.")
-        self._inference = self._seconds("tgi_request_inference_duration", "Seconds from leaving the queue to the end.")
-        self._per_token = self._seconds(
-            "tgi_request_mean_time_per_token_duration", "Seconds of inference per generated token."
-        )
-        self._first_token = self._seconds("tgi_request_time_to_first_token", "Seconds from arrival to the first token.")
-        self._input_length = self._histogram(
-            "tgi_request_input_length", "Prompt tokens.", _steps(limits.max_input_tokens)
-        )
-        self._max_new_tokens = self._histogram(
-            "tgi_request_max_new_tokens", "Requested max_new_tokens.", _steps(limits.max_total_tokens)
-        )
-        self._generated_tokens = self._histogram(
-            "tgi_request_generated_tokens", "Tokens generated.", _steps(limits.max_total_tokens)
-        )
-        self._skipped_tokens = Summary(
-            "tgi_request_skipped_tokens",
-            "Tokens generated without a step of their own (speculation).",
-            registry=self.registry,
-        )
-        self._queue_size = self._gauge("tgi_queue_size", "Requests in the queue.")
+    # ---- processes ------------------------------------------------------------------------------------------------
 
-    def _define_steps(self, limits: ModelLimits) -> None:
-        self._batches = self._counter("tgi_batch_inference_count", "Steps executed.", "method")
-        self._batch_successes = self._counter("tgi_batch_inference_success", "Steps that succeeded.", "method")
-        self._batch_failures = self._counter("tgi_batch_inference_failure", "Steps that failed.", "method")
-        self._concats = self._counter("tgi_batch_concat", "Steps that admitted requests to a running batch.", "reason")
-        self._batch_inference = self._seconds(
-            "tgi_batch_inference_duration", "Seconds of a step, from sending it to receiving its tokens.", "method"
-        )
-        self._batch_forward = self._seconds("tgi_batch_forward_duration", "Seconds of a step on the device.", "method")
-        self._batch_decode = self._seconds(
-            "tgi_batch_decode_duration", "Seconds to deliver the tokens of a step.", "method"
-        )
-        self._batch_filter = self._seconds("tgi_batch_filter_duration", "Seconds to plan a step.", "method")
-        self._batch_concat = self._seconds(
-            "tgi_batch_concat_duration", "Seconds to plan a step that admits requests.", "method"
-        )
-        self._next_size = self._histogram("tgi_batch_next_size", "Requests admitted by a step.", BATCH_SIZE_BUCKETS)
-        self._current_size = self._gauge("tgi_batch_current_size", "Requests running.")
-        self._current_max_tokens = self._gauge(
-            "tgi_batch_current_max_tokens", "Maximum tokens of the running requests."
-        )
-        max_total_tokens = self._gauge("tgi_batch_max_total_tokens", "Capacity of the KV cache in tokens.")
-        max_total_tokens.set(limits.max_batch_total_tokens)
-        self._kv_usage = self._gauge("legato_kv_usage", "Fraction of KV blocks used by running requests.")
-        self._prompt_tokens = self._counter("legato_prompt_tokens", "Prompt tokens of admitted requests.")
-        self._cached_tokens = self._counter("legato_prefix_hit_tokens", "Prompt tokens served from the prefix cache.")
-        self._preemptions = self._counter(
-            "legato_preemptions", "Preemptions: requests that released their blocks and were resumed later."
-        )
+    def restarted(self, process: Literal["shard", "router", "http_worker"]) -> None:
+        self._counters["legato_restarts"].inc(process)
 
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(name, help, labels, registry=self.registry)
+    def replayed(self, num_requests: int) -> None:
+        """Requests in flight that go on in a restarted shard."""
+        self._counters["legato_replayed_requests"].inc(by=num_requests)
 
-    def _gauge(self, name: str, help: str) -> Gauge:
-        return Gauge(name, help, registry=self.registry)
+    def loop_lag(self, process: Literal["scheduler", "http_worker"], seconds: float) -> None:
+        self._histograms["legato_event_loop_lag_seconds"].observe(seconds, process)
 
-    def _seconds(self, name: str, help: str, *labels: str) -> Histogram:
-        return self._histogram(name, help, DURATION_BUCKETS, *labels)
-
-    def _histogram(self, name: str, help: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(name, help, labels, buckets=buckets, registry=self.registry)
+    def watch_spans(self, take: Callable[[], tuple[int, int]]) -> None:
+        """`take` returns how many spans were exported and dropped since it was called last."""
+        self._take_spans = take
 
     # ---- text -----------------------------------------------------------------------------------------------------
 
     def figures(self) -> Figures:
         """What adds up over processes: everything but gauges, which are the scheduler's own."""
-        metrics = [metric for metric in self.registry.collect() if metric.type != "gauge"]
-        return {metric.name: {name: value for name, value in _samples(metric.samples) if value} for metric in metrics}
+        self._count_spans()
+        found = {name: value.samples(name) for name, value in self._values.items() if name not in self._gauges}
+        return {name: {sample: value for sample, value in samples if value} for name, samples in found.items()}
 
     def render(self, others: Figures | None = None) -> bytes:
-        """The text format, with what `others` have counted added to our own numbers. The library's own writer would
-        call every counter `..._total`, which TGI's are not."""
+        """The text format, with what `others` have counted added to our own numbers."""
+        self._count_spans()
         return "".join(self._lines(others or {})).encode()
 
+    def _count_spans(self) -> None:
+        exported, dropped = self._take_spans()
+        self._counters["legato_trace_spans_exported"].inc(by=exported)
+        self._counters["legato_trace_spans_dropped"].inc(by=dropped)
+
     def _lines(self, others: Figures) -> Iterator[str]:
-        for metric in self.registry.collect():
-            yield f"# HELP {metric.name} {metric.documentation}\n# TYPE {metric.name} {metric.type}\n"
-            added = dict(others.get(metric.name, {}))
-            for name, value in _samples(metric.samples):
-                yield f"{name} {value + added.pop(name, 0.0)!r}\n"
-            for name, value in added.items():  # with labels that never came up here
-                yield f"{name} {value!r}\n"
+        for name, values in self._values.items():
+            yield f"# HELP {name} {ALL[name].help}\n# TYPE {name} {ALL[name].kind}\n"
+            added = others.get(name, {})
+            for sample, value in values.samples(name):
+                yield f"{sample} {value + added.get(sample, 0.0)!r}\n"
+
+
+def _adapters() -> dict[str, str]:
+    """There are none yet. The protocol wants the labels all the same."""
+    return {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
 
 
 def add_up(all_figures: Iterable[Figures]) -> Figures:
@@ -233,18 +239,3 @@ def add_up(all_figures: Iterable[Figures]) -> Figures:
             for name, value in samples.items():
                 sums[name] = sums.get(name, 0.0) + value
     return total
-
-
-def _samples(samples: Iterable[Sample]) -> Iterator[tuple[str, float]]:
-    """Each as it is written, and its number."""
-    for sample in samples:
-        if sample.name.endswith("_created"):
-            continue
-        name = sample.name.removesuffix("_total")
-        labels = ",".join(f'{label}="{value}"' for label, value in sample.labels.items())
-        yield (f"{name}{{{labels}}}" if labels else name), float(sample.value)
-
-
-def _steps(maximum: int) -> list[float]:
-    """A hundred equal steps up to the maximum."""
-    return [maximum / 100 * n for n in range(1, 101)]

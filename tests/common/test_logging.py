@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -50,10 +51,12 @@ def test_json_is_one_object_per_line() -> None:
     (line,) = out.getvalue().splitlines()
     entry = json.loads(line)
     assert entry.pop("timestamp").endswith("Z")
+    assert entry.pop("line_number") > 1
     assert entry == {
         "level": "INFO",
         "message": "two\nlines",
         "target": "legato.http.app",
+        "filename": "tests/common/test_logging.py",
         "program": "router",
         "fields": {"total_time": "1.2s"},
     }
@@ -63,8 +66,10 @@ def test_json_is_one_object_per_line() -> None:
 def test_floats_are_rounded_to_six_decimals(json_output: bool) -> None:
     out = logged(json_output=json_output)
     logging.getLogger("legato").info("Success", extra={"fields": {"total_time": 0.1234567891234567, "tokens": 3}})
-    expected = '"fields": {"total_time": 0.123457, "tokens": 3}' if json_output else "total_time=0.123457 tokens=3"
-    assert expected in out.getvalue()
+    if json_output:
+        assert json.loads(out.getvalue())["fields"] == {"total_time": 0.123457, "tokens": 3}
+    else:
+        assert "total_time=0.123457 tokens=3" in out.getvalue()
 
 
 @pytest.mark.parametrize("json_output", [False, True])
@@ -114,11 +119,55 @@ def test_other_libraries_log_one_level_less() -> None:
 
 
 def test_modules_can_have_their_own_level() -> None:
-    out = logged("warn,legato.router=debug,text_generation_router::infer=trace")
+    out = logged("warn,legato.router=debug,text_generation_launcher::main=trace")
     logging.getLogger("legato.router").debug("shown")
     logging.getLogger("legato.server").info("hidden")
     assert out.getvalue().endswith("shown\n")
     assert "hidden" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("level", "program", "expected"),
+    [
+        ("info,text_generation_router=debug", "text-generation-router", logging.DEBUG),
+        ("info,text_generation_router=debug", "launcher", logging.INFO),
+        ("text_generation_launcher=warn,text_generation_router::infer=trace", "text-generation-router", TRACE),
+        ("text_generation_launcher=warn,text_generation_router::infer=trace", "launcher", logging.WARNING),
+        ("error,text_generation_router=info", "text-generation-server", logging.ERROR),
+    ],
+)
+def test_names_of_tgis_programs_set_the_level_of_that_program(level: str, program: str, expected: int) -> None:
+    setup(level, False, program, io.StringIO())
+    assert logging.getLogger("legato").level == expected
+    assert logging.getLogger("text_generation_router").level == logging.NOTSET
+
+
+SPAN = {"name": "generate", "parameters": "GenerateParameters { best_of: None }", "total_time": "1.2s", "seed": "None"}
+
+
+def test_a_record_with_a_span_has_the_form_of_tgis_lines() -> None:
+    out = logged()
+    logging.getLogger("legato.router").info("Success", extra={"span": SPAN, "target": "text_generation_router::server"})
+    line = re.sub(r"py:\d+", "py:N", out.getvalue().split(" ", 1)[1])
+    assert line == (
+        ' INFO generate{parameters=GenerateParameters { best_of: None } total_time="1.2s" seed="None"}: '
+        "text_generation_router::server: tests/common/test_logging.py:N: Success\n"
+    )
+
+
+def test_json_has_the_span_twice_as_in_tgi_and_the_launcher_writes_the_same_text() -> None:
+    out = logged(json_output=True)
+    logging.getLogger("legato.router").info("Success", extra={"span": SPAN, "target": "text_generation_router::server"})
+    entry = json.loads(out.getvalue())
+    assert entry["target"] == "text_generation_router::server"
+    assert entry["span"] == SPAN and entry["spans"] == [SPAN]
+    record = parse(out.getvalue().rstrip())
+    assert record is not None
+    text = logged()
+    logging.getLogger().handle(record)
+    assert (
+        f"}}: text_generation_router::server: tests/common/test_logging.py:{entry['line_number']}: " in text.getvalue()
+    )
 
 
 def test_an_unknown_level_is_refused_with_the_known_ones() -> None:

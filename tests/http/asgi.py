@@ -17,7 +17,8 @@ from legato.http.app import create_app
 from legato.http.scheduler import Receiver
 from legato.ipc.messages import ServerState
 from legato.ipc.settings import RouterSettings
-from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, PromptChunk
+from legato.telemetry.step_times import StepTimes
 
 LIMITS = ModelLimits(
     max_input_tokens=64, max_total_tokens=100, max_batch_total_tokens=4096, vocab_size=400, eos_token_ids=frozenset({1})
@@ -70,7 +71,12 @@ class FakeBackend:
     cancelled: list[int] = field(default_factory=list)
     prepared: list[Grammar] = field(default_factory=list)
     queue_size: int = 3
+    queue_age: float = 1.5
     running: int = 2
+    max_running_tokens: int = 640
+    kv_usage: float = 0.25
+    step_times: StepTimes | None = None
+    chunks: dict[int, list[PromptChunk]] = field(default_factory=dict)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -91,6 +97,9 @@ class FakeBackend:
         task = self._tasks.pop(request_id, None)
         if task is not None:
             task.cancel()
+
+    async def observe(self) -> bytes:
+        return b'{"num_running":2}'
 
     async def prepare(self, grammar: Grammar) -> None:
         self.prepared.append(grammar)

@@ -17,9 +17,12 @@ import pytest
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from legato.http import lingering_close as lingering
-from legato.http.lingering_close import LingeringConnections
-from legato.http.server import SLACK, HttpServer
+from legato.common.exposure import tls_context
+from legato.http.connections import lingering_close as lingering
+from legato.http.connections.limits import ConnectionLimits
+from legato.http.connections.lingering_close import LingeringConnections
+from legato.http.connections.protocol import SLACK
+from legato.http.server import HttpServer
 from tests.http.asgi import app_for
 from tests.stopwatch import Stopwatch
 
@@ -41,17 +44,29 @@ def until(condition: Callable[[], bool], what: str) -> None:
 class Running:
     """A server on a thread of its own."""
 
-    def __init__(self, app: ASGIApp, payload_limit: int, most: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        payload_limit: int,
+        most: int,
+        limits: ConnectionLimits | None = None,
+        tls: tuple[str, str] | None = None,
+    ) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=200)
         self.port = self._listener.getsockname()[1]
-        self.server = HttpServer(app, grace=10, payload_limit=payload_limit)
-        self.server.lingering = LingeringConnections(most)
+        context = None if tls is None else tls_context(*tls)
+        self.server = HttpServer(app, grace=10, payload_limit=payload_limit, limits=limits, tls=context)
+        self.server.context.lingering = LingeringConnections(most)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         until(lambda: self.server.started, "the server starts")
 
     def _run(self) -> None:
-        uvloop.run(self.server.serve(sockets=[self._listener]))
+        async def serve() -> None:
+            self.loop = asyncio.get_running_loop()
+            await self.server.serve(sockets=[self._listener])
+
+        uvloop.run(serve())
 
     def connect(self, send_buffer: int | None = None) -> socket.socket:
         connection = socket.socket()
@@ -70,8 +85,15 @@ class Running:
 
 
 @contextmanager
-def running(app: ASGIApp | None = None, *, payload_limit: int = LIMIT, most: int = 100) -> Iterator[Running]:
-    server = Running(app or app_for(api_keys=(KEY,), payload_limit=payload_limit), payload_limit, most)
+def running(
+    app: ASGIApp | None = None,
+    *,
+    payload_limit: int = LIMIT,
+    most: int = 100,
+    limits: ConnectionLimits | None = None,
+    tls: tuple[str, str] | None = None,
+) -> Iterator[Running]:
+    server = Running(app or app_for(api_keys=(KEY,), payload_limit=payload_limit), payload_limit, most, limits, tls)
     try:
         yield server
     finally:
@@ -253,10 +275,14 @@ async def refusal(scope: Scope, receive: Receive, send: Send) -> None:
 def refused(server: Running, send_buffer: int | None = None) -> socket.socket:
     """A connection that lingers: its client has read the answer, and neither sends nor closes."""
     connection = server.connect(send_buffer)
-    before = len(server.server.lingering)
+    lingering_now = server.server.context.lingering
+    before = len(lingering_now)
     connection.sendall(LENGTH % 10**12 + HOST + b"\r\n")
     assert status_of(whole(connection)) == 401
-    until(lambda: len(server.server.lingering) > min(before, server.server.lingering._most - 1), "it lingers")
+    until(
+        lambda: len(server.server.context.lingering) > min(before, server.server.context.lingering._most - 1),
+        "it lingers",
+    )
     return connection
 
 
@@ -285,7 +311,7 @@ def test_a_silent_client_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(lingering, "SILENCE", 0.2)
     with running(refusal) as server, refused(server) as connection:
         began = time.monotonic()
-        until(lambda: not len(server.server.lingering), "it is left")
+        until(lambda: not len(server.server.context.lingering), "it is left")
         assert time.monotonic() - began > 0.1
         assert is_closed(connection)
 
@@ -306,17 +332,17 @@ def test_a_client_who_closes_is_forgotten_at_once() -> None:
     with running(refusal) as server:
         refused(server).close()
         stopwatch = Stopwatch()
-        until(lambda: not len(server.server.lingering), "it is forgotten")
+        until(lambda: not len(server.server.context.lingering), "it is forgotten")
         assert stopwatch.seconds < lingering.SILENCE / 2
 
 
 def test_no_more_than_so_many_linger_and_the_oldest_are_left_first() -> None:
     with running(refusal, most=5) as server:
         refused(server).close()  # with the first connection the event loop opens a file of its own
-        until(lambda: not len(server.server.lingering), "the first is gone")
+        until(lambda: not len(server.server.context.lingering), "the first is gone")
         before = psutil.Process().num_fds()
         connections = [refused(server) for _ in range(30)]
-        assert len(server.server.lingering) == 5
+        assert len(server.server.context.lingering) == 5
         until(lambda: psutil.Process().num_fds() <= before + len(connections) + 5, "descriptors are given back")
         assert [is_closed(connection) for connection in connections] == [True] * 25 + [False] * 5
         for connection in connections:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Timer
 
 import psutil
 
@@ -62,17 +64,22 @@ class Outcome:
     code: int
     stdout: str
     stderr: str
-    # By the stopwatch: with every other program that ran at the same time.
     seconds: float
 
 
 def run(program: str, *arguments: str, **environ: str) -> Outcome:
-    stopwatch = Stopwatch()
-    done = subprocess.run(
-        [str(SCRIPTS / program), *arguments],
-        capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment(**environ),
-    )  # fmt: skip
-    return Outcome(done.returncode, done.stdout, done.stderr, stopwatch.seconds)
+    stopwatch, words = Stopwatch(), [str(SCRIPTS / program), *arguments]
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        process = subprocess.Popen(words, stdout=out, stderr=err, env=environment(**environ))
+        guard = Timer(PATIENCE, process.kill)
+        guard.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        guard.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = stopwatch.seconds_of(usage.ru_utime + usage.ru_stime)
+        out.seek(0)
+        err.seek(0)
+        return Outcome(process.returncode, out.read(), err.read(), seconds)
 
 
 class Program:

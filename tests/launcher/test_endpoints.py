@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from legato.common.errors import EndpointInUse, OptionError
 from legato.common.sockets import browser_url
-from legato.launcher.endpoints import check_port, claim_sockets, is_healthy
+from legato.launcher.endpoints import check_port, claim_sockets, is_healthy, socket_path
 
 
 def test_a_free_port_is_free(free_port: int) -> None:
@@ -83,6 +84,74 @@ def test_a_file_that_is_not_a_socket_is_kept(tmp_path: Path) -> None:
 def test_an_impossible_path_is_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(OptionError, match="--shard-uds-path"), claim_sockets(str(tmp_path / path), 1):
         pass
+
+
+# ---- other users of the machine --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    return tmp_path
+
+
+def test_by_default_sockets_are_in_a_folder_that_only_this_user_can_enter(own_tmp: Path) -> None:
+    with socket_path(None) as path, claim_sockets(path, 1) as (name,):
+        for folder in (Path(name).parent, Path(name).parent.parent):
+            assert folder.stat().st_mode & 0o777 == 0o700
+        with socket_path(None) as other:
+            assert other != path
+    assert list((own_tmp / f"legato-{os.geteuid()}").iterdir()) == []
+
+
+def test_a_path_that_is_given_is_used_as_it_is(tmp_path: Path) -> None:
+    with socket_path(f"{tmp_path}/mine") as path:
+        assert path == f"{tmp_path}/mine"
+
+
+@pytest.mark.parametrize("squatter", ["a folder that others may enter", "a link", "a file"])
+def test_whoever_occupies_the_name_of_our_folder_does_not_get_our_sockets(own_tmp: Path, squatter: str) -> None:
+    name, trap = own_tmp / f"legato-{os.geteuid()}", own_tmp / "trap"
+    trap.mkdir(mode=0o777)
+    if squatter == "a link":
+        name.symlink_to(trap)
+    elif squatter == "a file":
+        name.touch()
+    else:
+        name.mkdir()
+        name.chmod(0o777)
+    with socket_path(None) as path:
+        folder = Path(path).parent.parent
+        assert folder not in (name, trap) and folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_a_killed_launcher_left_is_removed_and_what_a_running_one_has_is_not(own_tmp: Path) -> None:
+    parent = own_tmp / f"legato-{os.geteuid()}"
+    dead = parent / "dead"
+    dead.mkdir(parents=True, mode=0o700)
+    parent.chmod(0o700)
+    for name in ("shard.lock", "shard-0"):
+        (dead / name).touch()
+    with socket_path(None) as path, claim_sockets(path, 1), socket_path(None):
+        assert not dead.exists()
+        assert os.path.exists(f"{path}.lock")
+
+
+def test_a_lock_is_not_taken_through_a_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    (tmp_path / "shard.lock").symlink_to(precious)
+    with pytest.raises(OptionError, match="--shard-uds-path"), claim_sockets(f"{tmp_path}/shard", 1):
+        pass
+    assert not precious.exists()
+
+
+def test_a_link_in_place_of_a_socket_is_refused(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{tmp_path}/elsewhere")
+        (tmp_path / "shard-0").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(OptionError, match="is not a socket"), claim_sockets(f"{tmp_path}/shard", 1):
+            pass
 
 
 def test_healthy_means_status_200(free_port: int) -> None:

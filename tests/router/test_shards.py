@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
+from legato.common.errors import EndpointInUse
 from legato.common.sockets import is_answered
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
@@ -41,16 +42,19 @@ class Shard(rpc.TextGenerationServiceServicer):
         self._num_answers = num_answers
         self._num_steps = num_steps
         self.steps: list[pb.StepRequest] = []
+        self.num_questions = 0
 
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
         return pb.HealthResponse()
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
+        self.num_questions += 1
         return pb.InfoResponse(block_size=16, num_steps=self._num_steps)
 
     async def ServiceDiscovery(
         self, request: pb.ServiceDiscoveryRequest, context: Context
     ) -> pb.ServiceDiscoveryResponse:
+        self.num_questions += 1
         return pb.ServiceDiscoveryResponse(urls=self._urls)
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
@@ -111,6 +115,24 @@ async def results_of(shards: GrpcShards, told: list[Shard], plans: list[StepPlan
     stream.cancel()
     await asyncio.gather(stream, return_exceptions=True)
     return results
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a socket to another user")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_shard_of_another_user_is_told_nothing(tmp_path: Path, rank: int) -> None:
+    sockets = [tmp_path / f"shard-{each}" for each in range(2)]
+    shards = [Shard([f"unix://{socket}" for socket in sockets]) for _ in sockets]
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            for socket, shard in zip(sockets, shards, strict=True):
+                await stack.enter_async_context(listening(socket, shard))
+            os.chown(sockets[rank], 65534, 65534)
+            with pytest.raises(EndpointInUse, match=r"another user.*--master-shard-uds-path"):
+                await GrpcShards.connect(str(sockets[0]), timeout=10)
+
+    asyncio.run(scenario())
+    assert not shards[rank].steps and shards[rank].num_questions == 0
 
 
 # ---- finding them ---------------------------------------------------------------------------------------------------

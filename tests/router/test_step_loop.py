@@ -13,7 +13,15 @@ from legato.router.shards import ShardsLost
 from legato.router.step_loop import STEPS_IN_FLIGHT, StepLoop
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.scheduling.state import (
+    FinishReason,
+    GenerationRequest,
+    ModelLimits,
+    Output,
+    PromptChunk,
+    StepPlan,
+    StepResult,
+)
 from legato.telemetry.metrics import StepFigures
 from tests.clock import FakeClock
 from tests.fakes import FakeShard, expected_tokens
@@ -68,6 +76,10 @@ class HeldShards:
 class Receiver:
     def __init__(self) -> None:
         self.outputs: list[Output] = []
+        self.chunks: list[PromptChunk] = []
+
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        self.chunks.append(chunk)
 
     def put(self, request_id: int, output: Output) -> None:
         self.outputs.append(output)
@@ -296,6 +308,7 @@ def test_every_step_is_described() -> None:
     async def test(bench: Bench) -> None:
         bench.submit(request(1, length=10, max_new_tokens=3))
         await asyncio.sleep(0)
+        assert (bench.loop.kv_usage, bench.loop.max_running_tokens) == (3 / 64, 13)
         bench.shards.answer_all()
         prompt, *decodes = bench.steps
         assert (prompt.method, prompt.batch_size, prompt.num_admitted, prompt.num_prompt_tokens) == (
@@ -304,10 +317,9 @@ def test_every_step_is_described() -> None:
             1,
             10,
         )
-        assert prompt.kv_usage == 3 / 64
-        assert prompt.max_tokens == 13
         assert [step.method for step in decodes] == ["decode"] * 2
-        assert bench.steps[-1].kv_usage == 0
+        assert [(step.num_tokens, step.num_gaps) for step in bench.steps] == [(1, 0), (1, 1), (1, 1)]
+        assert (bench.loop.kv_usage, bench.loop.max_running_tokens) == (0, 0)
         again = bench.submit(request(1, length=10, max_new_tokens=1))
         await asyncio.sleep(0)
         bench.shards.answer_all()

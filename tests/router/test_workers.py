@@ -57,7 +57,7 @@ class Pair:
         async def scrape() -> bytes:
             return b"all metrics"
 
-        self.port = Port(steps, scrape, lambda: b"all requests", self._scheduler_link.send)
+        self.port = Port(steps, scrape, scrape, lambda: b"all requests", self._scheduler_link.send)
 
     async def open(self) -> None:
         ours, theirs = socket.socketpair()
@@ -209,6 +209,26 @@ def test_metrics_and_draining_are_asked_for_at_the_other_end() -> None:
         assert await pair.client.drain() == b"all requests"
 
     linked(test)
+
+
+def test_a_receiver_that_cancels_hears_nothing_more_of_what_has_arrived() -> None:
+    """Found by the simulation: two steps of a router that was stopped are told together."""
+
+    async def main() -> None:
+        sent: list[msgspec.Struct] = []
+        client = SchedulerClient(LIMITS, sent.append)
+        heard: list[int] = []
+
+        def receive(output: Output) -> None:
+            heard.append(output.token_id)
+            client.cancel(1)
+
+        client.submit(request(1), receive)
+        client.on_tokens(msg.Tokens([1, 1], [5, 6], [0.0, 0.0], [(1, Output(6, finish_reason=FinishReason.LENGTH))]))
+        assert heard == [5]
+        assert sent[-1] == msg.Cancel(1)
+
+    asyncio.run(main())
 
 
 def test_a_state_is_believed_for_a_while_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

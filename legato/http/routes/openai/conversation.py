@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,7 @@ def last_answer(request: ChatRequest) -> str:
 def tool_use(request: ChatRequest) -> ToolUse | None:
     use = tool_use_of(request.tools, request.tool_choice, request.parallel_tool_calls, request.tool_prompt)
     if use is not None and len(use.names) < len(use.tools):
-        names = [tool.name for tool in use.tools]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice, _ = Counter(tool.name for tool in use.tools).most_common(1)[0]
         raise InvalidRequest(f"`tools` has more than one function of the name {twice!r}", "tools")
     return use
 

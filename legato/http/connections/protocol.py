@@ -1,0 +1,284 @@
+"""One HTTP connection: uvicorn's protocol with limits on what comes in, and an end that loses no answer.
+
+The parser keeps half a header until it has the rest, so the bytes that are fed to it are counted from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from legato.api.errors import RequestError
+from legato.common.throttled_log import ThrottledLog
+from legato.http.connections.limits import ConnectionLimits, HeadersTooLarge, RequestTimeout, UriTooLong
+from legato.http.connections.lingering_close import LingeringConnections, LingeringTransport
+from legato.http.connections.shortage import BodyMemory, IdleConnections
+from legato.http.exchange import ABORT
+
+logger = logging.getLogger(__name__)
+
+# Bytes to read from a connection at once, and of a body to keep for an application that is busy.
+READ_SIZE = 16 * 1024
+# Bytes to discard of a body that is not read, besides as many as the application takes: what was under way when the
+# answer was written.
+SLACK = 2 * READ_SIZE
+# Bodies of the largest size that a worker receives at once, however large that is.
+FEWEST_BODIES = 8
+# Of a header line, besides name and value.
+LINE_OVERHEAD = len(b": \r\n")
+
+
+class CloseDelimitedCycle(RequestResponseCycle):
+    """HTTP/1.0 has no chunks: a body of unknown length ends with its connection."""
+
+    _is_open_ended = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._is_open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self._is_open_ended:
+                self.chunked_encoding = False
+        elif self._is_open_ended:
+            self.expected_content_length = len(message.get("body", b""))  # uvicorn compares, piece by piece
+        await super().send(message)
+
+
+class ConnectionContext:
+    """What all connections of a server share."""
+
+    def __init__(self, config: Config, state: ServerState, limits: ConnectionLimits, payload_limit: int) -> None:
+        self.config = config
+        self.state = state
+        self.limits = limits
+        self.payload_limit = payload_limit
+        self.lingering = LingeringConnections(limits.max_lingering)
+        # From the moment they are accepted until they are closed or linger.
+        self.open: set[HttpProtocol] = set()
+        self.idle = IdleConnections()
+        self.bodies = BodyMemory(max(limits.incomplete_bytes, FEWEST_BODIES * payload_limit))
+        self.log = ThrottledLog(logger)
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """A connection that the application can abort, for clients that do not read, and that lingers after its last
+    answer, for clients that are still sending."""
+
+    def __init__(self, context: ConnectionContext) -> None:
+        super().__init__(context.config, context.state, {})
+        self._context = context
+        self._limits = context.limits
+        # Bytes of the body of the current request that were read, and whether more of it is to come.
+        self._num_read = 0
+        self._in_body = False
+        # Whether a request has begun whose headers are not complete.
+        self._in_head = False
+        # Bytes of the request line, headers and trailers of the current request that the parser has reported, and
+        # bytes that it was given since it last reported a complete head or a piece of a body.
+        self._head_size = 0
+        self._num_fed = 0
+        # When the client must have sent the rest of what it began; None while it is not its turn.
+        self._deadline: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._body_began = 0.0
+        self._refusal: RequestError | None = None
+
+    # ---- the connection --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(LingeringTransport(transport, self._allowance, self._context.lingering))
+        self._context.idle.add(self)
+        self._expect_within(self._limits.header_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._context.open.discard(self)
+        self._context.idle.discard(self)
+        self._context.bodies.end(self)
+        self._deadline = None
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def close_at_once(self) -> None:
+        self._context.open.discard(self)  # its descriptor is free by the next turn of the event loop
+        cast(LingeringTransport, self.transport).close_at_once()
+
+    def _allowance(self) -> int:
+        if self.scheme == "https" and not (self._in_body or self._in_head):
+            return 0  # the client is not sending
+        return self._context.payload_limit + SLACK - self._num_read
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether nothing that was asked so far waits for its answer."""
+        return not self.pipeline and (self.cycle is None or self.cycle.response_complete)
+
+    # ---- what comes in ---------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self._num_fed += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # Served as if the client had not asked: an upgrade is optional for the server.
+            self._context.log.warning("A client asked for another protocol (Upgrade), which is ignored")
+        except httptools.HttpParserError:
+            if self._refusal is None:
+                self._context.log.warning("A client sent something that is not HTTP/1.1")
+                self.send_400_response("Invalid HTTP request received.")
+                return
+        if self._refusal is None and self._num_fed > self._limits.header_bytes:
+            if not (self._is_answered or self._in_body):
+                self.flow.pause_reading()  # until the answer is written; then this is looked at again
+                return
+            self._refusal = HeadersTooLarge(self._limits) if self.headers else UriTooLong(self._limits.header_bytes)
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+        elif self._deadline is None and self._is_answered:
+            # Nothing of a request yet, perhaps an empty line: the keep-alive timer is off all the same.
+            self._expect_within(self._limits.header_seconds)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # scopes may have more keys
+        self._num_read = self._head_size = 0
+        self._in_head = True
+        self._expect_within(self._limits.header_seconds)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._head_size += len(url)
+        if self._head_size > self._limits.header_bytes:
+            self._stop_parsing(UriTooLong(self._limits.header_bytes))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers come here too, and count."""
+        super().on_header(name, value)
+        self._head_size += len(name) + len(value) + LINE_OVERHEAD
+        if self._head_size > self._limits.header_bytes or len(self.headers) > self._limits.num_headers:
+            self._stop_parsing(HeadersTooLarge(self._limits))
+
+    def on_headers_complete(self) -> None:
+        self._num_fed = 0
+        self._in_head, self._in_body = False, True
+        self._context.idle.discard(self)
+        self._context.bodies.begin(self)
+        self._body_began = self._expect_within(self._limits.body_seconds)
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = CloseDelimitedCycle
+
+    def on_body(self, body: bytes) -> None:
+        """Reads on when the application has taken what is here. Once it has answered it takes nothing more."""
+        super().on_body(body)
+        self._num_fed = 0
+        self._num_read += len(body)
+        self._deadline = self._body_began + self._limits.body_seconds + self._num_read / self._limits.body_rate
+        if self in self._context.bodies:
+            self._context.bodies.add(self, len(body))
+        if len(self.cycle.body) > READ_SIZE and not self.cycle.response_complete:
+            self.flow.pause_reading()
+
+    def on_message_complete(self) -> None:
+        self._num_fed = 0
+        self._in_body = False
+        self._deadline = None
+        self._context.bodies.end(self)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._context.bodies.end(self)
+        super().on_response_complete()
+        if self.pipeline:
+            self.flow.pause_reading()  # or every answer would let another buffer full of requests in
+        elif not self.transport.is_closing():
+            self._context.idle.add(self)
+
+    # ---- refusals --------------------------------------------------------------------------------------------------
+
+    def refuse_body(self) -> None:
+        self._context.log.warning("Request bodies come too slowly and take too much memory: the oldest are refused")
+        self._refuse(RequestTimeout("The body of the request came too slowly for a busy server"))
+
+    def _stop_parsing(self, refusal: RequestError) -> None:
+        self._refusal = refusal
+        raise refusal
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer and close. Where another answer is under way there is no place for this one."""
+        if self._in_body and self._is_answered:
+            self.transport.close()
+        elif not self._is_answered and (not self._in_body or self.pipeline or self.cycle.response_started):
+            self.transport.abort()
+        else:
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[error.status] + head % len(error.body) + error.body)
+            self.transport.close()
+
+    # ---- deadlines -------------------------------------------------------------------------------------------------
+
+    def _expect_within(self, seconds: float) -> float:
+        """Returns the time. There is one timer, which looks again when it finds a later deadline: most requests come
+        with all they have, and need no timer of their own."""
+        now = self.loop.time()
+        self._deadline = now + seconds
+        if self._timer is not None and self._timer.when() > self._deadline:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self.loop.call_at(self._deadline, self._check_deadline)
+        return now
+
+    def _check_deadline(self) -> None:
+        self._timer = None
+        if self._deadline is None or self.transport.is_closing():
+            return
+        if self._deadline > self.loop.time():
+            self._timer = self.loop.call_at(self._deadline, self._check_deadline)
+        elif self._in_body and self.flow.read_paused:  # it is the application that is slow
+            self._body_began = self._expect_within(self._limits.body_seconds)
+        elif not self._in_body and not self._is_answered:  # the beginning of another request, beside an answer
+            self._expect_within(self._limits.header_seconds)
+        elif self._in_body or self._in_head:
+            part = "body" if self._in_body else "headers"
+            self._refuse(RequestTimeout(f"The {part} of the request did not arrive in time"))
+        else:
+            self.transport.close()
+
+
+class SmallReads(asyncio.BufferedProtocol):
+    """Feeds a protocol in small pieces. The event loop would read 256 KB at once, even of a body that the application
+    refuses after the first kilobyte."""
+
+    # Filled and emptied without a pause in between, so that all connections can share it.
+    _buffer = bytearray(READ_SIZE)
+
+    def __init__(self, protocol: HttpProtocol) -> None:
+        self._protocol = protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._protocol.connection_made(cast(asyncio.Transport, transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._protocol.connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._protocol.data_received(bytes(self._buffer[:nbytes]))

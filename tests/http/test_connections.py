@@ -1,0 +1,356 @@
+"""Attacks on the connections of a worker: headers and bodies without end, silence, too many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+
+from legato.common.throttled_log import ThrottledLog
+from legato.http.connections import accepting, lingering_close
+from legato.http.connections.accepting import Acceptor
+from legato.http.connections.limits import MAX_CONNECTIONS, ConnectionLimits
+from legato.http.connections.protocol import READ_SIZE
+from tests.clock import FakeClock
+from tests.http.asgi import app_for
+from tests.http.test_server import HOST, Running, running, until, whole
+
+KB, MB = 1 << 10, 1 << 20
+LIMITS = ConnectionLimits()
+# Short enough for a test, long enough for a busy machine to send a few bytes.
+HASTY = ConnectionLimits(header_seconds=0.5, body_seconds=0.5, body_rate=4096)
+
+
+@pytest.fixture(autouse=True)
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attackers do not close their connections."""
+    monkeypatch.setattr(lingering_close, "SILENCE", 0.2)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(app_for(api_keys=("key",))) as server:
+        yield server
+
+
+def statuses(answer: bytes) -> list[int]:
+    return [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]]
+
+
+def attacked(server: Running, head: bytes, piece: bytes, num_bytes: int) -> bytes:
+    """Sends `piece` again and again, to the end or until the server stops reading. Returns what it answered."""
+    with server.connect() as connection:
+        connection.settimeout(5)
+        with suppress(OSError):
+            connection.sendall(head)
+            for _ in range(num_bytes // len(piece)):
+                connection.sendall(piece)
+            if not head.startswith(b"POST"):
+                connection.sendall(b"\r\n\r\n")
+        data = b""
+        with suppress(OSError):
+            while chunk := connection.recv(65536):
+                data += chunk
+        return data
+
+
+REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+ENDLESS: dict[str, tuple[bytes, bytes, int]] = {
+    "header lines": (REQUEST, b"X-Filler: " + b"x" * 990 + b"\r\n", 431),
+    "short header lines": (REQUEST, b"a:b\r\n" * 200, 431),
+    "one header": (REQUEST + b"X-Filler: ", b"x" * 1000, 431),
+    "the name of a header": (REQUEST, b"x" * 1000, 431),
+    "the request line": (b"GET /", b"x" * 1000, 414),
+    "the query": (b"GET /health?", b"x" * 1000, 414),
+}
+
+
+@pytest.mark.parametrize("attack", ENDLESS)
+def test_headers_without_end_are_refused_and_not_kept(server: Running, attack: str) -> None:
+    head, piece, status = ENDLESS[attack]
+    attacked(server, head, piece, 100 * KB)  # whatever is allocated once
+    before = psutil.Process().memory_info().rss
+    answer = attacked(server, head, piece, 32 * MB)
+    assert statuses(answer) == [status] and b"connection: close" in answer
+    assert psutil.Process().memory_info().rss - before < 5 * MB
+
+
+@pytest.mark.parametrize("piece", [b"a:b\r\n" * 200, b"X-Filler" + b"x" * 1000], ids=["lines", "one name"])
+def test_trailers_without_end_are_not_kept(server: Running, piece: bytes) -> None:
+    """They come after the last chunk of a body and are headers in all but their place."""
+    attacked(server, CHUNKED + b"0\r\n", piece, 100 * KB)
+    before = psutil.Process().memory_info().rss
+    attacked(server, CHUNKED + b"0\r\n", piece, 32 * MB)
+    assert psutil.Process().memory_info().rss - before < 5 * MB
+
+
+@pytest.mark.parametrize(
+    ("num_headers", "size", "status"),
+    [(99, 100, 200), (100, 100, 431), (10, 6000, 200), (10, 7400, 431), (1, 60 * KB, 200), (1, 64 * KB, 431)],
+)
+def test_the_limits_are_100_headers_and_64_kb_in_total(
+    server: Running, num_headers: int, size: int, status: int
+) -> None:
+    """`Host` is one of them."""
+    with server.connect() as connection:
+        lines = [b"X-%d: " % number + b"x" * (size - 8) + b"\r\n" for number in range(num_headers - 1)]
+        last = b"Connection: close\r\n" if num_headers > 1 else b""
+        filler = b"X: " + b"x" * (size - 20) + b"\r\n" if num_headers == 1 else b""
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"".join(lines) + filler + last)
+        connection.sendall(b"\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert statuses(whole(connection)) == [status]
+
+
+def test_requests_sent_in_advance_wait_outside() -> None:
+    """Each answer may let one buffer of requests in only when all of the buffer before are answered."""
+    with running() as server, server.connect() as connection:
+        connection.settimeout(0.5)
+        request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+        worst = 0
+        with suppress(OSError):
+            for _ in range(100):
+                connection.sendall(request * 500)
+                protocols = list(server.server.server_state.connections)
+                worst = max([worst, *(len(protocol.pipeline) for protocol in protocols)])
+                connection.recv(1000)
+        assert 0 < worst <= READ_SIZE // len(request) + 1
+
+
+# ---- deadlines -------------------------------------------------------------------------------------------------------
+
+SLOW: dict[str, tuple[bytes, list[int]]] = {
+    "nothing": (b"", []),
+    "an empty line": (b"\r\n", []),
+    "half a request line": (b"GET /hea", [408]),
+    "half a header": (REQUEST + b"X-Fil", [408]),
+    "headers without their end": (REQUEST, [408]),
+    "half a body": (b"POST /generate HTTP/1.1\r\nContent-Length: 100\r\n" + HOST + b"\r\nxxx", [408]),
+    "half a body in chunks": (CHUNKED.replace(b"nowhere", b"generate") + b"5\r\nxxxxx\r\n", [408]),
+    "half a body that was refused": (b"POST /nowhere HTTP/1.1\r\nContent-Length: 100\r\n" + HOST + b"\r\nx", [404]),
+    "half a second request": (REQUEST + b"\r\nGET /he", [200, 408]),
+}
+
+
+@pytest.mark.parametrize("sent", SLOW)
+def test_nothing_half_open_stays(sent: str) -> None:
+    data, expected = SLOW[sent]
+    with running(app_for(), limits=HASTY) as server, server.connect() as connection:
+        connection.sendall(data)
+        assert statuses(whole(connection)) == expected
+        until(lambda: not server.server.server_state.connections, "the connection is forgotten")
+
+
+def test_an_empty_line_after_an_answer_does_not_keep_the_connection_for_ever() -> None:
+    """It ends the time of silence in which a connection is kept alive."""
+    with running(app_for(), limits=HASTY) as server, server.connect() as connection:
+        connection.sendall(REQUEST + b"\r\n")
+        assert statuses(connection.recv(65536)) == [200]
+        connection.sendall(b"\r\n")
+        assert whole(connection) == b""
+
+
+@pytest.mark.parametrize(
+    "head", [REQUEST + b"X: ", b"POST /generate HTTP/1.1\r\nContent-Length: 100000\r\n" + HOST + b"\r\n"]
+)
+def test_a_byte_now_and_then_wins_no_time(head: bytes) -> None:
+    with running(app_for(), limits=HASTY) as server, server.connect() as connection:
+        connection.sendall(head)
+        began = time.monotonic()
+        connection.setblocking(False)
+        answer = b""
+        while time.monotonic() < began + 20 and not answer:
+            with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                connection.send(b"x")
+            with suppress(BlockingIOError):
+                answer = connection.recv(65536)
+            time.sleep(0.05)
+        assert statuses(answer) == [408]
+
+
+def test_a_body_that_comes_steadily_has_all_the_time_it_takes() -> None:
+    """Many times the seconds that a silent body has."""
+    body = b'{"inputs": "' + b"x" * 600 + b'"}'
+    limits = replace(HASTY, body_seconds=0.3, body_rate=100)
+    with running(app_for(), limits=limits) as server, server.connect() as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n" % len(body) + HOST + b"\r\n")
+        for start in range(0, len(body), 100):
+            time.sleep(0.15)
+            connection.sendall(body[start : start + 100])
+        assert statuses(connection.recv(65536)) == [422]  # as long as the model takes is not the point
+
+
+def test_the_deadline_of_a_body_does_not_run_while_the_server_is_the_slow_one() -> None:
+    async def late(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.8)
+        size = 0
+        while (message := await receive()).get("more_body"):
+            size += len(message["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    with running(late, limits=replace(HASTY, body_seconds=0.3)) as server, server.connect() as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\n" + HOST + b"\r\n" + b"x" * 200_000)
+        assert statuses(connection.recv(65536)) == [200]
+
+
+def test_an_answer_takes_longer_than_any_deadline_of_a_request() -> None:
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.8)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    with running(slow, limits=replace(HASTY, header_seconds=0.2, body_seconds=0.2)) as server:
+        for begun in (b"", b"GET / HT"):  # and the beginning of another request does not end it
+            with server.connect() as connection:
+                connection.sendall(REQUEST + b"\r\n" + begun)
+                assert statuses(connection.recv(65536))[:1] == [200]
+
+
+def test_slow_bodies_together_take_no_more_than_their_share_of_memory() -> None:
+    """Each is within its limit and in time. Those that began first go, and a body that comes at once gets through."""
+    head = b"POST /generate HTTP/1.1\r\nContent-Length: 100000\r\n" + HOST + b"\r\n"
+    limits = replace(LIMITS, incomplete_bytes=1_000_000)
+    with running(app_for(), limits=limits, payload_limit=100_000) as server:
+        slow = [server.connect() for _ in range(40)]
+        for connection in slow:
+            connection.sendall(head + b"x" * 90_000)
+        bodies = server.server.context.bodies
+        until(lambda: 0 < bodies.total <= 1_000_000 and len(bodies._held) <= 11, "most are refused")
+        with server.connect() as connection:
+            body = b'{"inputs": "' + b" " * 50_000 + b'"}'
+            connection.sendall(b"POST /tokenize HTTP/1.1\r\nContent-Length: %d\r\n" % len(body) + HOST + b"\r\n" + body)
+            assert statuses(connection.recv(1000)) == [200]
+        assert [statuses(connection.recv(1000)) for connection in slow[:20]] == [[408]] * 20
+        for connection in slow:
+            connection.close()
+        until(lambda: not bodies.total, "all are forgotten")
+
+
+# ---- too many connections --------------------------------------------------------------------------------------------
+
+
+def test_idle_connections_make_room_for_new_ones() -> None:
+    """Silent ones, ones that sent half a header, ones that are kept alive: the oldest first, a busy one never."""
+    with running(app_for(), limits=replace(LIMITS, max_connections=8)) as server:
+        idle = [server.connect() for _ in range(50)]
+        for connection in idle:
+            with suppress(OSError):
+                connection.sendall(REQUEST)
+        for _ in range(5):
+            with server.connect() as connection:
+                connection.sendall(REQUEST + b"\r\n")
+                assert statuses(connection.recv(65536)) == [200]
+        assert len(server.server.server_state.connections) <= 8
+        for connection in idle:
+            connection.close()
+
+
+def test_when_all_are_busy_new_clients_wait_for_one_to_end(caplog: pytest.LogCaptureFixture) -> None:
+    go_on = asyncio.Event()
+
+    async def busy(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/busy":
+            await go_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    with running(busy, limits=replace(LIMITS, max_connections=4)) as server:
+        connections = [server.connect() for _ in range(4)]
+        for connection in connections:
+            connection.sendall(b"GET /busy HTTP/1.1\r\n" + HOST + b"\r\n")
+        until(lambda: len(server.server.server_state.tasks) == 4, "all are busy")
+        with server.connect() as late:
+            late.sendall(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+            until(lambda: "All connections are in use" in caplog.text, "it is said")
+            server.loop.call_soon_threadsafe(go_on.set)
+            assert statuses(late.recv(65536)) == [200]
+        for connection in connections:
+            assert statuses(connection.recv(65536)) == [200]
+            connection.close()
+
+
+class NoDescriptors(socket.socket):
+    """A listener whose process has no file descriptors left."""
+
+    num_tried = 0
+
+    def accept(self) -> Any:
+        self.num_tried += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_out_of_file_descriptors_the_loop_rests_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "BACK_OFF", 0.05)
+
+    async def run() -> int:
+        with NoDescriptors() as listener, socket.socket() as client:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            client.connect(listener.getsockname())  # it stays readable all the time
+            acceptor = Acceptor(listener, lambda connection: None, lambda: True, lambda: False)
+            acceptor.start()
+            await asyncio.sleep(0.5)
+            acceptor.stop()
+            return listener.num_tried
+
+    assert 2 <= asyncio.run(run()) <= 11
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "most"), [(256, 128), (1024, 800), (1 << 20, MAX_CONNECTIONS), (resource.RLIM_INFINITY, 16_384)]
+)
+def test_connections_are_capped_below_the_descriptors(
+    descriptors: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (descriptors, descriptors))
+    limits = ConnectionLimits.of_process()
+    assert limits.max_connections == most
+    assert descriptors == resource.RLIM_INFINITY or most + limits.max_lingering < descriptors
+
+
+# ---- the log ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"nonsense\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_1_costs_a_line_of_log_in_a_while(caplog: pytest.LogCaptureFixture, request_: bytes) -> None:
+    with running(app_for()) as server:
+        for _ in range(30):
+            with server.connect() as connection:
+                connection.sendall(request_)
+                connection.recv(100)
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
+def test_a_throttled_warning_says_how_many_were_suppressed(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    log = ThrottledLog(logging.getLogger("test"), period=60, clock=clock.now)
+    for _ in range(100):
+        log.warning("again")
+    clock.advance(61)
+    log.warning("again")
+    log.warning("another")
+    assert [record.getMessage() for record in caplog.records] == ["again", "again", "another"]
+    assert [getattr(record, "fields", None) for record in caplog.records] == [None, {"suppressed": 99}, None]
