@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -125,13 +125,13 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _throughput(options: argparse.Namespace, *extra: str) -> dict[str, Any]:
-    with router(STREAMS, options.http_workers, options.model_id, *extra) as (port, process):
+def _throughput(options: argparse.Namespace) -> dict[str, Any]:
+    with router(STREAMS, options.http_workers, options.model_id) as (port, process):
         load = Load(port, STREAMS, lambda number: generate_stream(f"stream {number}", NEW_TOKENS))
         load.run(2)
         before, own_before = cpu_seconds(process), time.process_time()
         counted = load.run(options.seconds, gaps=True)
-        used = cpu_seconds(process) - before
+        cores = (cpu_seconds(process) - before) / counted.seconds
         load_cores = (time.process_time() - own_before) / counted.seconds
         load.close()
     return {
@@ -139,8 +139,7 @@ def _throughput(options: argparse.Namespace, *extra: str) -> dict[str, Any]:
         "new_tokens": NEW_TOKENS,
         "tokens_per_second": round(counted.events_per_second),
         "gap_ms": gaps_of(counted.gaps),
-        "router_cores": round(used / counted.seconds, 2),
-        "cpu_us_per_token": round(used / counted.seconds / counted.events_per_second * 1e6, 2),
+        "router_cores": round(cores, 2),
         "load_cores": round(load_cores, 2),
     }
 
@@ -191,30 +190,52 @@ def workers(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def observed(options: argparse.Namespace) -> dict[str, Any]:
-    """In turns on one machine: what log lines and traces cost. CPU time per token says more than tokens per second
-    where other processes want the cores, too."""
+    """What log lines and traces cost: three servers at once, of which one at a time has load, a second each and again
+    and again, so that what else the machine does affects all alike. CPU time is that of all processes of a server."""
     collector = CountingCollector()
     variants = {
         "plain": ("--logger-level=warn",),
         "logged": ("--logger-level=info",),
         "traced": ("--logger-level=warn", f"--otlp-endpoint={collector.endpoint}"),
     }
-    figures: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
-    for _ in range(options.rounds):
-        for name, words in variants.items():
-            figures[name].append(_throughput(options, *words))
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(_loaded(options, *words)) for name, words in variants.items()}
+        slices: list[dict[str, tuple[float, float]]] = []
+        for number in range(options.rounds):
+            order = list(servers)[number % 3 :] + list(servers)[: number % 3]
+            slices.append({name: _slice(*servers[name]) for name in order})
     collector.close()
     assert collector.num_bytes > 0, "the collector got nothing"
-    summary = {name: _medians(rounds) for name, rounds in figures.items()}
-    plain = summary["plain"]
-    for each in summary.values():
-        for key in ("tokens_per_second", "cpu_us_per_token"):
-            each[f"{key}_ratio"] = round(each[key] / plain[key], 3)
-    return {**summary, "rounds": figures, "collector_megabytes": round(collector.num_bytes / 1e6, 1)}
+    figures: dict[str, Any] = {}
+    for name in variants:
+        rates = [each[name][0] / each["plain"][0] for each in slices]
+        costs = [each[name][1] / each["plain"][1] for each in slices]
+        figures[name] = {
+            "tokens_per_second": round(statistics.median(each[name][0] for each in slices)),
+            "cpu_us_per_token": round(statistics.median(each[name][1] for each in slices), 2),
+            "tokens_per_second_ratio": round(statistics.median(rates), 3),
+            "cpu_us_per_token_ratio": round(statistics.median(costs), 3),
+        }
+    return {**figures, "streams": STREAMS, "new_tokens": NEW_TOKENS, "rounds": options.rounds}
 
 
-def _medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
-    return {key: statistics.median(each[key] for each in rounds) for key in ("tokens_per_second", "cpu_us_per_token")}
+@contextmanager
+def _loaded(options: argparse.Namespace, *extra: str) -> Iterator[tuple[Load, psutil.Process]]:
+    with router(STREAMS, options.http_workers, options.model_id, *extra) as (port, process):
+        load = Load(port, STREAMS, lambda number: generate_stream(f"stream {number}", NEW_TOKENS))
+        load.run(2)
+        yield load, process.parent()
+        load.close()
+
+
+def _slice(load: Load, process: psutil.Process) -> tuple[float, float]:
+    """Tokens per second, and microseconds of CPU time of all processes of a server per token. Streams that were paused
+    go on first."""
+    load.run(0.3)
+    before = cpu_seconds(process)
+    counted = load.run(1.0)
+    used = cpu_seconds(process) - before
+    return counted.events_per_second, used / counted.seconds / counted.events_per_second * 1e6
 
 
 def slow(options: argparse.Namespace) -> dict[str, Any]:
@@ -311,7 +332,7 @@ def main() -> None:
     parser.add_argument("--model-id", help="whose tokenizer to use; the default model's by default")
     parser.add_argument("--http-workers", type=int, help="workers of the router; its default by default")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one measurement")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of `observed`")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of `observed`")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     options = parser.parse_args()
     figures = {}

@@ -14,6 +14,7 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.ipc import messages as msg
 from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk
+from legato.telemetry.step_times import StepTimes
 
 # Seconds after which the scheduler, which describes its state every second, counts as hung.
 STATE_SECONDS = 5.0
@@ -41,8 +42,9 @@ class SchedulerClient:
         # What has arrived, by request, in the order of delivery.
         self._undelivered: dict[int, list[Output]] = {}
         self._delivering = False
-        # Of traced requests: the parts of their prompts that are computed.
+        # Of traced requests: the parts of their prompts that are computed. Only if there are any: when steps came.
         self.chunks: dict[int, list[PromptChunk]] = {}
+        self.step_times: StepTimes | None = None
 
     @property
     def state(self) -> msg.ServerState:
@@ -81,6 +83,12 @@ class SchedulerClient:
         assert isinstance(answer.value, bytes)
         return answer.value
 
+    async def observe(self) -> bytes:
+        """The data of the dashboard."""
+        answer = await self._ask(lambda number: msg.Scrape(number, dashboard=True))
+        assert isinstance(answer.value, bytes)
+        return answer.value
+
     def _ask(self, question: Callable[[int], msgspec.Struct]) -> asyncio.Future[msg.Answer]:
         number = next(self._numbers)
         asked: asyncio.Future[Any] = self._loop.create_future()
@@ -106,6 +114,8 @@ class SchedulerClient:
     def on_tokens(self, tokens: msg.Tokens) -> None:
         """A step may have tokens for thousands of requests. They are delivered a few per turn of the event loop, so
         that everything else, a health check perhaps, has a turn in between."""
+        if self.step_times is not None:
+            self.step_times.add()
         undelivered, rest = self._undelivered, dict(tokens.rest)
         plain = zip(tokens.request_ids, tokens.token_ids, tokens.logprobs, strict=True)
         for place, (request_id, token_id, logprob) in enumerate(plain):
@@ -116,13 +126,12 @@ class SchedulerClient:
 
     def _deliver(self) -> None:
         for request_id in list(itertools.islice(self._undelivered, DELIVERIES_PER_TURN)):
-            outputs = self._undelivered.pop(request_id)
-            last = outputs[-1]
-            ended = last.finish_reason is not None or last.error is not None
-            receiver = self._receivers.pop(request_id, None) if ended else self._receivers.get(request_id)
-            if receiver is not None:  # or the request was cancelled
-                for output in outputs:
-                    receiver(output)
+            for output in self._undelivered.pop(request_id):
+                ended = output.finish_reason is not None or output.error is not None
+                receiver = self._receivers.pop(request_id, None) if ended else self._receivers.get(request_id)
+                if receiver is None:  # the request was cancelled, perhaps by its receiver just now
+                    break
+                receiver(output)
         self._delivering = bool(self._undelivered)
         if self._delivering:
             self._loop.call_soon(self._deliver)

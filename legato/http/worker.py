@@ -30,6 +30,7 @@ from legato.modelfiles.files import ModelFiles
 from legato.telemetry.export import SpanExport, open_export
 from legato.telemetry.loop_lag import LoopLag
 from legato.telemetry.metrics import Metrics
+from legato.telemetry.step_times import StepTimes
 from legato.vision.rules import ImageRules, image_rules
 
 # Seconds for the last spans to reach the collector when the worker ends.
@@ -45,6 +46,8 @@ class HttpWorker:
         self._setup: asyncio.Future[msg.WorkerSetup] = asyncio.get_running_loop().create_future()
         self._serve: asyncio.Future[msg.Serve] = asyncio.get_running_loop().create_future()
         self._scheduler: SchedulerClient | None = None
+        # What was told last; while the worker loads, what `Serve` says of it grows old.
+        self._state: msg.ServerState | None = None
         self._metrics: Metrics | None = None
         self._spans: SpanExport | None = None
         self._server: HttpServer | None = None
@@ -82,11 +85,12 @@ class HttpWorker:
         self, serve: msg.Serve, tokenizer: Tokenizer, chat_template: ChatTemplate | None, rules: ImageRules | None
     ) -> ASGIApp:
         scheduler = self._scheduler = SchedulerClient(serve.limits, self._link.send)
-        scheduler.on_state(serve.state)
+        scheduler.on_state(self._state or serve.state)
         metrics = self._metrics = Metrics(serve.limits)
         LoopLag(lambda seconds: metrics.loop_lag("http_worker", seconds))
         if self._spans is not None:
             metrics.watch_spans(self._spans.take_counts)
+            scheduler.step_times = StepTimes()
         return create_app(
             scheduler,
             tokenizer,
@@ -109,6 +113,7 @@ class HttpWorker:
                 self._scheduler.on_answer(message)
             case msg.ServerState():
                 self._link.send(msg.Alive())
+                self._state = message
                 if self._scheduler is not None:
                     self._scheduler.on_state(message)
             case msg.ChunkDone():

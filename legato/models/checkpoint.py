@@ -5,6 +5,7 @@ Keeps account: a tensor that is missing, left over or of the wrong shape is an e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,6 +20,8 @@ Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 # What old checkpoints carry along and no model reads.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+# Where no product of quantized matrices is as fast as that of dense ones: there they become dense when they are loaded.
+DEQUANTIZED_ON = {"cpu"}
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -36,6 +39,7 @@ class Checkpoint:
     ) -> None:
         self.dtype = dtype
         self.device = device
+        self.dequantizes = device.type in DEQUANTIZED_ON
         self.shard = shard or Shard()
         self._source = source
         self._names = source.names()
@@ -45,6 +49,7 @@ class Checkpoint:
         self._staging = Staging(device)
         self._total = source.nbytes() // self.shard.world_size
         self._read_bytes = 0
+        self.kinds: Counter[str] = Counter()  # of quantized matrices, with their products, and how many there are
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

@@ -88,7 +88,7 @@ def _gptq(keys: Keys, source: TensorSource) -> Reader:
         raise UnsupportedModel(f"{keys.path}: checkpoint_format '{checkpoint_format}' is not supported")
     check_bits(bits, checkpoint_format, keys.path)
     overrides = _overrides(keys.below("dynamic"))
-    return GptqReader(bits, group_size(keys), checkpoint_format != "gptq", overrides)
+    return GptqReader(bits, group_size(keys), checkpoint_format != "gptq", keys.flag("desc_act"), overrides)
 
 
 def _overrides(keys: Keys) -> dict[str, dict[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from types import ModuleType
 from typing import Protocol, runtime_checkable
 
@@ -22,6 +23,8 @@ from legato.models.methods import find_method, on_load
 from legato.models.sources import SafetensorsSource, TensorSource
 from legato.models.weights import Weights
 from legato.quantization.method import DENSE
+
+logger = logging.getLogger(__name__)
 
 ARCHITECTURES = {
     "bloom": "legato.models.bloom:Bloom",
@@ -112,7 +115,7 @@ def get_model(
         method = DENSE if quantize is None else on_load(quantize)
         built: CausalModel = architecture(config, DummyWeights(dtype, device, shard, method))
         return built
-    source = _source(files)
+    source = open_source(files)
     method = find_method(files, source, quantize)
     weights = Weights(source, dtype, device, shard, progress, method)
     try:
@@ -120,6 +123,8 @@ def get_model(
         weights.check_all_used()
     except ModelFileError as error:
         raise ModelFileError(f"{files.path}: {error}") from None
+    if weights.kinds:
+        logger.info("Quantized weights", extra={"fields": {"method": method.name, "layers": dict(weights.kinds)}})
     return model
 
 
@@ -151,7 +156,7 @@ def _fallback(files: ModelFiles, trust_remote_code: bool) -> ModuleType:
     return importlib.import_module(FALLBACK)
 
 
-def _source(files: ModelFiles) -> TensorSource:
+def open_source(files: ModelFiles) -> TensorSource:
     if files.weight_format == "gguf":
         return GgufSource(files.weight_files()[0])
     return SafetensorsSource(files.weight_files())

@@ -35,7 +35,7 @@ from legato.quantization.dense import Weight, dense_weight
 from legato.quantization.experts import DenseExperts, ExpertWeights, expert_weights
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.stored import MatrixSlice, Ranges
-from legato.quantization.weight import Matrix, weight_of
+from legato.quantization.weight import Matrix, kinds_of, weight_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,14 @@ class Weights(Checkpoint):
         if quantizer is None:
             return DenseExperts(matrices.contiguous())
         quantized = [quantizer(matrix) for matrix in matrices]
-        return expert_weights([[matrix if columns is None else matrix.columns(*columns)] for matrix in quantized])
+        if columns is not None:
+            quantized = [matrix.columns(*columns) for matrix in quantized]
+        if self.dequantizes:
+            self.kinds[f"{quantized[0].kind}: dequantized on load"] += len(quantized)
+            return DenseExperts(torch.stack([matrix.dense(self.dtype) for matrix in quantized]))
+        made = expert_weights([[matrix] for matrix in quantized])
+        self.kinds.update(kinds_of(made))
+        return made
 
     def _quantized_experts(
         self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
@@ -221,7 +228,9 @@ class Weights(Checkpoint):
             gate, up, out = (f"{name}.{expert}.{part}" for part in parts)
             gate_up.append([self._matrix(MatrixSlice(part, inner, hidden, [span])) for part in (gate, up)])
             down.append([self._matrix(MatrixSlice(out, hidden, inner, None, span))])
-        return expert_weights(gate_up), expert_weights(down)
+        made = expert_weights(gate_up), expert_weights(down)
+        self.kinds.update(kind for experts in made for kind in kinds_of(experts))
+        return made
 
     def _row(
         self,
@@ -265,12 +274,24 @@ class Weights(Checkpoint):
         ]  # fmt: skip
         matrices = [self._matrix(each, transposed, quantize, dtype) for each in wanted]
         biases = [self.tensor(f"{each.name}.bias", (each.out_features,), each.cut()) for each in wanted if bias]
-        return weight_of(matrices, torch.cat(biases) if biases else None, order)
+        weight = weight_of(matrices, torch.cat(biases) if biases else None, order)
+        self.kinds.update(kinds_of(weight))
+        return weight
 
     def _matrix(
         self, wanted: MatrixSlice, transposed: bool = False, quantize: bool = True, dtype: torch.dtype | None = None
     ) -> Matrix:
         """The one place where a matrix gets its format."""
+        matrix = self._stored_matrix(wanted, transposed, quantize, dtype)
+        if isinstance(matrix, torch.Tensor) or not self.dequantizes:
+            return matrix
+        self.kinds[f"{matrix.kind}: dequantized on load"] += 1
+        return matrix.dense(dtype or self.dtype)
+
+    def _stored_matrix(
+        self, wanted: MatrixSlice, transposed: bool, quantize: bool, dtype: torch.dtype | None
+    ) -> Matrix:
+        """As the checkpoint has it, or quantized."""
         reader, quantizer = self._method.reader, self._method.quantizer if quantize else None
         if reader is not None and reader.has(wanted.name, self):
             return reader.read(wanted, self)
@@ -291,6 +312,10 @@ class Weights(Checkpoint):
         quantized = quantizer(matrix)
         self._forget(name)
         return quantized if columns == wanted.columns else wanted.of_columns(quantized)
+
+    def has_matrix(self, name: str) -> bool:
+        """Dense or quantized."""
+        return f"{name}.weight" in self or self._is_quantized(name)
 
     def _is_quantized(self, name: str) -> bool:
         return self._method.reader is not None and self._method.reader.has(name, self)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -154,7 +154,8 @@ class QuantizedMatrix(ABC):
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def _on_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        return replace(self, **{name: change(tensor) for name, tensor in self._row_tensors().items()})
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self._row_tensors().items()}
+        return replace(self, **changed)
 
     def can_stack(self, other: QuantizedMatrix) -> bool:
         """Whether both can be one matrix: the same scheme, and columns in the same groups and order."""
@@ -174,7 +175,8 @@ class QuantizedMatrix(ABC):
             return self
         tensors = self._row_tensors()
         every = [tensors, *(other._row_tensors() for other in others)]
-        return replace(self, **{name: torch.cat([each[name] for each in every]) for name in tensors})
+        joined: dict[str, Any] = {name: torch.cat([each[name] for each in every]) for name in tensors}
+        return replace(self, **joined)
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

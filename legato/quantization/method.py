@@ -14,7 +14,10 @@ from legato.quantization.stored import Reader
 class Quantizer(Protocol):
     """Quantizes dense matrices on load."""
 
-    group_size: int  # columns whose numbers decide about each other's codes; 0: a whole row
+    @property
+    def group_size(self) -> int:
+        """Columns whose numbers decide about each other's codes; 0: a whole row."""
+        ...
 
     def __call__(self, matrix: torch.Tensor) -> QuantizedMatrix:
         """[out, in], floating point."""

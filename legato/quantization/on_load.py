@@ -85,7 +85,7 @@ class IntegerQuantizer:
         """Scale, zero and codes of [rows, groups, columns]. Codes are those of the rounded scale."""
         low, high = numbers.amin(2).clamp(max=0), numbers.amax(2).clamp(min=0)
         best: tuple[torch.Tensor, ...] | None = None
-        for share in SHRINK:
+        for share in SHRINK[:1] if numbers.is_meta else SHRINK:
             found = self._within(numbers, low * share, high * share, dtype)
             if best is None:
                 best = found
@@ -124,6 +124,8 @@ QUANTIZERS: dict[str, Quantizer] = {
 
 def _in_pieces(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """Some rows of all of them at a time, so that what is computed in float32 stays small."""
+    if tensors[0].is_meta:  # only counted
+        return [tensors]
     step = max(1, NUMBERS_AT_ONCE * tensors[0].shape[0] // max(1, tensors[0].numel()))
     return list(zip(*(tensor.split(step) for tensor in tensors), strict=True))
 

@@ -72,8 +72,10 @@ class StoredTensors(Protocol):
 class Reader(Protocol):
     """A layout of quantized checkpoints. Its fields are what the configuration says."""
 
-    # Endings of tensor names that belong to the layout and are not read.
-    unread: tuple[str, ...]
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Endings of tensor names that belong to the layout and are not read."""
+        ...
 
     def has(self, name: str, tensors: StoredTensors) -> bool:
         """Whether the matrix `name` is quantized; others are read as dense ones."""

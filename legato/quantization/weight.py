@@ -86,3 +86,10 @@ def stack(matrices: Sequence[Matrix]) -> Matrix | None:
     if dense or not isinstance(first, QuantizedMatrix) or not all(map(first.can_stack, quantized)):
         return None
     return first.stacked(quantized)
+
+
+def kinds_of(weight: object) -> list[str]:
+    """What the quantized matrices of a weight are and what multiplies them, for the log."""
+    if isinstance(weight, QuantizedWeight):
+        return [f"{weight.matrix.kind}: {weight.product_name}"]
+    return [kind for part in getattr(weight, "weights", ()) for kind in kinds_of(part)]

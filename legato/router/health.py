@@ -11,7 +11,8 @@ import asyncio
 import logging
 
 from legato.ipc.messages import ServerState
-from legato.router.step_loop import MAX_LATENESS, Clock, LoopClock, StepLoop
+from legato.router.clock import MAX_LATENESS, Clock, LoopClock
+from legato.router.step_loop import StepLoop
 from legato.router.workers import Workers
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
+from legato.router.clock import MAX_LATENESS, Clock, LoopClock, Timer
+from legato.router.sent_step import SentStep
 from legato.router.shards import ShardsLost
 from legato.router.tracing import StepTraces
 from legato.scheduling.limits import SchedulerLimits
@@ -28,10 +30,8 @@ from legato.telemetry.metrics import StepFigures
 
 # One step computes, the next waits at the shard: the device never waits for the router.
 STEPS_IN_FLIGHT = 2
-# Seconds that the event loop may be late before a step counts as hung: we were stopped, not the shards.
-MAX_LATENESS = 1.0
 # The request that proves that new shards compute: one token, for nobody. The numbers of clients' requests begin at 1.
-PROBE = GenerationRequest(0, [0], 1, ignore_eos=True, priority=0)
+PROBE = GenerationRequest(0, [0], 1, ignore_eos=True)
 # Seconds before a grammar is sent again to shards that failed while they compiled it.
 RETRY_SECONDS = 0.1
 
@@ -48,18 +48,6 @@ class Shards(Protocol):
     async def healthy(self, timeout: float) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class SentStep:
-    """What must be remembered of a step until its result is here."""
-
-    plan: StepPlan
-    sent_at: float
-    planning_time: float
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_preempted: int
-
-
 class Receiver(Protocol):
     """Gets the outputs of requests, one at a time; the last of a request has a finish reason or an error."""
 
@@ -67,26 +55,6 @@ class Receiver(Protocol):
 
     def trace(self, request_id: int, chunk: PromptChunk) -> None:
         """Of a traced request, before the output that the chunk led to."""
-
-
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Clock(Protocol):
-    """Time, so that tests can do without the real one."""
-
-    def now(self) -> float: ...
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer: ...
-
-
-class LoopClock:
-    def now(self) -> float:
-        return time.monotonic()
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        return asyncio.get_running_loop().call_later(seconds, callback)
 
 
 class StepLoop:
@@ -155,6 +123,10 @@ class StepLoop:
     @property
     def queue_size(self) -> int:
         return len(self.scheduler.queue)
+
+    def now(self) -> float:
+        """The time in which requests are queued."""
+        return self._clock.now()
 
     @property
     def queue_age(self) -> float:
@@ -258,11 +230,10 @@ class StepLoop:
             self._hung.set_exception(ShardsLost(reason))
 
     def prove(self) -> None:
-        """Have a token computed, unless one has come since the last failure. If the server is full, the tokens of
-        others prove as much."""
+        """Have a token computed if none has come since the last failure and no request is here that will get one."""
         if not self._proven and self._connected.is_set():
-            self.scheduler.cancel(PROBE.id)
-            self.scheduler.submit(PROBE, self._clock.now())
+            if not (self.running or self.queue_size):
+                self.scheduler.submit(PROBE, self._clock.now())
             self._pump()
 
     def _watch(self) -> None:
@@ -356,7 +327,8 @@ class StepLoop:
         for request_id, output in outputs:
             self._deliver(request_id, output)
         filter_time = booked - arrived + time.perf_counter() - delivering
-        self._record(self._sent.popleft(), result, arrived, filter_time, len(outputs))
+        gap, self._last_arrival = arrived - self._last_arrival, arrived
+        self._on_step(self._sent.popleft().figures(result, arrived, gap, filter_time, len(outputs)))
 
     def _judge(self, result: StepResult) -> None:
         """A failed step leaves the shards in doubt until a token comes."""
@@ -364,29 +336,6 @@ class StepLoop:
         if was_proven or self._proven:
             asyncio.get_running_loop().call_soon(self.prove)
             self.on_change()
-
-    def _record(self, sent: SentStep, result: StepResult, arrived: float, filter_time: float, num_tokens: int) -> None:
-        plan = sent.plan
-        gap, self._last_arrival = arrived - self._last_arrival, arrived
-        self._on_step(
-            StepFigures(
-                method="prefill" if plan.admitted or max(plan.num_tokens) > 1 else "decode",
-                batch_size=len(plan.rows),
-                num_admitted=len(plan.admitted),
-                inference_time=arrived - sent.sent_at,
-                forward_time=result.forward_ns / 1e9,
-                decode_time=max(result.total_ns - result.forward_ns, 0) / 1e9,
-                filter_time=filter_time,
-                planning_time=sent.planning_time,
-                num_tokens=num_tokens,
-                num_gaps=min(_num_decodes(plan), num_tokens),
-                gap=gap,
-                num_prompt_tokens=sent.num_prompt_tokens,
-                num_cached_tokens=sent.num_cached_tokens,
-                num_preempted=sent.num_preempted,
-                failed=result.error is not None,
-            )
-        )
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
@@ -396,12 +345,3 @@ class StepLoop:
         receivers, self._receivers = self._receivers, {}
         for request_id, receiver in receivers.items():
             receiver.put(request_id, Output(error=reason))
-
-
-def _num_decodes(plan: StepPlan) -> int:
-    """Rows that go on with a token of the step before."""
-    count = plan.num_tokens.count(1)
-    if plan.admitted and count:
-        admitted = {admission.row for admission in plan.admitted}
-        count -= sum(row in admitted for row, num in zip(plan.rows, plan.num_tokens, strict=True) if num == 1)
-    return count

@@ -137,9 +137,10 @@ class Scheduler:
         running = list(self.running)
         wanted = [entry.num_to_compute for entry in running]
         num_decodes = wanted.count(1)
-        budget = rest = self._budget.prompt_tokens(num_decodes)
-        if max(wanted, default=0) > 1:  # a prompt has begun: requests of a better rank come first
-            first = next(entry for entry, count in zip(running, wanted, strict=True) if count > 1)
+        first = next((entry for entry, count in zip(running, wanted, strict=True) if count > 1), None)
+        step.context_len = 0 if first is None else first.num_scheduled
+        budget = rest = self._budget.prompt_tokens(num_decodes, step.context_len)
+        if first is not None:  # a prompt has begun: requests of a better rank come first
             rest = self._plan_admissions(step, rest, first.rank)
         rest = self._plan_running(step, running, wanted, rest)
         rest = self._plan_admissions(step, rest)
@@ -312,7 +313,7 @@ class Scheduler:
         if result.error is not None:
             return self._fail(step.planned, result.error)
         if step.num_mixed:
-            self._budget.learn(step.num_mixed, result.forward_ns / 1e9)
+            self._budget.learn(step.num_mixed, result.forward_ns / 1e9, step.context_len)
         outputs: list[tuple[int, Output]] = []
         index = 0
         for row, (entry, epoch, end, samples) in zip(step.plan.rows, step.planned, strict=True):

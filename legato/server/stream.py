@@ -32,6 +32,7 @@ class StepStreamService(pb_grpc.TextGenerationServiceServicer):
         self._answers: asyncio.Queue[Answer | None] | None = None
         self._in_flight = 0
         self._last_step = 0.0
+        self._num_steps = 0
 
     @abstractmethod
     def _begin_stream(self) -> None:
@@ -49,8 +50,13 @@ class StepStreamService(pb_grpc.TextGenerationServiceServicer):
             self._answers.put_nowait(None)
 
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        """Answers from the event loop: a long step must not look like a dead shard."""
+        """While steps are in flight, they show how the shard is: a long step must not look like a dead shard."""
+        if not self._in_flight:
+            await self._touch_device()
         return pb.HealthResponse()
+
+    async def _touch_device(self) -> None:
+        """Make sure that the device computes. An exception is the answer of `Health`."""
 
     async def ServiceDiscovery(
         self, request: pb.ServiceDiscoveryRequest, context: Context
@@ -82,6 +88,7 @@ class StepStreamService(pb_grpc.TextGenerationServiceServicer):
         try:
             async for request in requests:
                 self._in_flight += 1
+                self._num_steps += 1
                 answer = self._submit(request)
                 if self.spans is not None and request.traces:
                     answer = self.spans.step(request, answer)

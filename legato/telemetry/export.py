@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from legato import __version__
-from legato.telemetry.tracing import Span
+from legato.telemetry.tracing import Attribute, Span
 
 logger = logging.getLogger(__name__)
 
@@ -105,26 +105,15 @@ def open_export(endpoint: str, service_name: str, process: str) -> SpanExport:
 
 
 def _otlp(endpoint: str, service_name: str, process: str) -> Send:
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace.export import SpanExportResult
-
-    from legato.telemetry.otel import SpanConverter
+    from legato.telemetry.otel import OtlpExporter
 
     # It logs every attempt. What matters is in our log, once a minute, and in the metrics.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-    resource = Resource.create(
-        {
-            "service.name": service_name,
-            "service.version": __version__,
-            "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
-            "legato.process": process,
-        }
-    )
-    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"), timeout=TIMEOUT)
-    convert = SpanConverter(resource)
-
-    def send(spans: Sequence[Span]) -> bool:
-        return exporter.export([convert(span) for span in spans]) is SpanExportResult.SUCCESS
-
-    return send
+    resource: dict[str, Attribute] = {
+        "service.name": service_name,
+        "service.version": __version__,
+        "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
+        "telemetry.sdk.language": "python",
+        "legato.process": process,
+    }
+    return OtlpExporter(endpoint, resource, TIMEOUT).send

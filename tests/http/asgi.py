@@ -18,6 +18,7 @@ from legato.http.scheduler import Receiver
 from legato.ipc.messages import ServerState
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, PromptChunk
+from legato.telemetry.step_times import StepTimes
 
 LIMITS = ModelLimits(
     max_input_tokens=64, max_total_tokens=100, max_batch_total_tokens=4096, vocab_size=400, eos_token_ids=frozenset({1})
@@ -74,6 +75,7 @@ class FakeBackend:
     running: int = 2
     max_running_tokens: int = 640
     kv_usage: float = 0.25
+    step_times: StepTimes | None = None
     chunks: dict[int, list[PromptChunk]] = field(default_factory=dict)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -95,6 +97,9 @@ class FakeBackend:
         task = self._tasks.pop(request_id, None)
         if task is not None:
             task.cancel()
+
+    async def observe(self) -> bytes:
+        return b'{"num_running":2}'
 
     async def prepare(self, grammar: Grammar) -> None:
         self.prepared.append(grammar)

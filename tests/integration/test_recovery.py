@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration.client import JSON, Client, at_once
 from tests.integration.processes import Launched, launched, until
+from tests.integration.test_workers import workers
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +108,48 @@ def test_a_killed_router_is_replaced_and_the_shard_keeps_its_weights(server: Lau
     assert server.shard() == shard
     assert router_of(server) != router
     assert server.client.generate("Once", max_new_tokens=20, ignore_eos=True)["generated_text"] == expected
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Launched]:
+    """A server that takes silence for a hang soon, but not so soon that a busy machine looks like one."""
+    folder = tmp_path_factory.mktemp("hangs")
+    with launched(folder, model, "--max-restarts=100", "--http-workers=2", "--hang-timeout=4") as running:
+        yield running
+
+
+def test_a_stopped_shard_is_replaced_and_its_stream_goes_on(impatient: Launched) -> None:
+    expected = list(impatient.client.stream("Once", **LONG))
+    events = iter(impatient.client.stream("Once", **LONG))
+    begun = [next(events) for _ in range(5)]
+    shard = impatient.shard()
+    shard.suspend()
+    assert_same([*begun, *events], expected, "stopped")
+    until_ready(impatient)
+    assert impatient.shard() != shard
+    assert "the shards have not finished a step for 4 s (--hang-timeout)" in impatient.log
+
+
+def test_a_stopped_shard_without_work_is_noticed_too(impatient: Launched) -> None:
+    shard = impatient.shard()
+    shard.suspend()
+    until(lambda: impatient.client.get("/readyz").status == 503, "the server is not ready")
+    until_ready(impatient)
+    assert impatient.shard() != shard
+
+
+def test_a_stopped_worker_is_replaced(impatient: Launched) -> None:
+    stopped = workers(impatient)[0]
+    stopped.suspend()
+    until(lambda: stopped not in workers(impatient) and len(workers(impatient)) == 2, "it is replaced")
+    assert "is hung (--hang-timeout 4): killing it" in impatient.log
+    until_ready(impatient)
+
+
+def test_a_stopped_router_is_replaced_and_the_shard_keeps_its_weights(impatient: Launched) -> None:
+    shard, router = impatient.shard(), router_of(impatient)
+    router.suspend()
+    until(lambda: "router is hung: no heartbeat for 4 s" in impatient.log, "the launcher notices")
+    until(lambda: impatient.log.rpartition("router is hung")[2].count("Ready again") == 1, "it is replaced")
+    until_ready(impatient)
+    assert impatient.shard() == shard

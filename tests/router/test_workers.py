@@ -56,7 +56,7 @@ class Pair:
         async def scrape() -> bytes:
             return b"all metrics"
 
-        self.port = Port(steps, scrape, lambda: b"all requests", self._scheduler_link.send)
+        self.port = Port(steps, scrape, scrape, lambda: b"all requests", self._scheduler_link.send)
 
     async def open(self) -> None:
         ours, theirs = socket.socketpair()
@@ -210,6 +210,26 @@ def test_metrics_and_draining_are_asked_for_at_the_other_end() -> None:
     linked(test)
 
 
+def test_a_receiver_that_cancels_hears_nothing_more_of_what_has_arrived() -> None:
+    """Found by the simulation: two steps of a router that was stopped are told together."""
+
+    async def main() -> None:
+        sent: list[msgspec.Struct] = []
+        client = SchedulerClient(LIMITS, sent.append)
+        heard: list[int] = []
+
+        def receive(output: Output) -> None:
+            heard.append(output.token_id)
+            client.cancel(1)
+
+        client.submit(request(1), receive)
+        client.on_tokens(msg.Tokens([1, 1], [5, 6], [0.0, 0.0], [(1, Output(6, finish_reason=FinishReason.LENGTH))]))
+        assert heard == [5]
+        assert sent[-1] == msg.Cancel(1)
+
+    asyncio.run(main())
+
+
 def test_a_state_is_believed_for_a_while_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         client, told = SchedulerClient(LIMITS, lambda message: None), msg.ServerState(healthy=True, live=True)
@@ -280,7 +300,7 @@ def test_few_requests_begin_in_one_turn_and_in_order() -> None:
 @pytest.mark.parametrize("num", [1, 3])
 def test_a_port_that_somebody_listens_on_is_refused(num: int) -> None:
     first = Listeners("127.0.0.1", 0, num)
-    first.listen()
+    first.listen_first().close()
     with pytest.raises(EndpointInUse, match="--port"):
         Listeners("127.0.0.1", first.port, num)
     first.close()
@@ -290,9 +310,9 @@ def test_a_port_that_somebody_listens_on_is_refused(num: int) -> None:
 def test_of_two_that_bound_a_port_the_second_to_listen_learns_of_the_first(num: int) -> None:
     first = Listeners("127.0.0.1", 0, num)
     second = Listeners("127.0.0.1", first.port, num)
-    first.listen()
+    first.listen_first().close()
     with pytest.raises(EndpointInUse, match="--port"):
-        second.listen()
+        second.listen_first()
     first.close()
     second.close()
 

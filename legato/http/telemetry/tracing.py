@@ -9,7 +9,7 @@
             Tokens, generate_token       the shard's own spans
           decode                         from the first token to the last, with steps as events
 
-Spans are made when the request ends; until then a traced sequence notes when its tokens come.
+Spans are made when the request ends.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from legato.quantization.matrix import ColumnGroups, QuantizedMatrix
-from legato.quantization.schemes import ScaledMatrix
+from legato.quantization.schemes import GroupedIntegers, ScaledMatrix
 from legato.quantization.stored import MatrixSlice, StoredTensors
 
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -45,7 +45,25 @@ class EightBitReader:
         scale, size = self._scale(scale_name, wanted, tensors)
         scale = scale.expand(numbers.shape[0], -1).contiguous()
         groups = ColumnGroups.regular(wanted.in_features, size)
-        return wanted.of_columns(ScaledMatrix(groups, scale, numbers))
+        zero = self._zero(wanted, scale, tensors)
+        if zero is None:
+            return wanted.of_columns(ScaledMatrix(groups, scale, numbers))
+        codes, zero = ((tensor.int() + 128).to(torch.uint8) for tensor in (numbers, zero))
+        return wanted.of_columns(GroupedIntegers.of(codes, 8, scale, zero, groups))
+
+    def _zero(self, wanted: MatrixSlice, scale: torch.Tensor, tensors: StoredTensors) -> torch.Tensor | None:
+        """Of int8 numbers. Where quantization is symmetric, some checkpoints have zeros nevertheless."""
+        name = f"{wanted.name}.weight_zero_point"
+        if name not in tensors:
+            return None
+        shape = tensors.stored_shape(name)
+        cut = wanted.cut() if shape and shape[0] == wanted.out_features else None
+        zero = tensors.raw(name, shape, cut)
+        if zero.is_meta or not bool(zero.any()):
+            return None
+        if zero.dtype != torch.int8 or zero.numel() not in (1, scale.numel()):
+            raise tensors.fault(name, f"has type {zero.dtype} and shape {shape}; expected an int8 for each scale")
+        return zero.view(-1, 1).expand(scale.shape) if zero.numel() == 1 else zero.view(scale.shape)
 
     def _scale(self, name: str, wanted: MatrixSlice, tensors: StoredTensors) -> tuple[torch.Tensor, int]:
         """[our outputs or 1, groups], and the size of a group; 0: the whole row."""

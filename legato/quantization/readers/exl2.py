@@ -41,7 +41,10 @@ class Exl2Reader:
         scale = (factors.square() * (largest.float() / 256)[:, None]).to(torch.float16)  # [groups, N']
         order = tensors.raw(f"{name}.q_invperm", (num_inputs,)).argsort()
         groups = ColumnGroups(num_inputs, num_inputs, order=order.int())
-        parts = self._parts(name, table.tolist(), words, scale, num_inputs, tensors)
+        if table.is_meta:
+            parts = _counted(words, scale, num_inputs)
+        else:
+            parts = self._parts(name, table.tolist(), words, scale, num_inputs, tensors)
         return wanted.of_whole(ColumnParts(groups, parts).rows(0, wanted.out_features))
 
     def _parts(
@@ -75,3 +78,11 @@ class Exl2Reader:
                 parts.append(GroupedIntegers.of(codes, bits, scale[first : group + 1].t(), None, groups))
                 pieces, sizes, first = [], [], group + 1
         return tuple(parts)
+
+
+def _counted(words: torch.Tensor, scale: torch.Tensor, num_inputs: int) -> tuple[GroupedIntegers, ...]:
+    """For counting memory, where the widths of the groups are not known: their mean decides."""
+    bits = 4 if words.shape[0] * WORD <= 4 * num_inputs else 8
+    codes = torch.empty(words.shape[1], num_inputs, dtype=torch.uint8, device="meta")
+    groups = ColumnGroups.regular(num_inputs, -(-num_inputs // scale.shape[0]))
+    return (GroupedIntegers.of(codes, bits, scale.t(), None, groups),)

@@ -27,6 +27,7 @@ class GptqReader:
     bits: int
     group_size: int  # -1: one group
     is_v2: bool = False  # zeros are stored as they are
+    has_act_order: bool = False  # what `g_idx` decides, where tensors are only counted
     # Regular expression -> what is different for the modules that match.
     overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     unread: tuple[str, ...] = ("gptq_bits", "gptq_groupsize", "gptq_sym")
@@ -73,7 +74,7 @@ class GptqReader:
             return None
         index = tensors.raw(f"{name}.g_idx", (num_inputs,)).long()
         if index.is_meta:
-            return index
+            return index if self.has_act_order else None
         if not bool(((index >= 0) & (index < num_groups)).all()):
             raise tensors.fault(f"{name}.g_idx", f"names groups beyond the {num_groups} that there are")
         return index if bool(index.any()) else None

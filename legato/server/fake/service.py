@@ -120,6 +120,7 @@ class FakeService(StepStreamService):
             vocab_size=self._model.vocab_size,
             max_position_embeddings=self._model.max_positions,
             model_type=self._model.model_type,
+            num_steps=self._num_steps,
         )
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from legato.http.app import create_app
-from legato.http.telemetry.traced_stream import MAX_STEP_EVENTS, StepNotes
 from legato.scheduling.state import Output, PromptChunk
 from legato.telemetry.export import SpanExport
 from legato.telemetry.tracing import Span, TraceContext
@@ -123,26 +122,6 @@ def test_paths_that_are_not_ours_are_not_repeated() -> None:
     (span,) = kept.spans
     assert span.name == "GET" and "canary" not in str(span)
     assert span.attributes["http.response.status_code"] == 404
-
-
-def test_notes_of_steps_are_bounded_and_lose_no_slow_step() -> None:
-    notes = StepNotes()
-    now = 0.0
-    for number in range(1000):
-        now += 0.5 if number == 700 else 0.01
-        notes.add(now)
-    assert notes.num == 1000 and len(notes.notes) <= MAX_STEP_EVENTS
-    assert sum(num for _, num, _ in notes.notes) == 999, "the first token is no step of the decode"
-    assert max(gap for _, _, gap in notes.notes) == pytest.approx(0.5)
-    assert [at for at, _, _ in notes.notes] == sorted(at for at, _, _ in notes.notes)
-    assert notes.notes[-1][0] == notes.last == now
-
-
-def test_a_few_steps_have_a_note_each() -> None:
-    notes = StepNotes()
-    for now in range(MAX_STEP_EVENTS + 1):
-        notes.add(float(now))
-    assert [num for _, num, _ in notes.notes] == [1] * MAX_STEP_EVENTS
 
 
 def test_without_tracing_opentelemetry_is_never_imported() -> None:
