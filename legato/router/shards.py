@@ -148,8 +148,8 @@ class GrpcShards:
 
     async def healthy(self, timeout: float = 5.0) -> bool:
         try:
-            await asyncio.gather(*(stub.Health(pb.HealthRequest(), timeout=timeout) for stub in self._stubs))
-        except grpc.aio.AioRpcError:
+            await asyncio.gather(*(_answer(stub.Health(pb.HealthRequest(), timeout=timeout)) for stub in self._stubs))
+        except ShardsLost:
             return False
         return True
 
@@ -191,6 +191,11 @@ async def _answer(call: Awaitable[T]) -> T:
         return await call
     except grpc.aio.AioRpcError as error:
         raise ShardsLost(error.details() or error.code().name) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ShardsLost("the shards were closed") from None  # gRPC cancels the calls of a channel that is closed
 
 
 async def _until_ready(stub: pb_grpc.TextGenerationServiceStub, path: str, hang_timeout: float) -> None:

@@ -12,11 +12,12 @@ import time
 from tests.simulation.world import Report, SimulationFailed, simulate
 
 
-def run_seed(seed: int) -> Report | SimulationFailed:
+def run_seed(seed: int) -> Report | str:
+    """Of a seed that fails, what it says."""
     try:
         return simulate(seed)
     except SimulationFailed as failure:
-        return failure
+        return str(failure)
 
 
 def main() -> int:

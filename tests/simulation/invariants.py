@@ -106,7 +106,7 @@ class CheckedStepLoop(StepLoop):
 def _suspects(lost: SimulatedShards) -> set[int]:
     """Requests in steps whose results never came."""
     rows = {row: state.request_id for row, state in lost.shard.rows.items()}
-    found = set()
+    found: set[int] = set()
     for plan in lost.outstanding:
         rows.update((admission.row, admission.request.id) for admission in plan.admitted)
         found.update(rows[row] for row in plan.rows)

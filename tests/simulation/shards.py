@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from legato.common.restarts import FIRST_DELAY, WINDOW
@@ -52,11 +53,16 @@ class SimulatedShards:
         self._on_result: Callable[[StepResult], None] | None = None
         self._busy_until = 0.0
         self._last_arrival = 0.0
+        self._killed = asyncio.Event()
         self._ended_at: float | None = None  # no step that ends later has a result
 
     @property
     def step_age(self) -> float:
         return self._loop.time() - self.oldest_since if self.outstanding else 0.0
+
+    @property
+    def is_well(self) -> bool:
+        return self._ended_at is None
 
     @property
     def is_hung(self) -> bool:
@@ -91,21 +97,22 @@ class SimulatedShards:
 
     async def prepare(self, grammar: Grammar) -> None:
         await asyncio.sleep(LONGEST_STEP * self._rng.random())
-        if self._ended_at is not None:
-            await asyncio.sleep(LONGEST_DELAY)
+        if not await self.healthy(self._hang_timeout):
             raise ShardsLost(DIED)
         self.grammars.add(grammar)
 
     async def healthy(self, timeout: float = 5.0) -> bool:
         await asyncio.sleep(LONGEST_DELAY)
-        if self.hung_at is not None and self.is_alive:
-            await asyncio.sleep(timeout)
+        if self.is_alive and self.hung_at is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._killed.wait(), timeout)
         return self._ended_at is None
 
     def kill(self) -> None:
         """Allowed if they are dead or hung already, and so is ending twice."""
         assert not self.is_alive or self.is_hung, "shards that work were killed"
         self.killed_at = self._loop.time()
+        self._killed.set()
         self._end()
         self.is_alive = False
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from legato.scheduling.blocks import BlockPool
+from tests.simulation.__main__ import run_seeds
 from tests.simulation.world import SimulationFailed, simulate
 
 SEEDS = 12
@@ -44,3 +45,13 @@ def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SimulationFailed) as again:
         simulate(3)
     assert str(again.value) == text
+
+
+def test_make_sim_fails_if_a_seed_does(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_seeds(range(3, 5), jobs=1) == 0
+    assert "2 seeds, 0 failed" in capfd.readouterr().out
+    monkeypatch.setattr(BlockPool, "free", lambda self, blocks: None)
+    assert run_seeds(range(3, 5), jobs=1) == 1
+    output = capfd.readouterr()
+    assert "2 seeds, 2 failed" in output.out
+    assert "replay it: python -m tests.simulation --seed 4 --trace" in output.err

@@ -43,7 +43,7 @@ class SimulatedWorker:
         self._on_submitted = on_submitted
         self._on_message = on_message
         self._last_up = self._last_down = 0.0
-        self.port = Port(steps, self._scrape, lambda: b"{}", self._send_down)
+        self.port = Port(steps, self._scrape, self._scrape, lambda: b"{}", self._send_down)
         self.scheduler = SchedulerClient(steps.limits, self._send_up)
 
     async def _scrape(self) -> bytes:

@@ -74,7 +74,7 @@ class World:
         self._digest = seed
         self._rng = rng = random.Random(seed)
         self._scenario = scenario = draw(rng)
-        self._loop = loop = SimulatedLoop()
+        self._loop = loop = SimulatedLoop()  # type: ignore[abstract]  # what sockets and processes need is missing
         self._lateness = 0.0
         self._num_steps = 0
         self._num_restarts = 0
@@ -128,7 +128,8 @@ class World:
         rates, loop = self._scenario.rates, self._loop
         self._tasks = [loop.create_task(self._steps.run(self._recover)), loop.create_task(self._health.run())]
         self._tasks[0].add_done_callback(self._on_lost)
-        loop.call_soon(lambda: [self._add_worker() for _ in range(self._scenario.num_workers)])
+        for _ in range(self._scenario.num_workers):
+            loop.call_soon(self._add_worker)
         loop.call_later(0.01, self._arrive)
         self._repeat(lambda: rates.death, self._kill_shards)
         self._repeat(lambda: rates.hang, self._hang_shards)
@@ -156,11 +157,15 @@ class World:
         return 4 * hang_timeout + 60 + 2 * LONGEST_START + LONGEST_PAUSE + lengths * per_second
 
     def _settle(self) -> None:
-        """Shards that were lost last are replaced and prove that they compute."""
+        """Shards that were lost last, or hang without anybody's notice, are replaced and prove that they compute."""
+
+        def is_well() -> bool:
+            return self._lost is not None or (self._steps.is_healthy and self._cluster.current.is_well)
+
         if not self._is_stopping:
             end = self._loop.time() + self._longest_rest()
-            self._loop.run_while(lambda: not (self._steps.is_healthy or self._lost) and self._loop.time() < end)
-            assert self._steps.is_healthy or self._lost, "not healthy again after the last fault"
+            self._loop.run_while(lambda: not is_well() and self._loop.time() < end)
+            assert is_well(), "not healthy again after the last fault"
         end = self._loop.time() + 2 * BEAT_SECONDS + 1
         self._loop.run_while(lambda: self._loop.time() < end)
 
