@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 PORT ?= 3000
 # Divides the workloads of `make bench`. Results with the same scale, model and commit are comparable.
 SCALE ?= 16
+SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-cards test-clients test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos sim audit proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -55,8 +56,8 @@ imports: setup
 MODELS := tests/kernels tests/models tests/quantization tests/sampling
 ENGINE := tests/server tests/client tests/examples tests/plan tests/grammar
 
-TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/telemetry \
-	tests/text tests/vision
+TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/simulation \
+	tests/telemetry tests/text tests/vision
 
 unit: unit-models unit-engine unit-texts unit-processes
 
@@ -77,6 +78,9 @@ test-models: setup ## the tests that need real weights, fetched once
 
 test-shards: setup ## every architecture and variant in two shards
 	$(BIN)/pytest -m shards tests/models
+
+test-pages: setup ## the pages in headless Chromium, with screenshots
+	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages
 
 test-cards: setup ## every kernel compiled for every supported GPU, no device needed: an hour on two cores
 	$(BIN)/pytest -m cards tests/kernels/test_cards.py
@@ -101,6 +105,17 @@ $(CLIENTS)/tool-schemas/.fetched: Makefile | setup
 	$(BIN)/pip download -q --disable-pip-version-check --no-deps -d $(@D) $(TOOL_SCHEMAS) || $(NO_INDEX)
 	touch $@
 
+# The libraries that make quantized checkpoints, in an environment of their own.
+QUANTIZERS := .quantizers
+
+test-quantizers: $(QUANTIZERS)/.installed ## what the libraries quantize, read by Legato
+	$(QUANTIZERS)/bin/pytest -c tests/quantizers/pytest.ini --rootdir . tests/quantizers
+
+$(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip $(PIP_INSTALL) -q -e '.[dev]' -r $< || $(NO_INDEX)
+	touch $@
+
 fuzz: setup ## 20,000 requests made from the OpenAPI document, other ones every time
 	FUZZ_CASES=20000 $(BIN)/pytest tests/fuzz tests/fuzz/server.py
 
@@ -115,8 +130,27 @@ test-gpu: setup ## the tests that need a CUDA device
 		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
 		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py
 
-chaos: setup ## ten thousand clients that hang up at random times
+KILLS ?= 500
+STOPS ?= 100
+
+chaos: setup ## clients that hang up and processes that are killed and stopped at random times
 	LEGATO_DISCONNECTS=10000 $(BIN)/pytest tests/integration/test_workers.py -k disconnects
+	$(BIN)/python -m benchmarks.chaos --kills $(KILLS) --stops $(STOPS) --out benchmarks/results/chaos.json
+
+sim: setup ## 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+# Apart from the other environments: pip-audit has dependencies of its own. Asks the package index for known
+# vulnerabilities of the pinned versions; fails where it cannot be asked, because silence is no good news.
+AUDIT := .audit
+
+audit: $(AUDIT)/.installed ## known vulnerabilities of the pinned dependencies
+	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict
+
+$(AUDIT)/.installed: Makefile
+	test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip install -q --disable-pip-version-check 'pip-audit>=2.9,<3' || $(NO_INDEX)
+	touch $@
 
 # Generated with the oldest supported tools: stubs work with that version of the library and newer ones.
 proto: setup ## regenerate the stubs from the .proto files
@@ -136,4 +170,4 @@ bench: setup ## measure the engine with the default model (SCALE=1 for large mac
 	$(BIN)/legato bench engine --scale $(SCALE) --json $(BENCH_RESULT)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -8,6 +8,7 @@ many         2,000 streams at once: memory of all processes of the router, and h
 paced        the same at the pace of a device, all of them in every step
 slow         64 streams beside 100 clients that read a byte per second: what those do to the others' gaps
 workers      `throughput` and `many` with one, two and three workers; only when asked for
+observed     `throughput` without log lines, with one for each request, and with traces; only when asked for
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import json
 import multiprocessing
 import os
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.collector import CountingCollector
 from benchmarks.load import Load, generate_stream, health
 from benchmarks.processes import free_port, launched, serving
 from legato.benchmark.report import environment, percentile
@@ -186,6 +189,55 @@ def workers(options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def observed(options: argparse.Namespace) -> dict[str, Any]:
+    """What log lines and traces cost: three servers at once, of which one at a time has load, a second each and again
+    and again, so that what else the machine does affects all alike. CPU time is that of all processes of a server."""
+    collector = CountingCollector()
+    variants = {
+        "plain": ("--logger-level=warn",),
+        "logged": ("--logger-level=info",),
+        "traced": ("--logger-level=warn", f"--otlp-endpoint={collector.endpoint}"),
+    }
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(_loaded(options, *words)) for name, words in variants.items()}
+        slices: list[dict[str, tuple[float, float]]] = []
+        for number in range(options.rounds):
+            order = list(servers)[number % 3 :] + list(servers)[: number % 3]
+            slices.append({name: _slice(*servers[name]) for name in order})
+    collector.close()
+    assert collector.num_bytes > 0, "the collector got nothing"
+    figures: dict[str, Any] = {}
+    for name in variants:
+        rates = [each[name][0] / each["plain"][0] for each in slices]
+        costs = [each[name][1] / each["plain"][1] for each in slices]
+        figures[name] = {
+            "tokens_per_second": round(statistics.median(each[name][0] for each in slices)),
+            "cpu_us_per_token": round(statistics.median(each[name][1] for each in slices), 2),
+            "tokens_per_second_ratio": round(statistics.median(rates), 3),
+            "cpu_us_per_token_ratio": round(statistics.median(costs), 3),
+        }
+    return {**figures, "streams": STREAMS, "new_tokens": NEW_TOKENS, "rounds": options.rounds}
+
+
+@contextmanager
+def _loaded(options: argparse.Namespace, *extra: str) -> Iterator[tuple[Load, psutil.Process]]:
+    with router(STREAMS, options.http_workers, options.model_id, *extra) as (port, process):
+        load = Load(port, STREAMS, lambda number: generate_stream(f"stream {number}", NEW_TOKENS))
+        load.run(2)
+        yield load, process.parent()
+        load.close()
+
+
+def _slice(load: Load, process: psutil.Process) -> tuple[float, float]:
+    """Tokens per second, and microseconds of CPU time of all processes of a server per token. Streams that were paused
+    go on first."""
+    load.run(0.3)
+    before = cpu_seconds(process)
+    counted = load.run(1.0)
+    used = cpu_seconds(process) - before
+    return counted.events_per_second, used / counted.seconds / counted.events_per_second * 1e6
+
+
 def slow(options: argparse.Namespace) -> dict[str, Any]:
     """In turns, because a machine's mood changes; the median of the rounds counts."""
     rounds = []
@@ -268,16 +320,19 @@ def read_slowly(port: int) -> Iterator[float]:
 
 
 SCENARIOS = {"throughput": throughput, "many": many, "paced": paced, "slow": slow}
-ON_DEMAND = {"workers": workers}
+ON_DEMAND = {"workers": workers, "observed": observed}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The router alone, with a fake shard.")
     names = [*SCENARIOS, *ON_DEMAND, []]
-    parser.add_argument("scenarios", nargs="*", choices=names, help="which to run; all but `workers` by default")
+    parser.add_argument(
+        "scenarios", nargs="*", choices=names, help="which to run; without names all but those on demand"
+    )
     parser.add_argument("--model-id", help="whose tokenizer to use; the default model's by default")
     parser.add_argument("--http-workers", type=int, help="workers of the router; its default by default")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one measurement")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of `observed`")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     options = parser.parse_args()
     figures = {}

@@ -12,6 +12,7 @@ RequestError
 ├── Overloaded         429
 ├── InternalError      500   a bug of ours
 ├── Unhealthy          503
+├── Draining           503   will be stopped soon
 └── TimedOut           504   waited or ran longer than the operator allows
 
 The routes of OpenAI's API put the same errors into OpenAI's words and status codes (`openai/errors.py`).
@@ -125,8 +126,18 @@ class InternalError(RequestError):
 class Unhealthy(RequestError):
     status, error_type = 503, "healthcheck"
 
+    def __init__(self, cause: str = "unhealthy") -> None:
+        super().__init__(cause)
+
+
+class Draining(RequestError):
+    """The server will be stopped. Another replica may take the request."""
+
+    status, error_type = 503, "draining"
+    headers: ClassVar = {"retry-after": "1"}
+
     def __init__(self) -> None:
-        super().__init__("unhealthy")
+        super().__init__("The server is draining: it finishes its requests and admits no more")
 
 
 class TimedOut(RequestError):

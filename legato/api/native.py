@@ -127,7 +127,7 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
     priority: Annotated[
         int | None,
         _range(minimum=0, maximum=9),
-        Meta(description="Priority in the queue, from 0 (first) to 9. Default: 5."),
+        Meta(description="Priority in the queue, from 0 (first) to 9, as far as the API key allows it. Default: 5."),
     ] = None
 
     def __post_init__(self) -> None:

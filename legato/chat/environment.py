@@ -1,7 +1,8 @@
 """The language of chat templates: Jinja in its immutable sandbox, with what transformers adds to it.
 
 Templates come with models, and models come from anywhere. The sandbox keeps templates away from Python's internals;
-time and memory are limited by the process that they run in (`worker.py`).
+time and memory are limited by the process that they run in (`worker.py`). Operators that make much of little are
+refused here, because a process that has to be killed takes its time and a second process with it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,40 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+# Bits of a number, and items of a string or list, that an operator may make.
+MAX_BITS = 4096
+MAX_REPEATED = 1_000_000
+
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
+    # Also keeps the optimizer from computing them when the template is compiled.
+    intercepted_binops = frozenset({"**", "*"})
+
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
         self.filters["tojson"] = to_json
         self.globals.update(
             raise_exception=raise_exception, strftime_now=strftime_now, dict=PlainDict(), namespace=PublicNamespace
         )
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > MAX_BITS:
+                raise SecurityError(f"the result of {operator} has more than {MAX_BITS} bits")
+        elif operator == "*" and _num_repeated(left, right) > MAX_REPEATED:
+            raise SecurityError(f"the result of * has more than {MAX_REPEATED} characters or items")
+        return super().call_binop(context, operator, left, right)
+
+
+def _num_repeated(left: Any, right: Any) -> int:
+    """What `left * right` has of characters or items; 0 if it is a number."""
+    items, count = (right, left) if isinstance(left, int) else (left, right)
+    return len(items) * count if isinstance(items, str | list | tuple) and isinstance(count, int) else 0
 
 
 class GenerationTag(jinja2.ext.Extension):

@@ -25,6 +25,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+import msgspec
+
 from legato.common.errors import OptionError
 
 TRACE = 5
@@ -45,6 +47,8 @@ COLOURS = {"ERROR": "\033[31m", "WARN": "\033[33m", "INFO": "\033[32m", "DEBUG":
 # Part of a span's name that Rust writes without quotes, because it is no string there.
 _UNQUOTED = "parameters"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+
+_encoder = msgspec.json.Encoder(enc_hook=str)
 
 # Line ends, control characters, bidirectional controls and surrogates.
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -119,7 +123,7 @@ class JsonFormatter(logging.Formatter):
             entry["fields"] = fields
         if exception := self._exception(record):
             entry["exception"] = exception
-        return _escaped(json.dumps(entry, default=str, ensure_ascii=False))
+        return _escaped(_json(entry))
 
     def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
         fields: dict[str, Any] = getattr(record, "fields", None) or {}
@@ -204,6 +208,13 @@ def _quoted(value: object) -> str:
     text = str(value)
     quoted = not text or any(character.isspace() or character == '"' for character in text)
     return _escaped(json.dumps(text, ensure_ascii=False) if quoted else text)
+
+
+def _json(entry: dict[str, Any]) -> str:
+    try:
+        return _encoder.encode(entry).decode()
+    except UnicodeEncodeError:  # half a character, of which JSON has an escape
+        return json.dumps(entry, default=str, ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:

@@ -65,6 +65,9 @@ class Options:
 
     given: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        """Groups check their options here, and let the next group do the same."""
+
     @property
     def warnings(self) -> list[str]:
         """One line for each option that was set and does not do what it asks for."""

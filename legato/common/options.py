@@ -6,13 +6,15 @@ A help text says what the option does and, where the table has no value for it, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from legato.common.errors import OptionError
 from legato.common.option import Options, option
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-BitsAndBytes = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4"]
+Checkpoints = Literal["awq", "compressed-tensors", "exl2", "gptq", "marlin"]
+OnLoad = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "eetq", "fp8", "int8", "int4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,11 @@ class LoadingOptions(Options):
         None,
         "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively.",
     )
-    quantize: Literal["awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "fp8", BitsAndBytes] | None = (
-        option(None, "Quantization method for the weights.", later="choosing a quantization method")
+    quantize: Literal[Checkpoints, OnLoad] | None = option(
+        None,
+        "Quantization method of the weights. `bitsandbytes`, `bitsandbytes-nf4`, `bitsandbytes-fp4`, `eetq`, `fp8`,"
+        " `int8` and `int4` quantize dense weights on load; the others must be the checkpoint's own."
+        " Default: what the checkpoint says.",
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
         None,
@@ -111,6 +116,14 @@ class LimitOptions(Options):
 
     max_concurrent_requests: int = option(
         4096, "Maximum requests in flight, running or queued; more get 429.", minimum=1
+    )
+    max_queued_tokens: int = option(
+        2_000_000, "Maximum prompt tokens of all queued requests together; more get 429.", minimum=1
+    )
+    share_prefix_cache: bool = option(
+        False,
+        "Let requests with different API keys reuse each other's prefixes. Default: each key has its own, because"
+        " `cached_tokens` and response times tell what others have sent.",
     )
     max_input_tokens: int | None = option(
         None,
@@ -208,14 +221,24 @@ class HttpOptions(Options):
         maximum=65535,
     )
     cors_allow_origin: tuple[str, ...] = option(
-        (), "Origins allowed by CORS, comma-separated or repeated. Default: none."
+        (), "Origins of web pages that may use the server (CORS), comma-separated or repeated. Default: any."
     )
     api_key: tuple[str, ...] = option(
         (),
         "API keys, comma-separated or repeated; requests must send one as a bearer token. Default: no authentication.",
         secret=True,
     )
-    api_key_file: str | None = option(None, "File with API keys, one per line. Lines that begin with `#` are comments.")
+    api_key_file: str | None = option(
+        None,
+        "File with API keys, one per line, `#` for comments. `KEY priority=N` lets requests with that key ask for"
+        " priority N and worse ones. Default: 5 and worse, so that no key overtakes the others.",
+    )
+    ssl_certfile: str | None = option(
+        None, "TLS certificate, with its chain, in PEM format. Default: connections are not encrypted."
+    )
+    ssl_keyfile: str | None = option(
+        None, "Private key of `--ssl-certfile`, not encrypted. Default: in the same file as the certificate."
+    )
     graceful_termination_timeout: int = option(
         90, "Seconds that running requests get to finish after a stop signal.", short="g"
     )
@@ -227,6 +250,7 @@ class HttpOptions(Options):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # An unset variable in a start script must not disable authentication.
         if "api_key" in self.given and not self.api_key:
             raise OptionError("--api-key is empty: give a key, or omit the flag to serve without authentication")
@@ -242,8 +266,28 @@ class LogOptions(Options):
         env="LOG_LEVEL",
     )
     json_output: bool = option(False, "Write the log as one JSON object per line.")
-    otlp_endpoint: str | None = option(None, "OpenTelemetry collector endpoint for traces.", later="tracing")
-    otlp_service_name: str = option("text-generation-inference.router", "Service name in traces.", later="tracing")
+    otlp_endpoint: str | None = option(
+        None,
+        "Trace requests and send the spans to this OpenTelemetry collector (OTLP over gRPC), such as"
+        " `http://localhost:4317`. Needs `pip install 'legato[otel]'`. Default: no traces.",
+    )
+    otlp_service_name: str = option("text-generation-inference.router", "Name of the service in traces.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.otlp_endpoint is not None:
+            _require_opentelemetry()
+
+
+def _require_opentelemetry() -> None:
+    """Imports nothing of it: programs that only pass the option on do not need it."""
+    needed = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
+    try:
+        missing = next((name for name in needed if find_spec(name) is None), None)
+    except ModuleNotFoundError as error:  # of a parent package
+        missing = error.name
+    if missing:
+        raise OptionError(f"--otlp-endpoint needs the package {missing}: install it with pip install 'legato[otel]'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,10 +349,10 @@ class LauncherOptions(
 
     sharded: bool | None = option(None, "`true` shards the model over all visible devices, `false` uses one device.")
     num_shard: int | None = option(None, "Number of shards. Default: one per visible device.", minimum=1)
-    shard_uds_path: str | None = option(
-        None,
-        "Unix socket path prefix of the shards, such as TGI's `/tmp/text-generation-server`; each appends `-RANK`."
-        " Default: in a new folder that only this user can enter.",
+    shard_uds_path: str = option(
+        "/tmp/text-generation-server",
+        "Unix socket path prefix of the shards; each appends `-RANK`. Unless the option is given, the sockets are in a"
+        " new folder that only this user can enter.",
     )
     env: bool = option(False, "Print the environment (versions, platform, GPUs) and exit.", env=None, short="e")
 
@@ -343,6 +387,32 @@ class DownloadOptions(ModelOptions, LogOptions):
         True,
         "Convert PyTorch pickles to safetensors if the model has no safetensors; otherwise such a model is an error.",
         env=None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions(ModelOptions, LogOptions):
+    """Quantization"""
+
+    changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
+
+    output_dir: str | None = option(None, "Folder for the quantized model.", env=None, positional=True)
+    calibration: str | None = option(None, "Text file that the model is calibrated with.", env=None)
+    bits: Literal["2", "3", "4", "8"] = option("4", "Bits of a weight.", env=None)
+    group_size: int = option(
+        128, "Inputs that share a scale; `-1` for all of them.", alias="groupsize", env=None, minimum=-1
+    )
+    act_order: bool = option(
+        False, "Quantize inputs with large activations first: better at 2 and 3 bits, slower products.", env=None
+    )
+    sym: bool = option(True, "Symmetric ranges, which most kernels expect.", env=None)
+    percdamp: float = option(
+        0.01, "Share of the mean of the Hessian's diagonal that is added to it.", env=None, minimum=0
+    )
+    calibration_samples: int = option(128, "Sequences of the text to calibrate with.", env=None, minimum=1)
+    calibration_length: int = option(512, "Tokens of each sequence.", env=None, minimum=16)
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Device to quantize on. `auto` uses a GPU if there is one.", env=None
     )
 
 

@@ -1,6 +1,7 @@
 """Command lines from option classes, and exit codes.
 
-Exit codes: 0 success, 1 error with one line on stderr, 2 invalid command line, 130 interrupted.
+Exit codes: 0 success, 1 error with one line on stderr, 2 invalid command line, 3 restarted processes of its own too
+often, 4 the device failed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run_program(cmd: click.Command, args: Sequence[str] | None = None, name: str
         return error.exit_code
     except LegatoError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:

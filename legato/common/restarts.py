@@ -9,10 +9,24 @@ times within `WINDOW` seconds
 from __future__ import annotations
 
 from collections import deque
+from typing import ClassVar
+
+from legato.common.errors import LegatoError
+
+# Of a program that has restarted its own processes too often: starting it anew would only prolong that.
+EXIT_NO_RESTART = 3
+# Of a shard whose device failed. Only a new process can use the device again.
+EXIT_DEVICE_FAILED = 4
 
 WINDOW = 600.0
 FIRST_DELAY = 1.0
 LONGEST_DELAY = 30.0
+
+
+class TooManyRestarts(LegatoError):
+    """Processes of ours end again and again."""
+
+    exit_code: ClassVar = EXIT_NO_RESTART
 
 
 class RestartBudget:

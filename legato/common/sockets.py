@@ -20,9 +20,9 @@ def reachable_address(address: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
-def browser_url(address: str, port: int) -> str:
-    host = reachable_address(address)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def browser_url(address: str, port: int, *, tls: bool = False) -> str:
+    host, scheme = reachable_address(address), "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def claim_socket(path: str, flag: str) -> None:

@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from legato.api.errors import ClientGone, InternalError, Overloaded, RequestError
-from legato.http import request_log, sse
+from legato.api.errors import ClientGone, Draining, InternalError, Overloaded, RequestError
+from legato.http import sse
 from legato.http.exchange import ClientConnection, Exchange
 from legato.http.inference import Inference
-from legato.http.request_log import logger
 from legato.http.streams import Piece, Stream, StreamGroup
+from legato.http.telemetry import request_log
+from legato.http.telemetry.request_log import logger
+from legato.http.telemetry.tracing import HandlerTrace
 from legato.http.validation import ValidRequest
 from legato.telemetry.metrics import Timings
 
@@ -28,7 +30,7 @@ class StreamErrors:
 
     error_event: Callable[[RequestError], bytes]
     # A refused stream still has status 200 and the error as its only event, because TGI's clients look for it there.
-    # Only an overloaded server says so in the status, for the load balancers in front of it.
+    # Only an overloaded or draining server says so in the status, for the load balancers in front of it.
     refuses_in_events: bool = False
 
 
@@ -104,7 +106,11 @@ async def serve(
 ) -> None:
     """`make_job` checks the request's fields; it is called where a failure is counted."""
     answer = _Answer(exchange, inference, make_job)
-    await (answer.stream(errors) if stream else answer.whole())
+    if exchange.trace is None:
+        await (answer.stream(errors) if stream else answer.whole())
+        return
+    with exchange.trace.handler(exchange.route) as answer.trace:
+        await (answer.stream(errors) if stream else answer.whole())
 
 
 def num_prompt_tokens(choices: Sequence[Choice]) -> int:
@@ -125,6 +131,8 @@ class _Answer:
         self._arrived_at = time.monotonic()
         self._headers = {"x-compute-type": inference.settings.compute_type}
         self._started = False
+        # Set for a request that is traced.
+        self.trace: HandlerTrace | None = None
 
     # ---- one body -------------------------------------------------------------------------------------------------
 
@@ -133,7 +141,7 @@ class _Answer:
         with inference.counted():
             job = self._make_job()
             num_sequences = job.num_prompts * job.num_sequences
-            with inference.concurrency.held(num_sequences), self._exchange.client() as client:
+            with inference.concurrency.held(num_sequences, self._exchange.tenant), self._exchange.client() as client:
                 requests = await self._validate(job)
                 with self._running(job, requests, client) as choices:
                     texts = await asyncio.gather(*(choice.stream.read_all() for choice in choices))
@@ -155,19 +163,22 @@ class _Answer:
         except ClientGone:
             raise
         except Exception as error:
-            in_events = errors.refuses_in_events and not isinstance(error, Overloaded)
+            in_events = errors.refuses_in_events and not isinstance(error, Overloaded | Draining)
             if not (self._started or in_events):
                 raise
             if not isinstance(error, RequestError):
                 logger.exception("A stream failed")
             answered = error if isinstance(error, RequestError) else InternalError()
             request_log.failed(self._exchange.route, answered, answered.status)
+            if self.trace is not None:
+                self.trace.failed(answered)
             await self._write(errors.error_event(answered))
         await self._exchange.end()
 
     async def _events(self, job: Job) -> None:
         num_sequences = job.num_prompts * job.num_sequences
-        with self._inference.concurrency.held(num_sequences), self._exchange.client() as client:
+        concurrency, tenant = self._inference.concurrency, self._exchange.tenant
+        with concurrency.held(num_sequences, tenant), self._exchange.client() as client:
             requests = await self._validate(job)
             with self._running(job, requests, client) as choices:
                 await self._write_events(job, requests[0], choices)
@@ -201,9 +212,12 @@ class _Answer:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     async def _validate(self, job: Job) -> list[ValidRequest]:
-        requests = await job.requests()
+        async with self._inference.concurrency.validating(self._exchange.body_size, self._exchange.tenant):
+            requests = await job.requests()
         for request in requests:
             self._inference.metrics.request_validated(len(request.input_ids), request.max_new_tokens)
+        if self.trace is not None:
+            self.trace.validated()
         self._headers["x-compute-characters"] = str(sum(len(request.inputs) for request in requests))
         return requests
 
@@ -213,15 +227,19 @@ class _Answer:
         num_tokens = sum(choice.stream.transcript.num_tokens for choice in choices)
         seed = choices[0].stream.seed
         request_log.succeeded(self._exchange.route, request, job.num_sequences, timings, seed, num_tokens)
+        if self.trace is not None:
+            model = self._inference.settings.model_id
+            self.trace.succeeded(request, job.num_sequences, timings, seed, model)
         return timings
 
     @contextmanager
     def _running(self, job: Job, requests: list[ValidRequest], client: ClientConnection) -> Iterator[list[Choice]]:
         """Choices 0 to `num_sequences` - 1 are of the first prompt, and so on."""
         choices: list[Choice] = []
+        make = Stream if self.trace is None else self.trace.stream
         for prompt, request in enumerate(requests):
             for number in range(job.num_sequences):
-                stream = self._inference.stream(request, job.seed(number), client.tenant)
+                stream = self._inference.stream(request, job.seed(number), client.tenant, make)
                 choices.append(Choice(len(choices), prompt, stream, job.prompt_only))
         with self._inference.running([choice.stream for choice in choices], client):
             yield choices

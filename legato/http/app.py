@@ -22,16 +22,16 @@ from legato.api.errors import (
     MethodNotAllowed,
     NotFound,
     RequestError,
-    Unhealthy,
 )
 from legato.api.native import Info, TokenizeRequest
 from legato.chat.tools.tooling import ChatRenderer
-from legato.http import request_log
 from legato.http.auth import OPEN_PATHS, RequireKey
-from legato.http.docs_page import PAGE
 from legato.http.exchange import DIRECT_SEND, ROUTE, Exchange
 from legato.http.inference import Inference
 from legato.http.openapi import document
+from legato.http.pages.docs import PAGE
+from legato.http.pages.routes import PageRoutes
+from legato.http.routes.health import HealthRoutes
 from legato.http.routes.native import GenerateRoutes
 from legato.http.routes.openai import errors as openai_errors
 from legato.http.routes.openai.chat import ChatRoutes
@@ -42,10 +42,13 @@ from legato.http.routes.platforms.kserve import KServeRoutes
 from legato.http.routes.platforms.sagemaker import SageMakerRoutes
 from legato.http.routes.platforms.vertex import VertexRoutes
 from legato.http.scheduler import SchedulerClient
+from legato.http.telemetry import request_log
+from legato.http.telemetry.tracing import TracedRequests
 from legato.http.throttle import AcceptThrottle
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import ModelLimits
 from legato.telemetry import metrics as prometheus
+from legato.telemetry.export import SpanExport
 from legato.telemetry.metrics import Metrics
 from legato.vision.rules import ImageRules
 
@@ -64,8 +67,9 @@ def create_app(
     image_rules: ImageRules | None = None,
     first_id: int = 1,
     scrape: Callable[[], Awaitable[bytes]] | None = None,
+    spans: SpanExport | None = None,
 ) -> ASGIApp:
-    """The HTTP side as an ASGI application."""
+    """The HTTP side as an ASGI application. With `spans`, requests are traced."""
     metrics = Metrics(scheduler.limits) if metrics is None else metrics
     inference = Inference.create(scheduler, tokenizer, settings, metrics, chat_template, image_rules, first_id, scrape)
     app = Starlette(
@@ -79,7 +83,7 @@ def create_app(
     )
     # TGI has no route with a slash at its end, and a redirect would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
-    return Shortcut(app)
+    return Shortcut(app) if spans is None else TracedRequests(Shortcut(app), spans)
 
 
 def _middleware(settings: RouterSettings) -> list[Middleware]:
@@ -105,7 +109,7 @@ class Shortcut:
         self._throttle = AcceptThrottle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[DIRECT_SEND] = send
+        scope.setdefault(DIRECT_SEND, send)
         if scope.get("method") == "POST":
             await self._throttle.enter()
         await self._app(scope, receive, send)
@@ -129,20 +133,16 @@ class Endpoint:
 
 def _routes(inference: Inference) -> list[Route]:
     settings, scheduler = inference.settings, inference.scheduler
-    generate = GenerateRoutes(inference)
+    generate, health = GenerateRoutes(inference), HealthRoutes(scheduler)
     names = TokenNames(inference.tokenizer, inference.vocabulary)
     completions, chat, models = CompletionRoutes(inference, names), ChatRoutes(inference, names), ModelRoutes(settings)
     info = msgspec.json.encode(_info(settings, scheduler.limits))
     openapi = msgspec.json.encode(document(settings))
 
-    async def health(request: Request) -> Response:
-        if not await scheduler.healthy():
-            raise Unhealthy
-        return Response()
-
     async def tokenize(exchange: Exchange) -> None:
         request = await exchange.json(_tokenize_decoder, settings.payload_limit)
-        tokens = await inference.validator.tokenize(request.inputs)
+        async with inference.concurrency.validating(exchange.body_size, exchange.tenant):
+            tokens = await inference.validator.tokenize(request.inputs)
         await exchange.respond(msgspec.json.encode(tokens), {"content-type": JSON})
 
     async def show_metrics(request: Request) -> Response:
@@ -155,7 +155,7 @@ def _routes(inference: Inference) -> list[Route]:
         return show
 
     return [
-        *_platform_routes(inference, generate, chat, completions, health),
+        *_platform_routes(inference, generate, chat, completions, health.health),
         Route("/", Endpoint(generate.compat), methods=["POST"]),
         Route("/generate", Endpoint(generate.generate), methods=["POST"]),
         Route("/generate_stream", Endpoint(generate.generate_stream), methods=["POST"]),
@@ -165,9 +165,12 @@ def _routes(inference: Inference) -> list[Route]:
         Route("/v1/models/{model:path}", models.model),
         Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
         Route("/chat_tokenize", Endpoint(chat.chat_tokenize), methods=["POST"]),
-        Route("/", health),
-        Route("/health", health),
-        Route("/ping", health),
+        *PageRoutes(health.health, scheduler.observe).routes,
+        *(Route(path, health.health) for path in ("/health", "/ping")),
+        Route("/livez", health.live),
+        Route("/readyz", health.ready),
+        Route("/startupz", health.startup),
+        Route("/drain", Endpoint(health.drain), methods=["POST"]),
         Route("/info", page(info, JSON)),
         Route("/metrics", show_metrics),
         Route("/docs", page(PAGE.encode(), "text/html")),

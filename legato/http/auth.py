@@ -5,7 +5,6 @@ Nothing is reachable without a key unless it is listed as open here, so a new ro
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
@@ -15,9 +14,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.api.errors import RequestError
 from legato.http.exchange import TENANT
+from legato.ipc.api_keys import tenant_of
 
 # Load balancers and orchestrators ask for these, and have no keys. They tell nothing but whether the model computes.
-OPEN_PATHS = frozenset({"/", "/health", "/ping"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/startupz"})
+# Pages and what they load: the same for everybody. Who uses them enters a key there.
+OPEN_PATHS |= {"/ui", "/dashboard"}
+OPEN_PATHS |= {f"/pages/{name}" for name in ("style.css", "common.js", "ui.js", "dashboard.js", "icon.svg")}
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 
 
@@ -65,11 +68,6 @@ class RequireKey:
         known = self._tenants.items()
         matches = [tenant for candidate in given for key, tenant in known if hmac.compare_digest(key, candidate)]
         return matches[0] if matches else None
-
-
-def tenant_of(key: str) -> str:
-    """What the scheduler calls the holder of a key, so that the key itself goes no further."""
-    return hashlib.sha256(key.encode()).hexdigest()[:12]
 
 
 def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:

@@ -8,12 +8,15 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from legato.api.errors import ClientGone, CompressedBody, InvalidRequest, MalformedBody, PayloadTooLarge
+
+if TYPE_CHECKING:
+    from legato.http.telemetry.tracing import RequestTrace
 
 T = TypeVar("T")
 
@@ -27,6 +30,8 @@ ABORT = "legato.abort"
 TENANT = "legato.tenant"
 # ... and the name of the handler, for the log and for traces.
 ROUTE = "legato.route"
+# ... and the trace that the request belongs to, if it is traced.
+TRACE = "legato.trace"
 # Seconds for a client to take what is sent to it. A write waits only when a few hundred kilobytes are on the way.
 WRITE_PATIENCE = 60.0
 # Characters of what a client sent that an error repeats.
@@ -104,8 +109,11 @@ class Exchange:
         self._send_directly: Send = scope.get(DIRECT_SEND, send)
         self.tenant: str = scope.get(TENANT, "")
         self.route: str = scope.get(ROUTE, "")
+        self.trace: RequestTrace | None = scope.get(TRACE)
         self._abort: Callable[[], None] | None = scope.get(ABORT)
         self._loop = asyncio.get_running_loop()
+        # Bytes of the request's body, once it was read.
+        self.body_size = 0
         # Since when something is being written; None while nothing is.
         self._writing_since: float | None = None
 
@@ -127,6 +135,7 @@ class Exchange:
                 raise PayloadTooLarge(limit)
             chunks.append(chunk)
             if not message.get("more_body", False):
+                self.body_size = size
                 return b"".join(chunks)
 
     def _check_headers(self, limit: int) -> None:

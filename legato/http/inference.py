@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from legato.api.errors import ClientGone, RequestError
+from legato.api.errors import ClientGone, Draining, RequestError
 from legato.chat.tools.tooling import ChatRenderer
 from legato.http.concurrency import ConcurrencyLimit
 from legato.http.exchange import ClientConnection
@@ -75,6 +75,8 @@ class Inference:
         """Counts one request, and its failure if it fails."""
         self.metrics.request_arrived()
         try:
+            if self.scheduler.state.draining:
+                raise Draining
             yield
         except RequestError as error:
             self.metrics.request_failed(error.counted_as)
@@ -104,7 +106,8 @@ class Inference:
         finally:
             cancel()
 
-    def stream(self, request: ValidRequest, seed: int, tenant: str) -> Stream:
+    def stream(self, request: ValidRequest, seed: int, tenant: str, make: Callable[..., Stream] = Stream) -> Stream:
+        """`make` makes a stream of another kind, for a request that is traced."""
         transcript = Transcript(
             self.vocabulary,
             () if self.scheduler.limits.has_encoder else request.input_ids,
@@ -113,8 +116,9 @@ class Inference:
             min_tokens=request.parameters.min_new_tokens,
             spoken=request.spoken_token_ids,
         )
-        generation = request.generation(next(self.ids), seed, tenant)
-        return Stream(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
+        priority = max(request.priority, self.settings.best_priority(tenant))
+        generation = request.generation(next(self.ids), seed, tenant, priority)
+        return make(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
 
     def succeeded(self, streams: Sequence[Stream], arrived_at: float) -> Timings:
         """Records a request whose streams are complete: the times of the first, the tokens of all."""

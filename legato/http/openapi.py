@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from legato.api.dashboard import DashboardData
 from legato.api.errors import (
     CompressedBody,
     GenerationFailed,
@@ -39,6 +40,7 @@ from legato.api.openai.responses import (
 )
 from legato.chat.template import TemplateError
 from legato.http.auth import OPEN_PATHS, Unauthorized
+from legato.http.routes import health
 from legato.http.routes.openai import errors as openai_errors
 from legato.http.routes.openai.errors import UnknownModel
 from legato.http.routes.platforms import kserve
@@ -55,6 +57,7 @@ _TOO_LONG = "The request took longer than 60 seconds (--request-timeout)"
 _ERRORS = {
     400: ("The body is not JSON", "validation", "Failed to parse the request body as JSON: ..."),
     401: ("No API key, or a wrong one", "unauthorized", "The API key is not valid"),
+    404: ("No such file", "not_found", "There is no such file"),
     413: ("The body is too large", "validation", "The request body is larger than the limit of 2000000 bytes"),
     415: ("The body is compressed", "validation", str(CompressedBody("gzip"))),
     422: ("The request cannot be served", "validation", "Input validation error: `inputs` cannot be empty"),
@@ -231,12 +234,48 @@ OPERATIONS = [
         {_JSON: kserve.InferResponse},
         _GENERATION_ERRORS,
     ),
-    Operation("get", "/", "Health", "Can the model compute?", errors=(503,)),
+    Operation("get", "/", "Health", "Can the model compute? Browsers are sent to /ui.", errors=(503,)),
     Operation("get", "/health", "Health", "Can the model compute?", errors=(503,)),
     Operation("get", "/ping", "Health", "Can the model compute?", errors=(503,)),
+    Operation(
+        "get",
+        "/livez",
+        "Liveness",
+        "Do steps advance? Also yes while shards are replaced, and while the server is busy.",
+        response={_JSON: health.Liveness},
+        errors=(503,),
+    ),
+    Operation(
+        "get",
+        "/readyz",
+        "Readiness",
+        "Can requests be admitted? Not while shards are replaced, and not when the server drains.",
+        response={_JSON: health.Readiness},
+        errors=(503,),
+    ),
+    Operation("get", "/startupz", "Start-up", "Is the model loaded?", response={_JSON: health.Startup}, errors=(503,)),
+    Operation(
+        "post",
+        "/drain",
+        "Admit no more requests",
+        "Running requests finish; new ones get 503. The server stays up until it is stopped.",
+        response={_JSON: health.DrainResponse},
+    ),
     Operation("get", "/info", "The model and the limits of this server", response={_JSON: Info}),
     Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": str}),
     Operation("get", "/docs", "This documentation as a page", response={"text/html": str}),
+    Operation("get", "/ui", "A page to try the model: chats and completions", response={"text/html": str}),
+    Operation("get", "/dashboard", "A page that shows the batch as it runs", response={"text/html": str}),
+    Operation(
+        "get",
+        "/dashboard/data",
+        "The batch as it runs",
+        "Rows, queue, KV blocks, recent steps and counters. Numbers only.",
+        response={_JSON: DashboardData},
+    ),
+    Operation(
+        "get", "/pages/{name}", "A script or style sheet of the pages", response={"text/css": str}, errors=(404,)
+    ),
     Operation("get", "/api-doc/openapi.json", "This documentation", response={_JSON: dict}),
 ]
 

@@ -13,10 +13,12 @@ from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.ipc import messages as msg
-from legato.scheduling.state import GenerationRequest, ModelLimits, Output
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk
+from legato.telemetry.step_times import StepTimes
 
-# Seconds for which tokens prove that scheduler and shards are alive: asking would say nothing newer.
-PROOF_OF_LIFE = 1.0
+# Seconds after which the scheduler, which describes its state every second, counts as hung.
+STATE_SECONDS = 5.0
+NO_STATE = msg.ServerState()
 # Requests whose tokens are delivered in one turn of the event loop. Each delivery writes to a client, which takes 20
 # microseconds and more.
 DELIVERIES_PER_TURN = 32
@@ -36,10 +38,18 @@ class SchedulerClient:
         self._receivers: dict[int, Receiver] = {}
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[msg.Answer]] = {}
-        self._last_tokens = 0.0
+        self._state, self._state_at = NO_STATE, 0.0
         # What has arrived, by request, in the order of delivery.
         self._undelivered: dict[int, list[Output]] = {}
         self._delivering = False
+        # Of traced requests: the parts of their prompts that are computed. Only if there are any: when steps came.
+        self.chunks: dict[int, list[PromptChunk]] = {}
+        self.step_times: StepTimes | None = None
+
+    @property
+    def state(self) -> msg.ServerState:
+        """As the scheduler described it last, without asking: health checks wait for nobody."""
+        return self._state if self._loop.time() - self._state_at < STATE_SECONDS else NO_STATE
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -61,14 +71,21 @@ class SchedulerClient:
         if answer.error is not None:
             raise GrammarError(answer.error) if answer.grammar_is_wrong else LegatoError(answer.error)
 
-    async def healthy(self) -> bool:
-        if self._loop.time() - self._last_tokens < PROOF_OF_LIFE:
-            return True
-        return bool((await self._ask(msg.CheckHealth)).value)
+    async def drain(self) -> bytes:
+        """Have no more requests admitted, by any worker. Returns what is left, as JSON."""
+        answer = await self._ask(msg.BeginDrain)
+        assert isinstance(answer.value, bytes)
+        return answer.value
 
     async def scrape(self) -> bytes:
         """The metrics of all processes."""
         answer = await self._ask(msg.Scrape)
+        assert isinstance(answer.value, bytes)
+        return answer.value
+
+    async def observe(self) -> bytes:
+        """The data of the dashboard."""
+        answer = await self._ask(lambda number: msg.Scrape(number, dashboard=True))
         assert isinstance(answer.value, bytes)
         return answer.value
 
@@ -81,15 +98,24 @@ class SchedulerClient:
 
     # ---- what arrives ----------------------------------------------------------------------------------------------
 
+    def on_state(self, state: msg.ServerState) -> None:
+        self._state, self._state_at = state, self._loop.time()
+
     def on_answer(self, answer: msg.Answer) -> None:
         asked = self._questions.pop(answer.number)
         if not asked.done():  # or its caller was cancelled
             asked.set_result(answer)
 
+    def on_chunk(self, done: msg.ChunkDone) -> None:
+        chunks = self.chunks.get(done.request_id)
+        if chunks is not None:  # or the request has ended
+            chunks.append(done.chunk)
+
     def on_tokens(self, tokens: msg.Tokens) -> None:
         """A step may have tokens for thousands of requests. They are delivered a few per turn of the event loop, so
         that everything else, a health check perhaps, has a turn in between."""
-        self._last_tokens = self._loop.time()
+        if self.step_times is not None:
+            self.step_times.add()
         undelivered, rest = self._undelivered, dict(tokens.rest)
         plain = zip(tokens.request_ids, tokens.token_ids, tokens.logprobs, strict=True)
         for place, (request_id, token_id, logprob) in enumerate(plain):
@@ -100,13 +126,12 @@ class SchedulerClient:
 
     def _deliver(self) -> None:
         for request_id in list(itertools.islice(self._undelivered, DELIVERIES_PER_TURN)):
-            outputs = self._undelivered.pop(request_id)
-            last = outputs[-1]
-            ended = last.finish_reason is not None or last.error is not None
-            receiver = self._receivers.pop(request_id, None) if ended else self._receivers.get(request_id)
-            if receiver is not None:  # or the request was cancelled
-                for output in outputs:
-                    receiver(output)
+            for output in self._undelivered.pop(request_id):
+                ended = output.finish_reason is not None or output.error is not None
+                receiver = self._receivers.pop(request_id, None) if ended else self._receivers.get(request_id)
+                if receiver is None:  # the request was cancelled, perhaps by its receiver just now
+                    break
+                receiver(output)
         self._delivering = bool(self._undelivered)
         if self._delivering:
             self._loop.call_soon(self._deliver)

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from legato.http.connections.accepting import Acceptor
 from legato.http.connections.limits import ConnectionLimits
+from legato.http.connections.lingering_close import SILENCE
 from legato.http.connections.protocol import ConnectionContext, HttpProtocol, SmallReads
 
 
@@ -20,7 +23,12 @@ class HttpServer(uvicorn.Server):
     """Ignores signals: the scheduler's process says when to stop."""
 
     def __init__(
-        self, app: ASGIApp, grace: float, payload_limit: int = 0, limits: ConnectionLimits | None = None
+        self,
+        app: ASGIApp,
+        grace: float,
+        payload_limit: int = 0,
+        limits: ConnectionLimits | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """A body of up to `payload_limit` bytes is read whole, even if the application answers before: some clients
         read the answer only when they have sent everything."""
@@ -41,8 +49,9 @@ class HttpServer(uvicorn.Server):
         )
         self._limits = ConnectionLimits.of_process() if limits is None else limits
         self.context = ConnectionContext(self.config, self.server_state, self._limits, payload_limit)
+        self._tls = tls
         self._acceptors: list[Acceptor] = []
-        self._arriving: set[asyncio.Task[object]] = set()
+        self._arriving: set[asyncio.Task[Any]] = set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -64,14 +73,26 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _has_room(self) -> bool:
-        return len(self.server_state.connections) + len(self._arriving) < self._limits.max_connections
+        return len(self.context.open) < self._limits.max_connections or len(self.context.idle) > 0
 
     def _take(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
-        arriving = loop.create_task(loop.connect_accepted_socket(self._protocol, connection))
+        timeouts: dict[str, float] = {}
+        if self._tls is not None:
+            timeouts = {"ssl_handshake_timeout": self._limits.header_seconds, "ssl_shutdown_timeout": SILENCE}
+        if len(self.context.open) >= self._limits.max_connections:
+            self.context.idle.close_oldest()
+        protocol = HttpProtocol(self.context)
+        self.context.open.add(protocol)
+        arriving = loop.create_task(
+            loop.connect_accepted_socket(lambda: SmallReads(protocol), connection, ssl=self._tls, **timeouts)
+        )
         self._arriving.add(arriving)
-        arriving.add_done_callback(self._arriving.discard)
+        arriving.add_done_callback(lambda _: self._arrived(arriving, protocol))
 
-    def _protocol(self) -> SmallReads:
-        return SmallReads(HttpProtocol(self.context))
+    def _arrived(self, arriving: asyncio.Task[Any], protocol: HttpProtocol) -> None:
+        if arriving.cancelled() or arriving.exception() is not None:
+            self.context.open.discard(protocol)
+            self.context.log.warning("A connection ended before it was established, in its TLS handshake perhaps")
+        self._arriving.discard(arriving)

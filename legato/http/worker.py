@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from legato.chat.template import ChatTemplate
 from legato.common.errors import LegatoError
+from legato.common.exposure import tls_context
 from legato.common.gc import freeze_gc
 from legato.common.logging import setup
 from legato.http.app import create_app
@@ -26,9 +27,14 @@ from legato.http.server import HttpServer
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
 from legato.modelfiles.files import ModelFiles
+from legato.telemetry.export import SpanExport, open_export
 from legato.telemetry.loop_lag import LoopLag
 from legato.telemetry.metrics import Metrics
+from legato.telemetry.step_times import StepTimes
 from legato.vision.rules import ImageRules, image_rules
+
+# Seconds for the last spans to reach the collector when the worker ends.
+LAST_SPANS = 0.5
 
 
 class HttpWorker:
@@ -40,7 +46,10 @@ class HttpWorker:
         self._setup: asyncio.Future[msg.WorkerSetup] = asyncio.get_running_loop().create_future()
         self._serve: asyncio.Future[msg.Serve] = asyncio.get_running_loop().create_future()
         self._scheduler: SchedulerClient | None = None
+        # What was told last; while the worker loads, what `Serve` says of it grows old.
+        self._state: msg.ServerState | None = None
         self._metrics: Metrics | None = None
+        self._spans: SpanExport | None = None
         self._server: HttpServer | None = None
 
     async def run(self, connection: socket.socket) -> None:
@@ -50,16 +59,22 @@ class HttpWorker:
             self._link.send(msg.Loaded())
             serve = await self._serve
             app = self._app(serve, tokenizer, chat_template, rules)
-            server = self._server = HttpServer(app, serve.grace, serve.settings.payload_limit)
+            settings = serve.settings
+            tls = tls_context(settings.ssl_certfile, settings.ssl_keyfile)
+            server = self._server = HttpServer(app, serve.grace, settings.payload_limit, tls=tls)
             freeze_gc()
             self._link.send(msg.Serving())
             await server.serve(sockets=[self._listener])
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.close, LAST_SPANS)
         except LegatoError as error:
             self._link.send(msg.Failed(str(error)))
         self._link.close()
 
     async def _load(self, wanted: msg.WorkerSetup) -> tuple[Tokenizer, ChatTemplate | None, ImageRules | None]:
         setup(wanted.logger_level, wanted.json_output, "text-generation-router")
+        if wanted.otlp_endpoint is not None:
+            self._spans = open_export(wanted.otlp_endpoint, wanted.otlp_service_name, "http_worker")
         files = ModelFiles.open(Path(wanted.model))
         override = Path(wanted.tokenizer_config_path) if wanted.tokenizer_config_path else None
         tokenizer = await asyncio.to_thread(files.tokenizer)
@@ -70,10 +85,22 @@ class HttpWorker:
         self, serve: msg.Serve, tokenizer: Tokenizer, chat_template: ChatTemplate | None, rules: ImageRules | None
     ) -> ASGIApp:
         scheduler = self._scheduler = SchedulerClient(serve.limits, self._link.send)
+        scheduler.on_state(self._state or serve.state)
         metrics = self._metrics = Metrics(serve.limits)
         LoopLag(lambda seconds: metrics.loop_lag("http_worker", seconds))
+        if self._spans is not None:
+            metrics.watch_spans(self._spans.take_counts)
+            scheduler.step_times = StepTimes()
         return create_app(
-            scheduler, tokenizer, serve.settings, metrics, chat_template, rules, serve.first_id, scheduler.scrape
+            scheduler,
+            tokenizer,
+            serve.settings,
+            metrics,
+            chat_template,
+            rules,
+            serve.first_id,
+            scheduler.scrape,
+            self._spans,
         )
 
     def _on_message(self, message: msg.ToWorker) -> None:
@@ -84,6 +111,14 @@ class HttpWorker:
             case msg.Answer():
                 assert self._scheduler is not None
                 self._scheduler.on_answer(message)
+            case msg.ServerState():
+                self._link.send(msg.Alive())
+                self._state = message
+                if self._scheduler is not None:
+                    self._scheduler.on_state(message)
+            case msg.ChunkDone():
+                assert self._scheduler is not None
+                self._scheduler.on_chunk(message)
             case msg.AskFigures():
                 self._link.send(msg.Report({} if self._metrics is None else self._metrics.figures()))
             case msg.WorkerSetup():

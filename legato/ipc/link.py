@@ -58,6 +58,11 @@ class Link(asyncio.Protocol, Generic[M]):
             body = _encode(messages)
             self._transport.write(len(body).to_bytes(_HEAD) + body)
 
+    @property
+    def num_buffered(self) -> int:
+        """Bytes that the other end has not taken."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     def close(self) -> None:
         if self._transport is not None:
             self.flush()

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from legato.grammar.kinds import Grammar
 from legato.ipc.settings import RouterSettings
-from legato.scheduling.state import GenerationRequest, ModelLimits, Output
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk
 from legato.telemetry.metrics import Figures
 
 # ---- to a worker -----------------------------------------------------------------------------------------------------
@@ -26,6 +26,23 @@ class WorkerSetup(Struct, tag=0, array_like=True, frozen=True):
     model: str
     tokenizer_config_path: str | None
     payload_limit: int
+    otlp_endpoint: str | None = None
+    otlp_service_name: str = ""
+
+
+class ServerState(Struct, tag=6, array_like=True, frozen=True):
+    """What the health routes say. Sent every second and with every change; answered with `Alive`."""
+
+    # The shards are there, a token has come from them since the last failure, and steps advance.
+    healthy: bool = False
+    # No step is older than --hang-timeout. Also true while shards are replaced, which has limits of its own.
+    live: bool = False
+    # Requests can be admitted: healthy, and not draining.
+    ready: bool = False
+    restarting: bool = False
+    draining: bool = False
+    # Seconds for which the oldest step in flight has been computed.
+    step_age: float = 0.0
 
 
 class Serve(Struct, tag=1, array_like=True, frozen=True):
@@ -37,6 +54,7 @@ class Serve(Struct, tag=1, array_like=True, frozen=True):
     first_id: int
     # Seconds that requests get to finish at the end.
     grace: float
+    state: ServerState
 
 
 class Tokens(Struct, tag=2, array_like=True, frozen=True):
@@ -66,7 +84,14 @@ class Drain(Struct, tag=5, array_like=True, frozen=True):
     """Accept no new requests, finish those that run, and exit."""
 
 
-ToWorker: TypeAlias = WorkerSetup | Serve | Tokens | Answer | AskFigures | Drain
+class ChunkDone(Struct, tag=7, array_like=True, frozen=True):
+    """A part of a traced request's prompt is computed. Comes before the token that follows it."""
+
+    request_id: int
+    chunk: PromptChunk
+
+
+ToWorker: TypeAlias = WorkerSetup | Serve | Tokens | Answer | AskFigures | Drain | ServerState | ChunkDone
 
 # ---- to the scheduler ------------------------------------------------------------------------------------------------
 
@@ -100,16 +125,17 @@ class Prepare(Struct, tag=5, array_like=True, frozen=True):
     grammar: Grammar
 
 
-class CheckHealth(Struct, tag=6, array_like=True, frozen=True):
-    """Answered with yes or no."""
+class BeginDrain(Struct, tag=6, array_like=True, frozen=True):
+    """Admit no more requests, in no worker. Answered with the requests that are left, as JSON."""
 
     number: int
 
 
 class Scrape(Struct, tag=7, array_like=True, frozen=True):
-    """Answered with the metrics of all processes, as text."""
+    """Answered with the metrics of all processes, as text, or with the data of the dashboard, as JSON."""
 
     number: int
+    dashboard: bool = False
 
 
 class Report(Struct, tag=8, array_like=True, frozen=True):
@@ -118,7 +144,11 @@ class Report(Struct, tag=8, array_like=True, frozen=True):
     figures: Figures
 
 
+class Alive(Struct, tag=9, array_like=True, frozen=True):
+    """The answer to `ServerState`. A worker that does not give it for long is hung."""
+
+
 # About the worker itself, and on behalf of its clients.
-WorkerStatus: TypeAlias = Loaded | Serving | Failed | Report
-ClientMessage: TypeAlias = Submit | Cancel | Prepare | CheckHealth | Scrape
+WorkerStatus: TypeAlias = Loaded | Serving | Failed | Report | Alive
+ClientMessage: TypeAlias = Submit | Cancel | Prepare | BeginDrain | Scrape
 ToScheduler: TypeAlias = WorkerStatus | ClientMessage

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import legato
+from legato.scheduling.state import DEFAULT_PRIORITY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,15 @@ class RouterSettings:
     image_url_allow: tuple[str, ...] = ()
     # Bytes of a request body.
     payload_limit: int = 2_000_000
+    # Files of the certificate and its key; None: connections are not encrypted.
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     # Origins that browsers may call from; empty allows any.
     cors_allow_origin: tuple[str, ...] = ()
     # Keys for the routes that are not open; without any, no key is needed. Never shown.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    # The best priority that the holder of a key may ask for, by tenant, where it is not the default.
+    best_priorities: dict[str, int] = field(default_factory=dict)
     # Where Vertex AI asks for predictions and health, besides the usual paths.
     vertex_predict_route: str | None = None
     vertex_health_route: str | None = None
@@ -46,6 +52,10 @@ class RouterSettings:
     docker_label: str | None = None
     # Seconds of silence after which a stream sends a comment, so that proxies keep the connection.
     keep_alive: float = 15.0
+
+    def best_priority(self, tenant: str) -> int:
+        """Without keys everybody may have any. With keys nobody overtakes others unless the operator says so."""
+        return self.best_priorities.get(tenant, DEFAULT_PRIORITY) if self.api_keys else 0
 
     @property
     def default_return_full_text(self) -> bool:

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 from legato.common import logging as logs
+from legato.common.exposure import command_line_warnings, tls_context
 from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
 from legato.common.progress import LISTENING
@@ -17,7 +18,7 @@ from legato.common.sockets import browser_url, is_answered, is_own_socket
 from legato.launcher import endpoints, sizing, startup
 from legato.launcher.plan import LaunchPlan, make_plan
 from legato.launcher.processes import Child, ChildFailed, Supervisor
-from legato.launcher.supervision import ServerProcesses
+from legato.launcher.supervision import ServerProcesses, Tell
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,14 @@ def serve(options: LauncherOptions) -> int:
     logs.setup(options.logger_level, options.json_output, "launcher")
     for warning in options.warnings:
         logger.warning(warning)
+    for warning in command_line_warnings():
+        logger.warning(warning)
+    tls_context(options.ssl_certfile, options.ssl_keyfile)  # before the model is loaded
     sizing.check_limits(options)
     options = replace(options, hostname=sizing.listen_address(options.hostname))
     endpoints.check_port(options.hostname, options.port)
     with (
-        endpoints.socket_path(options.shard_uds_path) as path,
+        endpoints.socket_path(options.shard_uds_path if "shard_uds_path" in options.given else None) as path,
         endpoints.claim_sockets(path, _num_shards(options)) as sockets,
     ):
         options = replace(options, shard_uds_path=path)
@@ -61,9 +65,10 @@ async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str])
             supervisor,
             plan,
             options.max_restarts,
+            options.hang_timeout,
             remove_sockets=lambda: endpoints.remove_sockets(sockets),
-            startup=lambda: _log_startup(options, sockets),
-            ready_again=lambda: _until_ready(options, sockets),
+            startup=lambda tell: _log_startup(options, sockets, tell),
+            ready_again=lambda tell: _log_restart(options, sockets, tell),
         )
         # When this returns the progress bars are gone, so the stderr of a child can be printed.
         dead = await processes.run()
@@ -76,14 +81,14 @@ async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str])
         if dead is not None:
             raise ChildFailed(dead.describe_exit())
         logger.info("Stopped")
-        return 130 if supervisor.impatient else 0
+        return supervisor.exit_code
 
 
 async def _download(supervisor: Supervisor, child: Child) -> int | None:
     """Wait for the download. Returns an exit code if the launcher must end: after a signal or a failed download."""
     if await supervisor.first_exit(child) is None:
         await supervisor.stop(child, grace=DOWNLOAD_EXIT_SECONDS)
-        return 130 if supervisor.impatient else 0
+        return supervisor.exit_code
     code = child.exited.result()
     if code < 0:
         raise ChildFailed(child.describe_exit())
@@ -91,25 +96,31 @@ async def _download(supervisor: Supervisor, child: Child) -> int | None:
     return code or None
 
 
-async def _log_startup(options: LauncherOptions, sockets: list[str]) -> None:
+async def _log_startup(options: LauncherOptions, sockets: list[str], tell: Tell) -> None:
     """Log when each shard is ready, and when the router answers at which address."""
     start = time.monotonic()
     # Only one line names the address: ours, because the router does not know when everything is ready.
     logging.getLogger().handlers[0].addFilter(lambda record: record.msg != LISTENING)
-    with startup.shown(options.json_output):
+    with startup.relayed(tell, len(sockets)), startup.shown(options.json_output):
         await asyncio.gather(*(_log_shard_ready(rank, path, start) for rank, path in enumerate(sockets)))
         await _until_ready(options, sockets)
     logger.info("Connected")
-    url = browser_url(options.hostname, options.port)
+    url = browser_url(options.hostname, options.port, tls=options.ssl_certfile is not None)
     fields = {"model": options.model_id or DEFAULT_MODEL, "docs": f"{url}/docs"}
     logger.info("Listening on %s, ready in %.1f s", url, time.monotonic() - start, extra={"fields": fields})
+
+
+async def _log_restart(options: LauncherOptions, sockets: list[str], tell: Tell) -> None:
+    with startup.relayed(tell, len(sockets)), startup.lines():
+        await _until_ready(options, sockets)
 
 
 async def _until_ready(options: LauncherOptions, sockets: list[str]) -> None:
     """Until the shards listen and the router, which knows whether tokens come from them, says so."""
     while not all(map(is_answered, sockets)):
         await asyncio.sleep(READY_INTERVAL)
-    while not await endpoints.is_healthy(options.hostname, options.port):
+    tls = options.ssl_certfile is not None
+    while not await endpoints.is_healthy(options.hostname, options.port, tls=tls):
         await asyncio.sleep(READY_INTERVAL)
 
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import socket
+import ssl
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -134,11 +135,12 @@ def _open_lock(name: str, *, create: bool) -> int:
     return os.open(name, flags | os.O_CREAT if create else flags, 0o600)
 
 
-async def is_healthy(address: str, port: int, timeout: float = 5.0) -> bool:
-    """Whether the router answers GET /health with 200."""
+async def is_healthy(address: str, port: int, timeout: float = 5.0, *, tls: bool = False) -> bool:
+    """Whether the router answers GET /health with 200. It is ours, so that its certificate may name any host."""
+    context = ssl._create_unverified_context() if tls else None
     try:
         async with asyncio.timeout(timeout):
-            reader, writer = await asyncio.open_connection(reachable_address(address), port)
+            reader, writer = await asyncio.open_connection(reachable_address(address), port, ssl=context)
             try:
                 writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 return b" 200 " in await reader.readline()

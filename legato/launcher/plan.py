@@ -66,9 +66,8 @@ def _with_huge_pages(environ: dict[str, str]) -> dict[str, str]:
 
 def _router(options: LauncherOptions, socket: str, environ: dict[str, str]) -> ProcessCommand:
     words = [*_program("text-generation-router", "legato.router.cli"), *forward(options, RouterOptions)]
-    return ProcessCommand(
-        "router", [*words, f"--master-shard-uds-path={socket}"], environ | secrets(options, RouterOptions)
-    )
+    words.append(f"--master-shard-uds-path={socket}")
+    return ProcessCommand("router", words, environ | secrets(options, RouterOptions), beats=True)
 
 
 def _program(script: str, module: str) -> list[str]:

@@ -10,15 +10,18 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
+from legato.common import heartbeat as heartbeats
 from legato.common.errors import LegatoError
 from legato.common.logging import parse
 
@@ -31,6 +34,8 @@ MAX_LINE_BYTES = 1 << 20
 # The kernel may take a while to release the resources of a killed process, above all GPU memory.
 KILL_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
+# Signals within this time are one: a service manager, or `timeout`, signals a process and its group.
+SAME_SIGNAL_SECONDS = 1.0
 
 
 class ChildFailed(LegatoError):
@@ -45,6 +50,8 @@ class ProcessCommand:
     words: Sequence[str]
     environ: dict[str, str]
     shows_stderr: bool = False
+    # Whether it sends heartbeats (`common/heartbeat.py`).
+    beats: bool = False
 
 
 class Child:
@@ -54,20 +61,34 @@ class Child:
         self.name = command.name
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.stderr: deque[str] = deque(maxlen=KEPT_LINES)
+        # When it last gave a sign of life; None before the first.
+        self.beat_at: float | None = None
+        ours, theirs = socket.socketpair() if command.beats else (None, None)
+        heartbeat = {} if theirs is None else {heartbeats.VARIABLE: str(theirs.fileno())}
         try:
             self._process = subprocess.Popen(
                 command.words,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=None if command.shows_stderr else subprocess.PIPE,
-                env=command.environ,
+                env=command.environ | heartbeat,
+                pass_fds=() if theirs is None else (theirs.fileno(),),
                 # Ctrl-C in a terminal reaches only the launcher, which stops the children in order.
                 process_group=0,
                 preexec_fn=_die_with(os.getpid()),
             )
         except OSError as error:
             raise ChildFailed(f"cannot start {command.words[0]}: {error.strerror}") from None
-        takers = [(self._process.stdout, self._take_stdout), (self._process.stderr, self._take_stderr)]
+        finally:
+            if theirs is not None:
+                theirs.close()
+        # Both ways: beats come, and stages of the start go.
+        self._heart = None if ours is None else os.fdopen(ours.detach(), "r+b", 0)
+        takers: list[tuple[IO[bytes] | None, Callable[[str], None]]] = [
+            (self._process.stdout, self._take_stdout),
+            (self._process.stderr, self._take_stderr),
+            (self._heart, self._take_beat),
+        ]
         self._pipes = [_PipeReader(pipe, take) for pipe, take in takers if pipe is not None]
 
     @property
@@ -81,6 +102,12 @@ class Child:
             for pipe in self._pipes:
                 pipe.finish()
             self.exited.set_result(code)
+
+    def tell(self, stage: str, progress: float) -> None:
+        """How far the start of the server has come, if the process listens."""
+        if self._heart is not None and not self._heart.closed:
+            with suppress(OSError):
+                os.write(self._heart.fileno(), heartbeats.stage_line(stage, progress))
 
     def terminate(self) -> None:
         """Send SIGTERM to the process, which stops its own children."""
@@ -120,6 +147,9 @@ class Child:
         elif line.strip():
             logger.info("%s", line, extra={"program": self.name})
 
+    def _take_beat(self, line: str) -> None:
+        self.beat_at = time.monotonic()
+
     def _take_stderr(self, line: str) -> None:
         self.stderr.append(line)
         logger.debug("%s", line, extra={"program": self.name})
@@ -131,7 +161,9 @@ class Supervisor:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.stopping = asyncio.Event()
-        self.impatient = False
+        # After signals: 0, or that of the second signal, which killed everything.
+        self.exit_code = 0
+        self._signalled_at = 0.0
 
     def __enter__(self) -> Supervisor:
         loop = asyncio.get_running_loop()
@@ -159,7 +191,8 @@ class Supervisor:
     async def first_exit(self, child: Child) -> Child | None:
         """The child, once it has exited, or None after a stop signal."""
         asked = asyncio.ensure_future(self.stopping.wait())
-        await asyncio.wait([asked, child.exited], return_when=asyncio.FIRST_COMPLETED)
+        events: list[asyncio.Future[Any]] = [asked, child.exited]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
         return None if self.stopping.is_set() else child
 
@@ -177,14 +210,17 @@ class Supervisor:
         await asyncio.wait([child.exited for child in children], timeout=KILL_SECONDS)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self.stopping.is_set() and number == signal.SIGINT:
-            self.impatient = True
-            logger.warning("Second interrupt: killing all processes")
+        """The first ends everything in order, the second at once. An impatient person may press Ctrl-C quickly."""
+        now = time.monotonic()
+        if not self.stopping.is_set():
+            logger.info("Received %s: stopping", number.name)
+            self._signalled_at = now
+            self.stopping.set()
+        elif number == signal.SIGINT or now - self._signalled_at > SAME_SIGNAL_SECONDS:
+            self.exit_code = 128 + number
+            logger.warning("Second signal, %s: killing all processes", number.name)
             for child in self.children:
                 child.kill()
-        elif not self.stopping.is_set():
-            logger.info("Received %s: stopping", number.name)
-            self.stopping.set()
 
     def _reap(self) -> None:
         for child in self.children:

@@ -17,11 +17,16 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from legato.common.restarts import RestartBudget
+from legato.common.heartbeat import BEAT_SECONDS
+from legato.common.restarts import EXIT_NO_RESTART, RestartBudget
 from legato.launcher.plan import LaunchPlan
 from legato.launcher.processes import KILL_SECONDS, Child, ProcessCommand, Supervisor
 
 logger = logging.getLogger(__name__)
+
+
+# A stage of the start, and how much of it is done.
+Tell = Callable[[str, float], None]
 
 
 class ProcessGroup:
@@ -77,18 +82,20 @@ class ProcessGroup:
 
 class ServerProcesses:
     """All of them. `startup` ends when the server is ready for the first time, `ready_again` when it is after a
-    restart."""
+    restart. Both get a function for the stages in between."""
 
     def __init__(
         self,
         supervisor: Supervisor,
         plan: LaunchPlan,
         max_restarts: int,
+        hang_timeout: float,
         remove_sockets: Callable[[], None],
-        startup: Callable[[], Awaitable[None]],
-        ready_again: Callable[[], Awaitable[None]],
+        startup: Callable[[Tell], Awaitable[None]],
+        ready_again: Callable[[Tell], Awaitable[None]],
     ) -> None:
         self._supervisor = supervisor
+        self._hang_timeout = hang_timeout
         self._startup = startup
         self._ready_again = ready_again
         self._was_ready = False
@@ -101,33 +108,54 @@ class ServerProcesses:
         self.router.start()
         tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._supervisor.stopping.wait())]
         tasks += [asyncio.ensure_future(self._keep(group)) for group in (self.shards, self.router)]
-        startup = asyncio.ensure_future(self._become_ready())
+        helpers = [asyncio.ensure_future(self._become_ready()), asyncio.ensure_future(self._watch_heartbeats())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         ended = [task.result() for task in tasks[1:] if task.done()]
-        for task in (startup, *tasks):
+        for task in (*helpers, *tasks):
             task.cancel()
-        await asyncio.gather(startup, *tasks, return_exceptions=True)
+        await asyncio.gather(*helpers, *tasks, return_exceptions=True)
         return None if self._supervisor.stopping.is_set() else first_cause(ended)
 
     async def _become_ready(self) -> None:
-        await self._startup()
+        await self._startup(self._tell)
         self._was_ready = self.shards.is_ready = self.router.is_ready = True
 
     async def _keep(self, group: ProcessGroup) -> Child:
         """Restart a group whenever one of its processes ends. Returns the process that ended for good."""
         while True:
             dead = await group.first_exit()
-            if not self._was_ready or not await group.restart(dead):
+            is_final = not self._was_ready or dead.exited.result() == EXIT_NO_RESTART
+            if is_final or not await group.restart(dead):
                 return dead
             readiness = asyncio.ensure_future(self._log_ready(group))
+            events: list[asyncio.Future[Any]] = [readiness, *group.exits]
             try:
-                await asyncio.wait([readiness, *group.exits], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 readiness.cancel()
 
+    def _tell(self, stage: str, progress: float) -> None:
+        """The router answers on the port until the server is ready."""
+        for child in self.router.children:
+            child.tell(stage, progress)
+
+    async def _watch_heartbeats(self) -> None:
+        """Kill a process whose event loop has stopped. Shards are watched by the router, which sees their steps."""
+        checked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            now = time.monotonic()
+            was_late, checked_at = now - checked_at > 2 * BEAT_SECONDS, now
+            if was_late:  # we were stopped ourselves: beats may be waiting for us
+                continue
+            for child in self.router.children:
+                if child.is_running and child.beat_at is not None and now - child.beat_at > self._hang_timeout:
+                    logger.error("%s is hung: no heartbeat for %g s (--hang-timeout)", child.name, self._hang_timeout)
+                    child.kill()
+
     async def _log_ready(self, group: ProcessGroup) -> None:
         started = time.monotonic()
-        await self._ready_again()
+        await self._ready_again(self._tell)
         group.is_ready = True
         logger.info("Ready again %.1f s after a restart of %s", time.monotonic() - started, group.name)
 

@@ -89,6 +89,7 @@ class SelfAttention:
             turned = self.rotary.turn(heads[:, :num_turned], step)
             q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
         cache.store(k, v, step.slots)
+        k, v = cache.as_read(k, v)  # so that a prompt has the same keys whether it is computed here or found cached
         return paged_attention(q, k, v, cache.keys, cache.values, step.on_host, self.scoring).flatten(1)
 
     def _with_kernels(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
@@ -99,6 +100,7 @@ class SelfAttention:
         whole = self._whole_prompts(step)
         if whole is not None:
             q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+            k, v = cache.as_read(k, v)
             return prompt_attention(q, k, v, whole, self.scoring.scale).flatten(1)
         q = heads[:, : self.num_heads]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

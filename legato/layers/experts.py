@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from legato.kernels.grouped_linear import group_rows, grouped_linear
+from legato.kernels.grouped_linear import group_rows
 from legato.layers.mlp import Product, gate_by_name
 from legato.layers.shard import Shard
+from legato.quantization.experts import ExpertWeights
 
 Logits = Callable[[torch.Tensor], torch.Tensor]  # [T, hidden] -> [T, num_experts]
 
@@ -59,17 +60,17 @@ class Experts:
     """Gated MLPs of which this shard has a part of the inner dimension of each: the sum over the shards is the
     caller's."""
 
-    def __init__(self, router: ExpertRouter, gate_up: torch.Tensor, down: torch.Tensor, activation: str) -> None:
+    def __init__(self, router: ExpertRouter, gate_up: ExpertWeights, down: ExpertWeights, activation: str) -> None:
         self.router = router
-        self.gate_up = gate_up  # [num_experts, 2 inner, hidden], gate and then up
-        self.down = down  # [num_experts, hidden, inner]
+        self.gate_up = gate_up  # [2 inner, hidden] of each, gate and then up
+        self.down = down  # [hidden, inner] of each
         self.gate = gate_by_name(activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x)
-        groups = group_rows(ids, self.gate_up.shape[0])
-        inner = self.gate(grouped_linear(x, self.gate_up, groups))
-        outputs = grouped_linear(inner, self.down, groups, weights.flatten())  # [T num_chosen, hidden]
+        groups = group_rows(ids, self.gate_up.num_experts)
+        inner = self.gate(self.gate_up.apply(x, groups))
+        outputs = self.down.apply(inner, groups, weights.flatten())  # [T num_chosen, hidden]
         return outputs.view(*ids.shape, -1).sum(1)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from legato.kernels.kv_format import store
+from legato.kernels.kv_format import as_stored, store
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,13 @@ class LayerCache:
         """Write [T, num_kv_heads, head_dim] to the slots [T]."""
         store(self.keys.flatten(0, 1), slots, keys)
         store(self.values.flatten(0, 1), slots, values)
+
+    def as_read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values rounded to the format of the cache, as a later step will read them."""
+        if self.keys.dtype == keys.dtype:
+            return keys, values
+        dtype = self.keys.dtype
+        return as_stored(keys, dtype).to(keys.dtype), as_stored(values, dtype).to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,10 @@ class ModelFiles(ABC):
     def config(self) -> dict[str, Any]:
         """config.json: architecture and dimensions."""
 
+    def quantization(self) -> tuple[str, dict[str, Any]] | None:
+        """How the weights are quantized, and where that is said; None: they are not, or in GGUF's own types."""
+        return None
+
     @abstractmethod
     def generation_config(self) -> dict[str, Any]:
         """generation_config.json: generation defaults."""
@@ -132,6 +136,22 @@ class ModelFolder(ModelFiles):
 
     def config(self) -> dict[str, Any]:
         return read_json(self.path / "config.json")
+
+    def quantization(self) -> tuple[str, dict[str, Any]] | None:
+        config = self.config()
+        text_config = config.get("text_config")
+        for where, keys in (("config.json", config), ("config.json, text_config", text_config)):
+            for name in ("quantization_config", "compression_config"):
+                if isinstance(keys, dict) and isinstance(found := keys.get(name), dict) and found:
+                    return f"{where}, {name}", found
+        # Files of older versions: AutoGPTQ, AutoAWQ, ModelOpt.
+        if old := read_json(self.path / "quantize_config.json", optional=True):
+            return "quantize_config.json", {"quant_method": "gptq", **old}
+        if old := read_json(self.path / "quant_config.json", optional=True):
+            return "quant_config.json", {"quant_method": "awq", **old}
+        if old := read_json(self.path / "hf_quant_config.json", optional=True):
+            return "hf_quant_config.json", {"quant_method": "modelopt", **old}
+        return None
 
     def generation_config(self) -> dict[str, Any]:
         return read_json(self.path / "generation_config.json", optional=True)

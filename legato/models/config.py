@@ -24,11 +24,6 @@ class ModelConfig(Sizes):
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
         sizes = Sizes.of(config)
-        if quantization := sizes.keys.below("quantization_config").raw:
-            method = quantization.get("quant_method", "unknown")
-            raise UnsupportedModel(
-                f"config.json says the weights are quantised ('{method}'), which is not supported yet"
-            )
         return cls(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
 
     @property

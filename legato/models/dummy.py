@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from legato.layers.shard import Shard
-from legato.models.weights import Ranges, Weights
+from legato.models.weights import Weights
+from legato.quantization.method import DENSE, Method
+from legato.quantization.stored import Ranges
 
 
 class NoTensors:
@@ -22,16 +25,24 @@ class NoTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         raise KeyError(name)
 
+    def dtype(self, name: str) -> torch.dtype:
+        raise KeyError(name)
+
+    def file(self, name: str) -> Path:
+        raise KeyError(name)
+
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         raise KeyError(name)
 
     def forget(self, name: str) -> None:
-        raise KeyError(name)
+        """Nothing was read."""
 
 
 class DummyWeights(Weights):
-    def __init__(self, dtype: torch.dtype, device: torch.device, shard: Shard | None = None) -> None:
-        super().__init__(NoTensors(), dtype, device, shard)
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, shard: Shard | None = None, method: Method = DENSE
+    ) -> None:
+        super().__init__(NoTensors(), dtype, device, shard, method=method)
 
     def __contains__(self, name: str) -> bool:
         return True

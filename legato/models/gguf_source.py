@@ -115,6 +115,12 @@ class GgufSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.stored(name).shape
 
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def file(self, name: str) -> Path:
+        return self._file.path
+
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Rows are whole numbers of blocks. Columns that are not are cut after decoding."""
         stored = self.stored(name)

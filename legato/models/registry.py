@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from types import ModuleType
 from typing import Protocol, runtime_checkable
 
@@ -14,11 +15,16 @@ from legato.layers.kv_cache import KVCache, KVShape
 from legato.layers.shard import Shard
 from legato.layers.step import Step
 from legato.modelfiles.files import ModelFiles
+from legato.models.checkpoint import Progress
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
 from legato.models.gguf_source import GgufSource
+from legato.models.methods import find_method, on_load
 from legato.models.sources import SafetensorsSource, TensorSource
-from legato.models.weights import Progress, Weights
+from legato.models.weights import Weights
+from legato.quantization.method import DENSE
+
+logger = logging.getLogger(__name__)
 
 ARCHITECTURES = {
     "bloom": "legato.models.bloom:Bloom",
@@ -94,22 +100,31 @@ def get_model(
     dummy: bool = False,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
+    quantize: str | None = None,
 ) -> CausalModel:
-    """Build this shard of the model that `config` describes and fill it from `files`."""
+    """Build this shard of the model that `config` describes and fill it from `files`. `quantize` is the method that
+    was asked for."""
     if config.model_type not in ARCHITECTURES:
         fallback = _fallback(files, trust_remote_code)
+        if quantize is not None or files.quantization() is not None:
+            raise UnsupportedModel(f"model_type '{config.model_type}' runs through transformers, without quantization")
         other: CausalModel = fallback.load(files, config, dtype, device, shard, dummy, trust_remote_code)
         return other
     architecture = architecture_for(config.model_type)
     if dummy:
-        built: CausalModel = architecture(config, DummyWeights(dtype, device, shard))
+        method = DENSE if quantize is None else on_load(quantize)
+        built: CausalModel = architecture(config, DummyWeights(dtype, device, shard, method))
         return built
-    weights = Weights(_source(files), dtype, device, shard, progress)
+    source = open_source(files)
+    method = find_method(files, source, quantize)
+    weights = Weights(source, dtype, device, shard, progress, method)
     try:
         model: CausalModel = architecture(config, weights)
         weights.check_all_used()
     except ModelFileError as error:
         raise ModelFileError(f"{files.path}: {error}") from None
+    if weights.kinds:
+        logger.info("Quantized weights", extra={"fields": {"method": method.name, "layers": dict(weights.kinds)}})
     return model
 
 
@@ -141,7 +156,7 @@ def _fallback(files: ModelFiles, trust_remote_code: bool) -> ModuleType:
     return importlib.import_module(FALLBACK)
 
 
-def _source(files: ModelFiles) -> TensorSource:
+def open_source(files: ModelFiles) -> TensorSource:
     if files.weight_format == "gguf":
         return GgufSource(files.weight_files()[0])
     return SafetensorsSource(files.weight_files())

@@ -17,6 +17,21 @@ from legato.models.mapped import MappedFiles
 STAGED_BYTES = 64 << 20
 # Below this one copy is sooner done than two.
 DIRECT_BYTES = 1 << 20
+# The names that safetensors files have for dtypes.
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class TensorSource(Protocol):
@@ -28,6 +43,14 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Without reading the tensor."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of what `read` returns."""
+        ...
+
+    def file(self, name: str) -> Path:
+        """The file that has the tensor."""
         ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
@@ -67,6 +90,15 @@ class SafetensorsSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._where[name][1].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        stored = self._where[name][1].get_slice(name).get_dtype()
+        if stored not in STORED_DTYPES:
+            raise ModelFileError(f"{self.file(name)}: tensor '{name}' has type {stored}, which is not supported")
+        return STORED_DTYPES[stored]
+
+    def file(self, name: str) -> Path:
+        return self._where[name][0]
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         file, handle = self._where[name]

@@ -30,7 +30,6 @@ from legato.layers.step import Sides, Step
 from legato.models.config import ModelConfig
 from legato.models.keys import Keys
 from legato.models.weights import Weights
-from legato.quantization.dense import dense_weight
 
 # Of prompt and answer. Positions count only by their distance, and all that are far apart count alike, so there is no
 # end to them; `n_positions` in config.json is what T5 was first trained with.
@@ -95,10 +94,8 @@ class T5Parts:
 
     def some(self, name: str, parts: str) -> Linear:
         """Only queries, or only keys and values: here they are not of the same tokens."""
-        heads, size = self.heads, self.heads.head_dim
-        shape, ours = (heads.all_heads * size, self.shape.hidden_size), [(heads.first * size, heads.last * size)]
-        matrices = [self.weights.tensor(f"{name}.{part}.weight", shape, {0: ours}) for part in parts]
-        return Linear(dense_weight(torch.cat(matrices)))
+        names = [f"{name}.{part}" for part in parts]
+        return self.weights.per_head(names, self.heads, self.heads.head_dim, self.shape.hidden_size)
 
     def output(self, name: str) -> RowLinear:
         return self.weights.output(f"{name}.o", self.heads, self.shape.hidden_size)
@@ -131,8 +128,7 @@ class FeedForward:
         self.activation = (gate_by_name if shape.is_gated else activation_by_name)(shape.activation)
         self.up = weights.column(names, inner, hidden)
         self.dtype = stream_dtype(weights.dtype)
-        down = weights.tensor(f"{name}.wo.weight", (hidden, inner), {1: [weights.shard.span(inner)]}, self.dtype)
-        self.down = RowLinear(dense_weight(down), weights.shard)
+        self.down = weights.row(f"{name}.wo", hidden, inner, dtype=self.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.activation(self.up(x)).to(self.dtype))

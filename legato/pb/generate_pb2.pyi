@@ -44,7 +44,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "eos_token_ids", "vocab_size", "max_position_embeddings", "model_type", "decoder_start_token_id", "num_uncaptured")
+    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "eos_token_ids", "vocab_size", "max_position_embeddings", "model_type", "decoder_start_token_id", "num_uncaptured", "num_steps")
     REQUIRES_PADDING_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class InfoResponse(_message.Message):
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DECODER_START_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_UNCAPTURED_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     requires_padding: bool
     dtype: str
     device_type: str
@@ -75,7 +76,8 @@ class InfoResponse(_message.Message):
     model_type: str
     decoder_start_token_id: int
     num_uncaptured: int
-    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., model_type: _Optional[str] = ..., decoder_start_token_id: _Optional[int] = ..., num_uncaptured: _Optional[int] = ...) -> None: ...
+    num_steps: int
+    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., model_type: _Optional[str] = ..., decoder_start_token_id: _Optional[int] = ..., num_uncaptured: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -424,20 +426,30 @@ class AdmittedImage(_message.Message):
     def __init__(self, image: _Optional[_Union[Image, _Mapping]] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("id", "admitted", "rows", "num_tokens", "num_new_blocks", "new_blocks")
+    __slots__ = ("id", "admitted", "rows", "num_tokens", "num_new_blocks", "new_blocks", "traces")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
     id: int
     admitted: _containers.RepeatedCompositeFieldContainer[Admission]
     rows: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     num_new_blocks: _containers.RepeatedScalarFieldContainer[int]
     new_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., admitted: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    traces: _containers.RepeatedCompositeFieldContainer[TracedRow]
+    def __init__(self, id: _Optional[int] = ..., admitted: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_blocks: _Optional[_Iterable[int]] = ..., traces: _Optional[_Iterable[_Union[TracedRow, _Mapping]]] = ...) -> None: ...
+
+class TracedRow(_message.Message):
+    __slots__ = ("row", "traceparent")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    traceparent: str
+    def __init__(self, row: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class TopTokens(_message.Message):
     __slots__ = ("index", "ids", "logprobs")

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from legato.common.errors import ModelNotFound, OptionError
 from legato.common.option import option
-from legato.common.options import ModelOptions
+from legato.common.options import Checkpoints, ModelOptions, OnLoad
 from legato.common.program import command
 from legato.modelfiles import hub
 from legato.modelfiles.cache import cache_folder
@@ -46,6 +46,9 @@ class PlanOptions(ModelOptions):
     dtype: Literal["float16", "bfloat16", "float32"] | None = option(
         None, "Data type of weights and activations. Default: the one that a shard would choose.", env=None
     )
+    quantize: Literal[Checkpoints, OnLoad] | None = option(
+        None, "Quantization method of the weights. Default: what the checkpoint says.", env=None
+    )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
         None, "Data type of the KV cache. Default: that of the model.", env=None
     )
@@ -73,7 +76,7 @@ def make_plan(options: PlanOptions) -> MemoryPlan:
     dtype = choose_dtype(options.dtype, config, device)
     from legato.plan.counting import CountedModel  # brings in torch; mistakes are found before
 
-    model = CountedModel(config, dtype, files)
+    model = CountedModel(config, dtype, files, options.quantize, device.kind)
     return MemoryPlan(
         model=options.model_id or hub.DEFAULT_MODEL,
         shape=model.shape,
@@ -142,6 +145,7 @@ def _free_host_memory() -> int:
 def command_for(plan: MemoryPlan, options: PlanOptions) -> str | None:
     """The command to run, if there is one: shapes without weights run in benchmarks only, which start one shard."""
     formats = ["--dtype", options.dtype] if options.dtype else []
+    formats += ["--quantize", options.quantize] if options.quantize else []
     formats += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
     if options.model_id not in SHAPES:
         words = ["text-generation-launcher"] + (["--model-id", options.model_id] if options.model_id else [])

@@ -18,13 +18,19 @@ import torch
 from legato.common.errors import ModelFileError
 from legato.layers.shard import Shard
 from legato.modelfiles.files import GgufModel, ModelFiles
+from legato.models import checkpoint
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
 from legato.models.gguf_source import GgufSource
-from legato.models.registry import ARCHITECTURES, CausalModel, architecture_for
+from legato.models.methods import find_method, on_load
+from legato.models.registry import ARCHITECTURES, CausalModel, architecture_for, open_source
 from legato.models.sizes import Sizes
-from legato.models.weights import Ranges
+from legato.models.sources import STORED_DTYPES
 from legato.plan.memory import SIZES, ModelShape, ShardSize
+from legato.quantization.dense import Weight
+from legato.quantization.experts import ExpertWeights
+from legato.quantization.method import DENSE, Method
+from legato.quantization.stored import Ranges
 
 # Floating-point formats of safetensors, which are loaded in the model's dtype; others stay as they are.
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -46,14 +52,22 @@ class CountingWeights(DummyWeights):
     """Makes tensors on the meta device and counts their bytes. With `stored`, the model sees the names and shapes of a
     checkpoint; without, every tensor that it asks for is there."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor] | None, dtype: torch.dtype, shard: Shard) -> None:
-        super().__init__(dtype, torch.device("meta"), shard)
-        self._stored = stored
+    def __init__(
+        self,
+        stored: Mapping[str, StoredTensor] | None,
+        dtype: torch.dtype,
+        shard: Shard,
+        method: Method = DENSE,
+        device_kind: str = "cuda",
+    ) -> None:
+        super().__init__(dtype, torch.device("meta"), shard, method)
+        self.dequantizes = device_kind in checkpoint.DEQUANTIZED_ON
+        self._stored_tensors = stored
         self.numbers: dict[str, int] = {}  # name -> how many this shard loads
         self.num_bytes = 0
 
     def __contains__(self, name: str) -> bool:
-        return self._stored is None or name in self._stored
+        return self._stored_tensors is None or name in self._stored_tensors
 
     def tensor(
         self,
@@ -62,27 +76,66 @@ class CountingWeights(DummyWeights):
         cut: Mapping[int, Ranges] | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        if name not in self:
-            raise ModelFileError(f"the checkpoint has no tensor '{name}'")
-        if self._stored is not None and self._stored[name].shape != shape:
-            raise ModelFileError(
-                f"tensor '{name}' has shape {self._stored[name].shape}, the configuration says {shape}"
-            )
+        self._check(name, shape)
         made = super().tensor(name, shape, cut, dtype)
         self.numbers[name] = made.numel()
         self.num_bytes += made.nbytes
         return made
+
+    def raw(self, name: str, shape: tuple[int, ...], cut: Mapping[int, Ranges] | None = None) -> torch.Tensor:
+        self._check(name, shape)
+        made = super().tensor(name, shape, cut, torch.float32).to(self.stored_dtype(name))
+        self.numbers[name] = made.numel()
+        return made
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        if name not in self or self._stored_tensors is None:
+            raise ModelFileError(f"the checkpoint has no tensor '{name}'")
+        return self._stored_tensors[name].shape
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        assert self._stored_tensors is not None, "a layout is that of a checkpoint"
+        return STORED_DTYPES.get(self._stored_tensors[name].format, torch.float32)
+
+    def fault(self, name: str, what: str) -> ModelFileError:
+        return ModelFileError(f"tensor '{name}' {what}")
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if self._stored_tensors is not None and (found := self.stored_shape(name)) != shape:
+            raise self.fault(name, f"has shape {found}, the configuration says {shape}")
+
+    def _weight(self, *arguments: Any, **how: Any) -> Weight:
+        """Counts what a matrix becomes, not what is read for it."""
+        before = self.num_bytes
+        weight = super()._weight(*arguments, **how)
+        self.num_bytes = before + weight.nbytes
+        return weight
+
+    def experts(self, *arguments: Any) -> tuple[ExpertWeights, ExpertWeights]:
+        before = self.num_bytes
+        gate_up, down = super().experts(*arguments)
+        self.num_bytes = before + gate_up.nbytes + down.nbytes
+        return gate_up, down
 
 
 class CountedModel:
     """A model in this dtype, by its configuration and, where there are some, the headers of its files. `numbers` has
     how many numbers each tensor that it loads is."""
 
-    def __init__(self, config: dict[str, Any], dtype: str, files: ModelFiles | None = None) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        dtype: str,
+        files: ModelFiles | None = None,
+        quantize: str | None = None,
+        device_kind: str = "cuda",
+    ) -> None:
         self._config = config
+        self._device_kind = device_kind
         self._dtype = dtype
         self._stored = None if files is None else dict(_stored(files))
         self._path = "" if files is None else f"{files.path}: "
+        self._method = self._find_method(files, quantize)
         sizes = Sizes.of(config)
         keys = sizes.keys
         inner = keys.count(
@@ -115,6 +168,12 @@ class CountedModel:
             is_native=is_native,
         )
 
+    @staticmethod
+    def _find_method(files: ModelFiles | None, quantize: str | None) -> Method:
+        if files is None:
+            return DENSE if quantize is None else on_load(quantize)
+        return find_method(files, open_source(files), quantize)
+
     @property
     def formats(self) -> dict[str, int]:
         """Format -> bytes of the tensors in the files that the model loads."""
@@ -133,7 +192,7 @@ class CountedModel:
         return ShardSize(num_shards, weights.num_bytes, 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim)
 
     def _build(self, shard: Shard) -> tuple[CausalModel, CountingWeights]:
-        weights = CountingWeights(self._stored, getattr(torch, self._dtype), shard)
+        weights = CountingWeights(self._stored, getattr(torch, self._dtype), shard, self._method, self._device_kind)
         config = ModelConfig.from_hf(self._config)
         try:
             model: CausalModel = architecture_for(config.model_type)(config, weights)

@@ -17,6 +17,11 @@ class Weight(Protocol):
 
     out_features: int
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        ...
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> [T, out]."""
         ...
@@ -29,6 +34,10 @@ class DenseWeight:
         self.out_features = weight.shape[0]
         self.weight = weight
         self.bias = bias
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         if pays(x):
@@ -62,6 +71,7 @@ class PackedWeight:
         self.out_features = weight.shape[0]
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, self.ROWS_HINT)
         self.bias = bias
+        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
@@ -75,5 +85,5 @@ def dense_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Dens
 
 
 def _has_onednn() -> bool:
-    available = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    available = bool(torch.backends.mkldnn.is_available())
     return available and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

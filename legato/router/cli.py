@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from legato.common.errors import OptionError
+from legato.common.exposure import command_line_warnings, exposure_warnings, tls_context
+from legato.common.heartbeat import send_heartbeats
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
 from legato.common.restarts import RestartBudget
+from legato.ipc.api_keys import read_keys, tenant_of
 from legato.ipc.messages import WorkerSetup
 from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
 from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
+from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.metrics_listener import metrics_listener
 from legato.router.recovery import ConnectedShards, Recovery
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
+from legato.router.startup import StartupResponder
 from legato.router.step_loop import StepLoop
+from legato.router.tracing import StepTraces
 from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes, step_sizes
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import ModelLimits
-from legato.telemetry.metrics import Metrics
+from legato.telemetry.metrics import Metrics, StepFigures
 
 logger = logging.getLogger(__name__)
 
@@ -51,31 +58,52 @@ def run(options: RouterOptions) -> None:
     # Before anything slow: a port in use ends at once.
     listeners = Listeners(options.hostname, options.port, num_workers(options))
     api_keys = read_keys(options.api_key, options.api_key_file)
+    tls_context(options.ssl_certfile, options.ssl_keyfile)  # the workers read the files again
+    for warning in (*command_line_warnings(), *exposure_warnings(options)):
+        logger.warning(warning)
     import uvloop
 
     uvloop.run(serve(options, listeners, api_keys))
 
 
-async def serve(options: RouterOptions, listeners: Listeners, api_keys: tuple[str, ...]) -> None:
-    workers = Workers(setup_for(options, locate(options)), listeners.sockets)
+async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int]) -> None:
+    workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
+    startup = StartupResponder()
+    heartbeat = asyncio.create_task(send_heartbeats(startup.enter))
     try:
+        await startup.open(listeners)
         await workers.load()
-        shards = await GrpcShards.connect(options.master_shard_uds_path)
+        shards = await connect(options)
         info = await shards.info()
         scheduler, limits = await warm_up(shards, info, options)
         metrics = Metrics(limits)
-        steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout)
+        traces = StepTraces() if options.otlp_endpoint else None
+        history = StepHistory()
+
+        def on_step(step: StepFigures) -> None:
+            metrics.step(step)
+            history.add(step)
+
+        steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
-        router = RouterProcess(steps, recovery, metrics, workers, settings_for(options, info, api_keys))
-        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, api_keys):
+        settings = settings_for(options, info, api_keys)
+        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history)
+        startup.close()
+        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
             await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
+        startup.close()
+        heartbeat.cancel()
         workers.kill()
 
 
+async def connect(options: RouterOptions) -> GrpcShards:
+    return await GrpcShards.connect(options.master_shard_uds_path, hang_timeout=options.hang_timeout)
+
+
 async def reconnect(options: RouterOptions) -> ConnectedShards:
-    shards = await GrpcShards.connect(options.master_shard_uds_path)
+    shards = await connect(options)
     try:
         scheduler, limits = await warm_up(shards, await shards.info(), options)
     except ShardsLost:
@@ -115,6 +143,8 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             queue_timeout=options.queue_timeout,
             request_timeout=options.request_timeout,
             max_requests=options.max_concurrent_requests,
+            max_queued_tokens=options.max_queued_tokens,
+            share_prefix_cache=options.share_prefix_cache,
             decoder_start_token_id=start,
         )
     )
@@ -160,22 +190,6 @@ def whole_prompt_tokens(sizes: StepSizes, options: RouterOptions) -> int:
     return max(sizes.max_prompt_tokens or sizes.max_tokens, longest)
 
 
-def read_keys(keys: Iterable[str], path: str | None) -> tuple[str, ...]:
-    """The keys of `--api-key` and of the lines of `--api-key-file`. A file that has none is a mistake: taken at its
-    word, it would disable authentication."""
-    if path is None:
-        return tuple(keys)
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise OptionError(f"--api-key-file {path} cannot be read: {cause}") from None
-    found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not found:
-        raise OptionError(f"--api-key-file {path} has no key: write one on a line of its own")
-    return (*keys, *found)
-
-
 def vertex_port(environ: Mapping[str, str]) -> int | None:
     """Where Vertex AI will call. Only Vertex AI sets the variable, in every container, so it overrides --port."""
     port = environ.get("AIP_HTTP_PORT") or None
@@ -209,10 +223,12 @@ def setup_for(options: RouterOptions, model: Path) -> WorkerSetup:
         model=str(model.absolute()),
         tokenizer_config_path=options.tokenizer_config_path,
         payload_limit=options.payload_limit,
+        otlp_endpoint=options.otlp_endpoint,
+        otlp_service_name=options.otlp_service_name,
     )
 
 
-def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: tuple[str, ...]) -> RouterSettings:
+def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: Mapping[str, int]) -> RouterSettings:
     return RouterSettings(
         model_id=options.model_id or DEFAULT_MODEL,
         model_pipeline_tag="text2text-generation" if info.HasField("decoder_start_token_id") else None,
@@ -230,12 +246,19 @@ def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: tuple[
         image_url_allow=options.image_url_allow,
         payload_limit=options.payload_limit,
         tool_call_parser=options.tool_call_parser,
+        ssl_certfile=_absolute(options.ssl_certfile),
+        ssl_keyfile=_absolute(options.ssl_keyfile),
         cors_allow_origin=options.cors_allow_origin,
-        api_keys=api_keys,
+        api_keys=tuple(api_keys),
+        best_priorities={tenant_of(key): priority for key, priority in api_keys.items()},
         vertex_predict_route=vertex_route(os.environ, "AIP_PREDICT_ROUTE"),
         vertex_health_route=vertex_route(os.environ, "AIP_HEALTH_ROUTE"),
         compute_type=os.environ.get("COMPUTE_TYPE", info.device_type),
     )
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
 
 
 def main(args: list[str] | None = None) -> Any:

@@ -14,7 +14,7 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.ipc import messages as msg
 from legato.router.step_loop import StepLoop
-from legato.scheduling.state import GenerationRequest, Output
+from legato.scheduling.state import GenerationRequest, Output, PromptChunk
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +28,17 @@ class Port:
     """Collects the outputs of a step for one worker into one message, and cancels its requests when it is gone."""
 
     def __init__(
-        self, steps: StepLoop, scrape: Callable[[], Awaitable[bytes]], send: Callable[[msgspec.Struct], None]
+        self,
+        steps: StepLoop,
+        scrape: Callable[[], Awaitable[bytes]],
+        observe: Callable[[], Awaitable[bytes]],
+        drain: Callable[[], bytes],
+        send: Callable[[msgspec.Struct], None],
     ) -> None:
         self._steps = steps
         self._scrape = scrape
+        self._observe = observe
+        self._drain = drain
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._requests: set[int] = set()
@@ -48,10 +55,10 @@ class Port:
                 self._steps.cancel(request_id)
             case msg.Prepare(number, grammar):
                 self._spawn(self._prepare(number, grammar))
-            case msg.CheckHealth(number):
-                self._spawn(self._check_health(number))
-            case msg.Scrape(number):
-                self._spawn(self._render(number))
+            case msg.BeginDrain(number):
+                self._send(msg.Answer(number, self._drain()))
+            case msg.Scrape(number, dashboard):
+                self._spawn(self._render(number, self._observe if dashboard else self._scrape))
 
     def close(self) -> None:
         """The worker is gone."""
@@ -83,6 +90,10 @@ class Port:
         tokens.token_ids.append(output.token_id)
         tokens.logprobs.append(output.logprob)
 
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        """Sent at once, and so before the tokens of this turn."""
+        self._send(msg.ChunkDone(request_id, chunk))
+
     def _deliver(self) -> None:
         tokens, self._tokens = self._tokens, msg.Tokens([], [], [], [])
         self._send(tokens)
@@ -97,11 +108,8 @@ class Port:
         else:
             self._send(msg.Answer(number))
 
-    async def _check_health(self, number: int) -> None:
-        self._send(msg.Answer(number, await self._steps.healthy()))
-
-    async def _render(self, number: int) -> None:
-        self._send(msg.Answer(number, await self._scrape()))
+    async def _render(self, number: int, render: Callable[[], Awaitable[bytes]]) -> None:
+        self._send(msg.Answer(number, await render()))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -50,11 +49,11 @@ class Recovery:
         self._budget = budget
 
     async def __call__(self, error: ShardsLost) -> None:
-        started, was_ready = time.monotonic(), True
+        started, was_ready = asyncio.get_running_loop().time(), True
         while True:
             self._current.kill()
             await self._current.close()
-            delay = self._budget.spend(time.monotonic(), was_ready=was_ready)
+            delay = self._budget.spend(asyncio.get_running_loop().time(), was_ready=was_ready)
             if delay is None:
                 raise error
             num_requests = self._steps.running + self._steps.queue_size
@@ -68,7 +67,7 @@ class Recovery:
                 error, was_ready = again, False
                 continue
             self._steps.resume(connected.shards, connected.scheduler_limits, connected.limits)
-            seconds = time.monotonic() - started
+            seconds = asyncio.get_running_loop().time() - started
             logger.info("Connected to new shards after %.1f s: requests go on", seconds)
             return
 

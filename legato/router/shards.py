@@ -7,7 +7,9 @@ as good as another; the others are read all the same, because one that falls sil
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,10 @@ from legato.scheduling.state import Admission, StepPlan, StepResult
 T = TypeVar("T")
 
 FLAG = "--master-shard-uds-path"
+# Seconds between questions to shards that work on something else than steps.
+HEALTH_INTERVAL = 5.0
+# And how long one that is connected to for the first time may take to answer before it is asked again.
+HEALTH_SECONDS = 2.0
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
 
 
@@ -46,34 +52,68 @@ class WarmupLimits:
 
 
 class GrpcShards:
-    def __init__(self, channels: list[grpc.aio.Channel], processes: Sequence[PeerProcess] = ()) -> None:
+    def __init__(
+        self,
+        channels: list[grpc.aio.Channel],
+        processes: Sequence[PeerProcess] = (),
+        hang_timeout: float = math.inf,
+    ) -> None:
         self._channels = channels
+        self._hang_timeout = hang_timeout
         self._processes = processes
         self._stubs = [_stub(channel) for channel in channels]
         self._outboxes: list[asyncio.Queue[pb.StepRequest]] = []
 
     @classmethod
-    async def connect(cls, master_path: str, timeout: float | None = None) -> GrpcShards:
-        """Wait for the first shard's socket, ask it for the others."""
-        master = f"unix://{os.path.abspath(master_path)}"
-        first = _channel(master)
+    async def connect(
+        cls, master_path: str, timeout: float | None = None, hang_timeout: float = math.inf
+    ) -> GrpcShards:
+        """Wait for the first shard's socket, ask it for the others. Shards that are out of step are killed: others will
+        take their place."""
         try:
-            await asyncio.wait_for(_until_ready(first, master_path), timeout)
+            async with asyncio.timeout(timeout):
+                while True:
+                    shards = await cls._connect(master_path, hang_timeout)
+                    if await shards.are_in_step():
+                        return shards
+                    shards.kill()
+                    await shards.close()
         except TimeoutError:
             raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
+
+    @classmethod
+    async def _connect(cls, master_path: str, hang_timeout: float) -> GrpcShards:
+        """Sends nothing but a greeting to a socket of another user."""
+        master = f"unix://{os.path.abspath(master_path)}"
+        first = cls([_channel(master)], [], hang_timeout)
+        await _until_ready(first._stubs[0], master_path, hang_timeout)
         check_peer(master_path, FLAG)
-        answer = await _answer(_stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest()))
-        channels, paths = [first], [os.path.abspath(master_path)]
-        for url in answer.urls:
-            if url != master:
-                channels.append(_channel(url))
-                paths.append(url.removeprefix("unix://"))
-                await _until_ready(channels[-1], paths[-1])
-                check_peer(paths[-1], FLAG)
-        return cls(channels, [PeerProcess(path) for path in paths])
+        first._processes = [PeerProcess(master_path)]
+        try:
+            answer = (await first._all([first._stubs[0].ServiceDiscovery(pb.ServiceDiscoveryRequest())]))[0]
+        except ShardsLost:
+            first.kill()
+            await first.close()
+            raise
+        channels, processes = first._channels, [*first._processes]
+        for path in (url.removeprefix("unix://") for url in answer.urls if url != master):
+            channel = _channel(f"unix://{path}")
+            await _until_ready(_stub(channel), path, hang_timeout)
+            check_peer(path, FLAG)
+            channels.append(channel)
+            processes.append(PeerProcess(path))
+        return cls(channels, processes, hang_timeout)
+
+    async def are_in_step(self) -> bool:
+        """A router that dies may have sent a step to some shards only. Those would wait for the others for ever."""
+        if len(self._stubs) == 1:
+            return True
+        infos = await self._all([stub.Info(pb.InfoRequest()) for stub in self._stubs])
+        return len({info.num_steps for info in infos}) == 1
 
     async def info(self) -> pb.InfoResponse:
-        return await _answer(self._stubs[0].Info(pb.InfoRequest()))
+        found: list[pb.InfoResponse] = await self._all([self._stubs[0].Info(pb.InfoRequest())])
+        return found[0]
 
     async def warmup(self, limits: WarmupLimits) -> pb.WarmupResponse:
         """What the smallest shard can hold is what all can hold."""
@@ -84,18 +124,27 @@ class GrpcShards:
             max_rows=limits.max_rows,
             max_batch_total_tokens=limits.max_batch_total_tokens or 0,
         )
-        answers: list[pb.WarmupResponse] = await asyncio.gather(
-            *(_answer(stub.Warmup(request)) for stub in self._stubs)
-        )
+        answers: list[pb.WarmupResponse] = await self._all([stub.Warmup(request) for stub in self._stubs])
         return min(answers, key=lambda answer: int(answer.num_blocks))
 
     async def prepare(self, grammar: Grammar) -> None:
         """Have a grammar compiled before a step needs it. InvalidGrammar if a shard cannot."""
         request = pb.PrepareGrammarRequest(grammar=grammar.value, grammar_type=grammar_type(grammar))
-        answers = await asyncio.gather(*(_answer(stub.PrepareGrammar(request)) for stub in self._stubs))
+        answers = await self._all([stub.PrepareGrammar(request) for stub in self._stubs])
         for answer in answers:
             if answer.HasField("error"):
                 raise GrammarError(answer.error)
+
+    async def _all(self, calls: list[Awaitable[T]]) -> list[T]:
+        """The answers of all shards, which may take any time while the shards answer to `Health`."""
+        answers = asyncio.gather(*map(_answer, calls))
+        try:
+            while not (await asyncio.wait([answers], timeout=HEALTH_INTERVAL))[0]:
+                if not math.isinf(self._hang_timeout) and not await self.healthy(self._hang_timeout):
+                    raise ShardsLost(f"the shards do not answer for {self._hang_timeout:g} s (--hang-timeout)")
+            return await answers
+        finally:
+            answers.cancel()
 
     async def healthy(self, timeout: float = 5.0) -> bool:
         try:
@@ -144,16 +193,25 @@ async def _answer(call: Awaitable[T]) -> T:
         raise ShardsLost(error.details() or error.code().name) from None
 
 
-async def _until_ready(channel: grpc.aio.Channel, path: str) -> None:
-    """gRPC backs off for seconds when a socket is not there yet; asking often starts the server sooner."""
-    stub = _stub(channel)
+async def _until_ready(stub: pb_grpc.TextGenerationServiceStub, path: str, hang_timeout: float) -> None:
+    """gRPC backs off for seconds when a socket is not there yet; asking often starts the server sooner. A shard that
+    listens and does not answer is killed."""
+    silent_since: float | None = None
     while True:
         try:
-            await stub.Health(pb.HealthRequest(), timeout=2.0)
+            await stub.Health(pb.HealthRequest(), timeout=HEALTH_SECONDS)
             return
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise ShardsLost(f"the shard on {path} refused: {error.details()}") from None
+            now = time.monotonic()
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                silent_since = None
+            elif silent_since is None:
+                silent_since = now - HEALTH_SECONDS
+            if silent_since is not None and now - silent_since > hang_timeout:
+                PeerProcess(path).kill()
+                silent_since = None
         await asyncio.sleep(0.05)
 
 
@@ -188,7 +246,7 @@ def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
 
 
 def _to_pb(plan: StepPlan) -> pb.StepRequest:
-    return pb.StepRequest(
+    request = pb.StepRequest(
         id=plan.id,
         admitted=[_admission(admission) for admission in plan.admitted],
         rows=plan.rows,
@@ -196,6 +254,9 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
         num_new_blocks=[len(blocks) for blocks in plan.new_blocks],
         new_blocks=[block for blocks in plan.new_blocks for block in blocks],
     )
+    for row, traceparent in plan.traces:
+        request.traces.add(row=row, traceparent=traceparent)
+    return request
 
 
 def _admission(admission: Admission) -> pb.Admission:

@@ -14,23 +14,24 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
+from legato.router.clock import MAX_LATENESS, Clock, LoopClock, Timer
+from legato.router.sent_step import SentStep
 from legato.router.shards import ShardsLost
+from legato.router.tracing import StepTraces
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk, StepPlan, StepResult
 from legato.telemetry.metrics import StepFigures
 
 # One step computes, the next waits at the shard: the device never waits for the router.
 STEPS_IN_FLIGHT = 2
-# Seconds that the event loop may be late before a step counts as hung: we were stopped, not the shards.
-MAX_LATENESS = 1.0
 # The request that proves that new shards compute: one token, for nobody. The numbers of clients' requests begin at 1.
-PROBE = GenerationRequest(0, [0], 1, ignore_eos=True, priority=0)
+PROBE = GenerationRequest(0, [0], 1, ignore_eos=True)
 # Seconds before a grammar is sent again to shards that failed while they compiled it.
 RETRY_SECONDS = 0.1
 
@@ -44,19 +45,7 @@ class Shards(Protocol):
 
     async def prepare(self, grammar: Grammar) -> None: ...
 
-    async def healthy(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SentStep:
-    """What must be remembered of a step until its result is here."""
-
-    plan: StepPlan
-    sent_at: float
-    planning_time: float
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_preempted: int
+    async def healthy(self, timeout: float) -> bool: ...
 
 
 class Receiver(Protocol):
@@ -64,25 +53,8 @@ class Receiver(Protocol):
 
     def put(self, request_id: int, output: Output) -> None: ...
 
-
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Clock(Protocol):
-    """Time, so that tests can do without the real one."""
-
-    def now(self) -> float: ...
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer: ...
-
-
-class LoopClock:
-    def now(self) -> float:
-        return time.monotonic()
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        return asyncio.get_running_loop().call_later(seconds, callback)
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        """Of a traced request, before the output that the chunk led to."""
 
 
 class StepLoop:
@@ -94,13 +66,16 @@ class StepLoop:
         on_step: Callable[[StepFigures], None],
         clock: Clock | None = None,
         hang_timeout: float = math.inf,
+        traces: StepTraces | None = None,
     ) -> None:
+        """`traces` only if requests are traced."""
         self.limits = limits
         self.scheduler = scheduler
         self.shards = shards
         self._hang_timeout = hang_timeout
         self._on_step = on_step
         self._clock = LoopClock() if clock is None else clock
+        self._traces = traces
         self._receivers: dict[int, Receiver] = {}
         self._sent: deque[SentStep] = deque()
         self._last_arrival = 0.0
@@ -117,6 +92,8 @@ class StepLoop:
         # Since when the oldest step in flight is being computed.
         self._step_began = 0.0
         self._hung: asyncio.Future[None] | None = None
+        # Called when shards are lost, replaced or proven.
+        self.on_change: Callable[[], None] = lambda: None
         self._watch_timer: Timer | None = None
 
     @property
@@ -125,8 +102,31 @@ class StepLoop:
         return self._clock.now() - self._step_began if self._sent and self._connected.is_set() else 0.0
 
     @property
+    def is_live(self) -> bool:
+        """Steps advance. While shards are replaced there are none, and the attempts to replace them are limited."""
+        return self._lost is None and self.step_age < self._hang_timeout
+
+    @property
+    def is_healthy(self) -> bool:
+        """Steps advance, and a token has come since the last failure."""
+        return self.is_live and self._proven and self._connected.is_set()
+
+    @property
+    def is_restarting(self) -> bool:
+        return not self._connected.is_set()
+
+    @property
+    def is_idle(self) -> bool:
+        """No step shows whether the shards are well."""
+        return not self._sent and self._connected.is_set()
+
+    @property
     def queue_size(self) -> int:
         return len(self.scheduler.queue)
+
+    def now(self) -> float:
+        """The time in which requests are queued."""
+        return self._clock.now()
 
     @property
     def queue_age(self) -> float:
@@ -174,10 +174,6 @@ class StepLoop:
                     raise
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def healthy(self) -> bool:
-        is_running = self._lost is None and self._connected.is_set() and self._proven
-        return is_running and await self.shards.healthy()
-
     async def run(self, recover: Callable[[ShardsLost], Awaitable[None]] | None = None) -> None:
         """Until the shards are lost and `recover` does not `resume` with others. However it ends, no request is left
         waiting for a token that never comes."""
@@ -192,6 +188,7 @@ class StepLoop:
                         raise
                     self._connected.clear()
                     self._proven = False
+                    self.on_change()
                     await recover(error)
         except Exception as error:
             reason = str(error) if isinstance(error, LegatoError) else "the scheduler failed"
@@ -203,6 +200,8 @@ class StepLoop:
         """Other shards take the place of those that were lost. Their stream opens when `run` goes on."""
         self.shards, self.limits = shards, limits
         self._sent.clear()
+        if self._traces is not None:
+            self._traces.clear()
         for request_id, output in self.scheduler.restart(scheduler_limits):
             self._deliver(request_id, output)
 
@@ -215,8 +214,7 @@ class StepLoop:
             if not self._connected.is_set():
                 await asyncio.sleep(0)  # a step that is sent before the stream is open is lost
                 self._connected.set()
-                self._probe()
-                self._pump()
+                self.prove()
             await asyncio.wait([stream, hung], return_when=asyncio.FIRST_COMPLETED)
             (hung if hung.done() else stream).result()
         finally:
@@ -226,10 +224,17 @@ class StepLoop:
             stream.cancel()
             await asyncio.gather(stream, return_exceptions=True)
 
-    def _probe(self) -> None:
-        """Unless it is here already or the server is full: then the tokens of others prove as much."""
-        self.scheduler.cancel(PROBE.id)
-        self.scheduler.submit(PROBE, self._clock.now())
+    def lose_shards(self, reason: str) -> None:
+        """They are not well, although no step shows it."""
+        if self._hung is not None and not self._hung.done():
+            self._hung.set_exception(ShardsLost(reason))
+
+    def prove(self) -> None:
+        """Have a token computed if none has come since the last failure and no request is here that will get one."""
+        if not self._proven and self._connected.is_set():
+            if not (self.running or self.queue_size):
+                self.scheduler.submit(PROBE, self._clock.now())
+            self._pump()
 
     def _watch(self) -> None:
         """Look again when the oldest step in flight would be hung."""
@@ -240,13 +245,11 @@ class StepLoop:
         self._watch_timer = self._clock.call_later(max(due - now, 0), lambda: self._on_watch(due))
 
     def _on_watch(self, due: float) -> None:
-        assert self._hung is not None
         now = self._clock.now()
         if now - due > MAX_LATENESS:  # our own event loop stood still: results may be waiting for us
             self._step_began = now
-        elif self._sent and now - self._step_began >= self._hang_timeout and not self._hung.done():
-            message = f"the shards have not finished a step for {self._hang_timeout:g} s (--hang-timeout)"
-            self._hung.set_exception(ShardsLost(message))
+        elif self._sent and now - self._step_began >= self._hang_timeout:
+            self.lose_shards(f"the shards have not finished a step for {self._hang_timeout:g} s (--hang-timeout)")
             return
         self._watch()
 
@@ -264,6 +267,8 @@ class StepLoop:
                 return
             if not self._sent:
                 self._step_began = now
+            if self._traces is not None:
+                self._traces.planned(plan)
             self.shards.send(plan)
             sent_at, stats = time.perf_counter(), self.scheduler.stats
             self._sent.append(
@@ -287,6 +292,12 @@ class StepLoop:
         if receiver is not None:  # None: cancelled meanwhile
             receiver.put(request_id, output)
 
+    def _deliver_chunks(self, chunks: list[tuple[int, PromptChunk]]) -> None:
+        for request_id, chunk in chunks:
+            receiver = self._receivers.get(request_id)
+            if receiver is not None:
+                receiver.trace(request_id, chunk)
+
     def _set_alarm(self) -> None:
         """Unless it fires in time anyway. It may fire for a deadline that is obsolete by then."""
         deadline = self.scheduler.next_deadline()
@@ -307,37 +318,24 @@ class StepLoop:
         outputs = self.scheduler.complete(result)
         booked = time.perf_counter()
         self._step_began = self._clock.now()
-        if not self._proven and result.token_ids:
-            self._proven = True
+        if self._proven is not (result.error is None):
+            self._judge(result)
         self._pump()
         delivering = time.perf_counter()
+        if self._traces is not None:
+            self._deliver_chunks(self._traces.completed(result))
         for request_id, output in outputs:
             self._deliver(request_id, output)
         filter_time = booked - arrived + time.perf_counter() - delivering
-        self._record(self._sent.popleft(), result, arrived, filter_time, len(outputs))
-
-    def _record(self, sent: SentStep, result: StepResult, arrived: float, filter_time: float, num_tokens: int) -> None:
-        plan = sent.plan
         gap, self._last_arrival = arrived - self._last_arrival, arrived
-        self._on_step(
-            StepFigures(
-                method="prefill" if plan.admitted or max(plan.num_tokens) > 1 else "decode",
-                batch_size=len(plan.rows),
-                num_admitted=len(plan.admitted),
-                inference_time=arrived - sent.sent_at,
-                forward_time=result.forward_ns / 1e9,
-                decode_time=max(result.total_ns - result.forward_ns, 0) / 1e9,
-                filter_time=filter_time,
-                planning_time=sent.planning_time,
-                num_tokens=num_tokens,
-                num_gaps=min(_num_decodes(plan), num_tokens),
-                gap=gap,
-                num_prompt_tokens=sent.num_prompt_tokens,
-                num_cached_tokens=sent.num_cached_tokens,
-                num_preempted=sent.num_preempted,
-                failed=result.error is not None,
-            )
-        )
+        self._on_step(self._sent.popleft().figures(result, arrived, gap, filter_time, len(outputs)))
+
+    def _judge(self, result: StepResult) -> None:
+        """A failed step leaves the shards in doubt until a token comes."""
+        was_proven, self._proven = self._proven, bool(result.token_ids)
+        if was_proven or self._proven:
+            asyncio.get_running_loop().call_soon(self.prove)
+            self.on_change()
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
@@ -347,12 +345,3 @@ class StepLoop:
         receivers, self._receivers = self._receivers, {}
         for request_id, receiver in receivers.items():
             receiver.put(request_id, Output(error=reason))
-
-
-def _num_decodes(plan: StepPlan) -> int:
-    """Rows that go on with a token of the step before."""
-    count = plan.num_tokens.count(1)
-    if plan.admitted and count:
-        admitted = {admission.row for admission in plan.admitted}
-        count -= sum(row in admitted for row, num in zip(plan.rows, plan.num_tokens, strict=True) if num == 1)
-    return count

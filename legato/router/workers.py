@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from legato.common.errors import LegatoError
+from legato.common.restarts import RestartBudget, TooManyRestarts
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
 from legato.router.port import Port
@@ -26,9 +26,8 @@ from legato.telemetry.metrics import Figures, add_up
 
 logger = logging.getLogger(__name__)
 
-# A worker that ends this often in so many seconds will do so again.
-MAX_DEATHS = 5
-DEATHS_WITHIN = 60.0
+# Bytes that a worker may leave unread before it counts as hung. Those of a second are some hundred kilobytes.
+MAX_UNREAD = 64 << 20
 # Seconds for workers to say what they have counted. Of one that is busy for longer, the last report counts.
 REPORT_PATIENCE = 1.0
 # Seconds for a process to end once it has closed its link.
@@ -38,7 +37,7 @@ _decoder = decoder_for(msg.ToScheduler)
 
 
 class WorkerFailed(LegatoError):
-    """A worker cannot begin, or ends again and again."""
+    """A worker cannot begin."""
 
 
 class WorkerProcess:
@@ -54,6 +53,8 @@ class WorkerProcess:
         self._reported = asyncio.Event()
         self._port: Port | None = None
         self._failure: str | None = None
+        # Since when it has not answered.
+        self._asked_at: float | None = None
         self._link = Link(_decoder, self._on_message, self._on_lost)
         self._connection, theirs = socket.socketpair()
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
@@ -76,6 +77,20 @@ class WorkerProcess:
         self._reported.clear()
         self._link.send(msg.AskFigures())
         await self._reported.wait()
+
+    def tell(self, state: msg.ServerState, now: float) -> None:
+        """Answered with a sign of life."""
+        self._link.send(state)
+        if self._asked_at is None:
+            self._asked_at = now
+
+    def excuse(self) -> None:
+        """What was not answered until now does not count."""
+        self._asked_at = None
+
+    def is_hung(self, now: float, timeout: float) -> bool:
+        is_silent = self._asked_at is not None and now - self._asked_at > timeout
+        return is_silent or self._link.num_buffered > MAX_UNREAD
 
     def drain(self) -> None:
         self._link.send(msg.Drain())
@@ -102,6 +117,8 @@ class WorkerProcess:
                 self.loaded.set_result(None)
             case msg.Serving():
                 self.serving.set_result(None)
+            case msg.Alive():
+                self._asked_at = None
             case msg.Failed(failure):
                 self._failure = failure
             case msg.Report(figures):
@@ -121,14 +138,14 @@ class WorkerProcess:
 class Workers:
     """All of them, one for each listener."""
 
-    def __init__(self, setup: msg.WorkerSetup, listeners: list[socket.socket]) -> None:
+    def __init__(self, setup: msg.WorkerSetup, listeners: list[socket.socket], max_restarts: int = 0) -> None:
         self._setup = setup
         self._listeners = listeners
         self._workers: list[WorkerProcess] = []
         self._numbers = itertools.count()
         # The last figures of workers that died, so that no counter goes back.
         self._dead_figures: Figures = {}
-        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._budget = RestartBudget(max_restarts)
         self._attach: Callable[[WorkerProcess, int], None] | None = None
 
     async def load(self) -> None:
@@ -156,7 +173,7 @@ class Workers:
             raise WorkerFailed(ended[0])
 
     async def watch(self) -> None:
-        """Replace workers that die, until that happens too often: WorkerFailed."""
+        """Replace workers that die, until that happens too often: TooManyRestarts."""
         await asyncio.gather(*(self._keep(place) for place in range(len(self._workers))))
 
     async def _keep(self, place: int) -> None:
@@ -165,11 +182,11 @@ class Workers:
             dead = self._workers[place]
             how = await dead.exit()
             self._dead_figures = add_up([self._dead_figures, dead.figures])
-            now = time.monotonic()
-            self._deaths.append(now)
-            if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WITHIN:
-                raise WorkerFailed(f"{how}, the {MAX_DEATHS}th time within {DEATHS_WITHIN:.0f} s that one has ended")
+            delay = self._budget.spend(time.monotonic(), was_ready=dead.serving.done())
+            if delay is None:
+                raise TooManyRestarts(f"{how}; it is not replaced, because {self._budget.described}")
             logger.error("%s: starting another", how)
+            await asyncio.sleep(delay)
             worker = self._workers[place] = WorkerProcess(dead.number, self._listeners[place])
             await worker.load(self._setup)
             self._attach(worker, next(self._numbers))
@@ -185,6 +202,20 @@ class Workers:
     def kill(self) -> None:
         for worker in self._workers:
             worker.kill()
+
+    def tell(self, state: msg.ServerState, now: float) -> None:
+        for worker in self._workers:
+            worker.tell(state, now)
+
+    def excuse(self) -> None:
+        for worker in self._workers:
+            worker.excuse()
+
+    def kill_hung(self, now: float, timeout: float) -> None:
+        for worker in self._workers:
+            if worker.is_hung(now, timeout):
+                logger.error("HTTP worker %d is hung (--hang-timeout %g): killing it", worker.number, timeout)
+                worker.kill()
 
     async def figures(self) -> Figures:
         """What all workers have counted together."""

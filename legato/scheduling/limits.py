@@ -8,6 +8,16 @@ from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes
 
 
+class Refusal:
+    """Why a request ends without its last token."""
+
+    OVERLOADED = "Model is overloaded"
+    WAITED_TOO_LONG = "The request waited longer than {:g} seconds for its turn (--queue-timeout)"
+    RAN_TOO_LONG = "The request took longer than {:g} seconds (--request-timeout)"
+    DOES_NOT_FIT = "The request needs more memory than the shards have since they were restarted"
+    LOST_TOO_OFTEN = "The shards failed {} times while they computed this request"
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     num_blocks: int
@@ -25,8 +35,11 @@ class SchedulerLimits:
     # Seconds until a request must have a row, and until it must have ended. 0: no limit.
     queue_timeout: float = 0
     request_timeout: float = 0
-    # Requests that run or wait; more are refused. None: no limit.
+    # Requests that run or wait, and prompt tokens that wait; more are refused. None: no limit.
     max_requests: int | None = None
+    max_queued_tokens: int | None = None
+    # Whether tenants find each other's prompts in the prefix tree.
+    share_prefix_cache: bool = False
     # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
     decoder_start_token_id: int | None = None
 

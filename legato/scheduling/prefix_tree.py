@@ -4,6 +4,9 @@ One node per block. A path from the root spells a sequence of tokens, `block_siz
 its blocks. Requests that start alike share the path. Tokens are compared as bytes (`array("q").tobytes()`), because
 hashing a slice of bytes takes a fifth of the time of a tuple of integers.
 
+Every owner has a root of its own. Whether a prefix is cached can be seen from outside, by its time and by
+`cached_tokens`, so owners must not find each other's. Eviction knows no owners.
+
 A request holds the deepest node it uses. `users` counts the holders of a node and its children that have users, so a
 node without users can be evicted once its children are. Locking a prefix that others use stops at the first node that
 has users already. Eviction takes leaves, least recently used first.
@@ -36,7 +39,8 @@ class PrefixTree:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._key_bytes = block_size * TOKEN_BYTES
-        self.root = Node(None, b"", -1)
+        # As many as API keys: none is ever forgotten.
+        self._roots: dict[str, Node] = {}
         self._num_nodes = 0
         self._num_unused = 0
         self._clock = itertools.count(1)
@@ -52,9 +56,16 @@ class PrefixTree:
         """Blocks that `evict` could give back right now."""
         return self._num_unused
 
-    def match(self, tokens: TokenBytes, max_blocks: int) -> tuple[Node, list[int]]:
-        """The deepest node whose path is a prefix of `tokens`, at most `max_blocks` deep, and the blocks on it."""
-        node, blocks, size = self.root, [], self._key_bytes
+    def root(self, owner: str = "") -> Node:
+        root = self._roots.get(owner)
+        if root is None:
+            root = self._roots[owner] = Node(None, b"", -1)
+        return root
+
+    def match(self, root: Node, tokens: TokenBytes, max_blocks: int) -> tuple[Node, list[int]]:
+        """The deepest node whose path from `root` is a prefix of `tokens`, at most `max_blocks` deep, and the blocks on
+        it."""
+        node, blocks, size = root, [], self._key_bytes
         for start in range(0, max_blocks * size, size):
             child = node.children.get(tokens[start : start + size])
             if child is None:
@@ -111,7 +122,7 @@ class PrefixTree:
         return blocks
 
     def nodes(self) -> Iterator[Node]:
-        stack = list(self.root.children.values())
+        stack = [node for root in self._roots.values() for node in root.children.values()]
         while stack:
             node = stack.pop()
             yield node

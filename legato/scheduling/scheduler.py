@@ -20,10 +20,11 @@ from legato.scheduling.blocks import BlockPool
 from legato.scheduling.budget import StepBudget
 from legato.scheduling.deadlines import Deadlines
 from legato.scheduling.entry import NEVER, Entry, InFlight, PlannedRow
-from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.limits import Refusal, SchedulerLimits
 from legato.scheduling.prefix_tree import Node, PrefixTree
 from legato.scheduling.queue import LAST, Queue, Rank, Tenants, rank
 from legato.scheduling.retry import RetryEstimate
+from legato.scheduling.shares import RequestShares
 from legato.scheduling.state import Admission, GenerationRequest, Output, SchedulerStats, StepPlan, StepResult
 
 # Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
@@ -32,14 +33,8 @@ LOOK_AHEAD = 32
 # admitted over several plans, instead of holding up the router's event loop and every token that is on its way.
 MAX_ADMISSION_WORK = 4096
 ENTRY_WORK = 24  # of each request that is considered, besides its blocks
-WAITED_TOO_LONG = "The request waited longer than {:g} seconds for its turn (--queue-timeout)"
-OVERLOADED = "Model is overloaded"
-DOES_NOT_FIT = "The request needs more memory than the shards have since they were restarted"
-LOST_TOO_OFTEN = "The shards failed {} times while they computed this request"
-# Losses of the shards in a row, without a token in between, that a request may be part of. The next is its last: the
-# request itself may be what they die of.
+# Losses of the shards in a row, without a token in between, that a request survives: it may be what they die of.
 MAX_LOSSES = 2
-RAN_TOO_LONG = "The request took longer than {:g} seconds (--request-timeout)"
 
 
 class Scheduler:
@@ -50,10 +45,11 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._use(limits)
         self._tenants = Tenants()
+        self.shares = RequestShares(limits.max_requests, limits.max_queued_tokens)
         self._retry = RetryEstimate()
         self._now = 0.0  # as callers told last
-        self._queue_deadlines = Deadlines(limits.queue_timeout, WAITED_TOO_LONG)
-        self._run_deadlines = Deadlines(limits.request_timeout, RAN_TOO_LONG)
+        self._queue_deadlines = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
+        self._run_deadlines = Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG)
         self._entries: dict[int, Entry] = {}
         self._step_ids = itertools.count(1)
         self._arrivals = itertools.count()
@@ -61,8 +57,7 @@ class Scheduler:
     def _use(self, limits: SchedulerLimits) -> None:
         """Rows and blocks of shards that have computed nothing yet."""
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks)
-        self.tree = PrefixTree(limits.block_size)
+        self.pool, self.tree = BlockPool(limits.num_blocks), PrefixTree(limits.block_size)
         self.running: list[Entry] = []
         self.max_running_tokens = 0  # what the running requests hold or may still come to
         self._budget = StepBudget(limits.step_sizes)
@@ -77,8 +72,8 @@ class Scheduler:
         assert request.input_ids, "a prompt has at least one token"
         limits = self.limits
         self._now = now
-        if limits.max_requests is not None and len(self._entries) >= limits.max_requests:
-            return Output(error=OVERLOADED, retry_after=self._retry.seconds(1, now))
+        if not self.shares.take(request):
+            return Output(error=Refusal.OVERLOADED, retry_after=self._retry.seconds(1, now))
         if not self._entries:
             self._retry.restart(now)
         order = rank(now, request.priority, next(self._arrivals))
@@ -86,7 +81,8 @@ class Scheduler:
         entry = Entry.of(request, order, tenant, limits.eos_token_ids, limits.decoder_start_token_id, now)
         if not entry.fits(limits):
             self._tenants.leave(tenant)
-            return Output(error=DOES_NOT_FIT)
+            self.shares.give_back(request, is_queued=True)
+            return Output(error=Refusal.DOES_NOT_FIT)
         self._entries[request.id] = entry
         self._queue_deadlines.start(request.id, now)
         self._run_deadlines.start(request.id, now)
@@ -218,7 +214,8 @@ class Scheduler:
         reusable = (len(entry.tokens) - 1) // self.limits.block_size
         if not self.limits.prefix_caching or entry.wants_prompt_logprobs:
             reusable = 0
-        return self.tree.match(entry.tokens.tobytes(), reusable)
+        root = self.tree.root("" if self.limits.share_prefix_cache else entry.request.tenant)
+        return self.tree.match(root, entry.tokens.tobytes(), reusable)
 
     def _next_block(self, entry: Entry, node: Node | None, depth: int) -> tuple[int, bytes] | None:
         """Names the block below `node`, which is `depth` blocks deep, by the entry's tokens, if it knows them all."""
@@ -246,6 +243,7 @@ class Scheduler:
             entry.num_cached = entry.num_scheduled
             entry.queue_time = self._now - entry.queued_at
             entry.tenant.served += entry.num_prompt - entry.num_cached
+            self.shares.leave_queue(entry.request)
             self._queue_deadlines.stop(entry.id)
         entry.epoch += 1
         entry.prompt_logprobs, entry.prompt_top_tokens = [None], []
@@ -300,6 +298,7 @@ class Scheduler:
         self._queue_deadlines.stop(entry.id)
         self._run_deadlines.stop(entry.id)
         self._tenants.leave(entry.tenant)
+        self.shares.give_back(entry.request, is_queued=entry.epoch == 0)
         if entry.row is not None:
             self._release(entry)
         else:
@@ -393,7 +392,7 @@ class Scheduler:
             num_losses = entry.count_loss() if entry in suspects else 0
             if num_losses > MAX_LOSSES or not entry.fits(limits):
                 self._finish(entry)
-                error = LOST_TOO_OFTEN.format(num_losses) if num_losses > MAX_LOSSES else DOES_NOT_FIT
+                error = Refusal.LOST_TOO_OFTEN.format(num_losses) if num_losses > MAX_LOSSES else Refusal.DOES_NOT_FIT
                 ended.append((entry.id, Output(error=error)))
         return ended
 

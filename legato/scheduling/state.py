@@ -65,6 +65,8 @@ class GenerationRequest(Struct, frozen=True):
     priority: int = DEFAULT_PRIORITY
     # Who shares the server with others of equal priority: a digest of the API key, the same for all without keys.
     tenant: str = ""
+    # W3C trace context of the span that its prompt chunks belong to; empty if it is not traced.
+    traceparent: str = ""
 
 
 class Output(Struct, gc=False):
@@ -91,6 +93,20 @@ class Output(Struct, gc=False):
     retry_after: int = 0
 
 
+class PromptChunk(Struct, frozen=True, array_like=True):
+    """A part of a traced request's prompt that a step computed. Times in nanoseconds since 1970."""
+
+    span_id: int
+    step_id: int
+    start_ns: int
+    end_ns: int
+    forward_ns: int
+    num_tokens: int
+    num_cached: int
+    # Rows of the step.
+    batch_size: int
+
+
 @dataclass(slots=True)
 class Admission:
     """A request enters a row: `num_cached` leading tokens are in `blocks` already."""
@@ -112,6 +128,8 @@ class StepPlan:
     rows: list[int]
     num_tokens: list[int]
     new_blocks: list[list[int]]
+    # (row, traceparent) of the prompts that are traced; only with tracing.
+    traces: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

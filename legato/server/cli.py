@@ -1,4 +1,4 @@
-"""`text-generation-server`: serve a model on a unix socket, or download its files beforehand."""
+"""`text-generation-server`: serve a model on a unix socket, download its files beforehand, or quantize it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from legato.common.errors import ModelNotFound, OptionError
 from legato.common.logging import setup
-from legato.common.options import DownloadOptions, ServerOptions
+from legato.common.options import DownloadOptions, QuantizeOptions, ServerOptions
 from legato.common.program import command, run_program, with_version
 from legato.common.sockets import claim_socket
 from legato.modelfiles.files import ModelFiles
@@ -57,6 +57,12 @@ def download_weights(options: DownloadOptions) -> None:
     logger.info("Weights downloaded", extra={"fields": {"path": str(files.path)}})
 
 
+def quantize(options: QuantizeOptions) -> None:
+    from legato.server.quantize import run  # brings in torch
+
+    run(options)
+
+
 def _located(options: DownloadOptions) -> Path:
     try:
         return locate(options)
@@ -77,6 +83,9 @@ def main() -> None:
     group.add_command(command(ServerOptions, serve, "serve", "Serve a model on a unix socket."))
     group.add_command(
         command(DownloadOptions, download_weights, "download-weights", "Download a model's files and check them.")
+    )
+    group.add_command(
+        command(QuantizeOptions, quantize, "quantize", "Quantize a model with GPTQ and write it to a folder.")
     )
     sys.exit(run_program(group))
 

@@ -76,6 +76,11 @@ class Engine:
         mixed = self._mixed_sizes if mixed is None or not self._mixed_sizes else mixed
         self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard)
 
+    def forget_rows(self) -> None:
+        """A new router comes: what its rows hold is up to its admissions."""
+        self.rows.sequences = [None] * len(self.rows.sequences)
+        self.grammars.forget_rows()
+
     def launch(self, request: pb.StepRequest) -> PendingStep:
         """Counts are advanced first, for all rows: a step that fails later leaves no row behind the router's count.
 

@@ -122,6 +122,9 @@ class Grammars:
         compiled = self.prepare(grammar)
         compiled.add_done_callback(lambda _: self._entering.submit(self._enter, state, compiled, list(generated_ids)))
 
+    def forget_rows(self) -> None:
+        self._rows.clear()
+
     def active(self, rows: Sequence[int]) -> bool:
         return any(row in self._rows for row in rows)
 

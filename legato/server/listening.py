@@ -17,10 +17,13 @@ from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.interceptor import ExceptionInterceptor
 from legato.server.stream import StepStreamService
+from legato.server.tracing import ShardSpans
 
 logger = logging.getLogger(__name__)
 
 FLAG = "--uds-path"
+# Seconds for the last spans to reach the collector.
+LAST_SPANS = 0.5
 UNLIMITED_MESSAGES = [("grpc.max_send_message_length", 2**31 - 1), ("grpc.max_receive_message_length", 2**31 - 1)]
 
 
@@ -34,7 +37,9 @@ def socket_urls(options: ServerOptions) -> list[str]:
     return [f"unix://{path}" for path in socket_paths(options)]
 
 
-async def serve(service: StepStreamService, path: str) -> None:
+async def serve(service: StepStreamService, path: str, spans: ShardSpans | None = None) -> None:
+    """`spans` only if calls and steps are traced."""
+    service.spans = spans
     server = await listen(service, path)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -44,11 +49,15 @@ async def serve(service: StepStreamService, path: str) -> None:
     await stopping.wait()
     await service.stop()
     await server.stop(grace=1.0)
+    if spans is not None:
+        await asyncio.to_thread(spans.close, LAST_SPANS)
     remove_socket(path, FLAG)
 
 
 async def listen(service: StepStreamService, path: str) -> grpc.aio.Server:
-    server = grpc.aio.server(interceptors=[ExceptionInterceptor()], options=UNLIMITED_MESSAGES)
+    # The outermost first: a call that is refused has a span with its status.
+    interceptors = [ExceptionInterceptor()] if service.spans is None else [service.spans, ExceptionInterceptor()]
+    server = grpc.aio.server(interceptors=interceptors, options=UNLIMITED_MESSAGES)
     pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
     name = pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
     reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)

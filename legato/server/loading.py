@@ -49,8 +49,9 @@ def load(files: ModelFiles, options: ServerOptions) -> LoadedModel:
         dummy = options.load_format == "dummy"
         trusted = options.trust_remote_code
         model = get_model(
-            files, config, dtype, device, shard=shard, dummy=dummy, progress=progress, trust_remote_code=trusted
-        )
+            files, config, dtype, device, shard=shard, dummy=dummy, progress=progress, trust_remote_code=trusted,
+            quantize=options.quantize,
+        )  # fmt: skip
     seconds = round(time.perf_counter() - started, 2)
     logger.info(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}

@@ -108,6 +108,10 @@ class Model:
         can_capture = self.loaded.model.can_capture and not self.options.disable_custom_kernels
         return self.options.cuda_graphs if can_capture else (0,)
 
+    def touch(self) -> None:
+        """Have the device add two numbers, and wait for the sum."""
+        torch.ones(2, device=self.loaded.device).sum().item()
+
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
         """Size the KV cache by the memory that is left, allocate it, and run the first steps."""
         started = time.perf_counter()

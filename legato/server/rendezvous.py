@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,10 +57,10 @@ def resolve(host: str, port: int) -> str:
     return str(found[0][4][0])
 
 
-def _store(address: str, options: ServerOptions) -> dist.TCPStore:
+def _store(address: str, options: ServerOptions) -> Any:
     """Where the shards find each other. By itself, torch would listen on every interface, to anybody."""
     listener = _listener(address, options.master_port) if options.rank == 0 else None
-    return dist.TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         address,
         options.master_port,
         options.world_size,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import grpc
+
 from legato.common.errors import LegatoError
 from legato.common.gc import freeze_gc
 from legato.common.options import ServerOptions
@@ -17,7 +19,9 @@ from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
 from legato.server.allocator import keep_freed_memory
+from legato.server.device import end_if_device_failed
 from legato.server.graphs.steps import StepGraphs
+from legato.server.interceptor import RequestRefused
 from legato.server.legacy.unary import UnaryBatches
 from legato.server.listening import serve, socket_paths, socket_urls
 from legato.server.loading import load
@@ -25,11 +29,14 @@ from legato.server.model import Model
 from legato.server.pending import PendingStep
 from legato.server.rendezvous import end_if_out_of_sync
 from legato.server.stream import Answer, Context, StepStreamService
+from legato.server.tracing import ShardSpans
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 # How long no call must have come before the engine's thread captures graphs.
 IDLE_SECONDS = 0.25
+# How long the device may take for next to nothing, while it has nothing else to do.
+DEVICE_SECONDS = 10.0
 
 
 class TextGenerationService(StepStreamService):
@@ -51,6 +58,9 @@ class TextGenerationService(StepStreamService):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._unary: UnaryBatches | None = None
         self._last_call = 0.0
+        self._num_calls = 0  # on the engine's thread
+        # The request that the shard was warmed up for, and the answer.
+        self._warm: tuple[pb.WarmupRequest, pb.WarmupResponse] | None = None
         self._capturing: asyncio.Task[None] | None = None
 
     async def stop(self) -> None:
@@ -59,10 +69,16 @@ class TextGenerationService(StepStreamService):
         await super().stop()
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
-        return self._model.info()
+        info = self._model.info()
+        info.num_steps = self._num_steps
+        return info
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
+        """For a second router with the same limits everything is as it was: weights, cache and graphs stay."""
         self._refuse_while_streaming("Warmup")
+        if self._warm is not None and self._warm[0] == request:
+            return self._warm[1]
+        self._warm = None
         if self._capturing is not None:
             self._capturing.cancel()
         capacity = await self._on_engine("Warmup", lambda: self._model.warmup(request))
@@ -70,13 +86,15 @@ class TextGenerationService(StepStreamService):
         self._unary = None
         if self._model.alone and self._model.engine.graphs is not None:
             self._capturing = asyncio.create_task(self._capture_while_idle(self._model.engine.graphs))
-        return pb.WarmupResponse(
+        response = pb.WarmupResponse(
             max_supported_total_tokens=(capacity.num_blocks - 1) * self._model.block_size,
             max_input_tokens=capacity.max_input_tokens,
             max_total_tokens=capacity.max_total_tokens,
             num_blocks=capacity.num_blocks,
             max_rows=capacity.max_rows,
         )
+        self._warm = request, response
+        return response
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         return await self._on_engine("Prefill", lambda: self._batches("Prefill").prefill(request))
@@ -106,6 +124,22 @@ class TextGenerationService(StepStreamService):
     def _begin_stream(self) -> None:
         self._model.capacity  # noqa: B018 - refuses before warm-up
         self._unary = None
+        # Behind the steps of a router that died, before those of the next.
+        self._launcher.submit(self._model.engine.forget_rows)
+
+    async def _touch_device(self) -> None:
+        """On the engine's thread, unless that has other work: busy is not dead."""
+        if self._num_calls:
+            return
+        touch = asyncio.get_running_loop().run_in_executor(self._launcher, self._model.touch)
+        try:
+            await asyncio.wait_for(asyncio.shield(touch), DEVICE_SECONDS)
+        except TimeoutError:
+            message = f"the device has not finished an addition within {DEVICE_SECONDS:g} s"
+            raise RequestRefused(message, grpc.StatusCode.UNAVAILABLE) from None
+        except Exception as error:
+            end_if_device_failed("a health check", error)
+            raise
 
     def _submit(self, request: pb.StepRequest) -> Answer:
         launched = self._launcher.submit(self._launch, request)
@@ -137,10 +171,12 @@ class TextGenerationService(StepStreamService):
             return _failed(pending.step_id, error)
 
     def _in_sync(self, doing: str, call: Callable[[], T]) -> T:
-        """Run `call`, which has collectives in it. If it fails on this shard alone, the shard ends, and with it all."""
+        """Run `call`, which has collectives in it. If it fails on this shard alone, or the device fails, the shard
+        ends, and with it all."""
         try:
             return call()
         except Exception as error:
+            end_if_device_failed(doing, error)
             end_if_out_of_sync(self._model.loaded.shard, doing, error)
             raise
 
@@ -160,7 +196,11 @@ class TextGenerationService(StepStreamService):
 
     async def _on_engine(self, method: str, call: Callable[[], T]) -> T:
         self._last_call = time.monotonic()
-        return await asyncio.get_running_loop().run_in_executor(self._launcher, self._in_sync, method, call)
+        self._num_calls += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._launcher, self._in_sync, method, call)
+        finally:
+            self._num_calls -= 1
 
 
 def _failed(step_id: int, error: Exception) -> pb.StepResponse:
@@ -178,4 +218,4 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
     model = engine.submit(lambda: Model(load(files, options), options)).result()
     service = TextGenerationService(model, socket_urls(options), engine, when_warm=freeze_gc)
-    asyncio.run(serve(service, socket_paths(options)[options.rank]))
+    asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))

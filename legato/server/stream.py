@@ -13,6 +13,7 @@ import grpc
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.interceptor import RequestRefused
+from legato.server.tracing import ShardSpans
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Answer: TypeAlias = Awaitable[pb.StepResponse]
@@ -22,12 +23,16 @@ QUIET_SECONDS = 1.0
 
 
 class StepStreamService(pb_grpc.TextGenerationServiceServicer):
+    # Set if calls and steps are traced.
+    spans: ShardSpans | None = None
+
     def __init__(self, server_urls: list[str]) -> None:
         self._server_urls = server_urls
         # Steps on their way to a router, in order. While there is a queue, that router owns all rows and blocks.
         self._answers: asyncio.Queue[Answer | None] | None = None
         self._in_flight = 0
         self._last_step = 0.0
+        self._num_steps = 0
 
     @abstractmethod
     def _begin_stream(self) -> None:
@@ -45,8 +50,13 @@ class StepStreamService(pb_grpc.TextGenerationServiceServicer):
             self._answers.put_nowait(None)
 
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        """Answers from the event loop: a long step must not look like a dead shard."""
+        """While steps are in flight, they show how the shard is: a long step must not look like a dead shard."""
+        if not self._in_flight:
+            await self._touch_device()
         return pb.HealthResponse()
+
+    async def _touch_device(self) -> None:
+        """Make sure that the device computes. An exception is the answer of `Health`."""
 
     async def ServiceDiscovery(
         self, request: pb.ServiceDiscoveryRequest, context: Context
@@ -78,7 +88,11 @@ class StepStreamService(pb_grpc.TextGenerationServiceServicer):
         try:
             async for request in requests:
                 self._in_flight += 1
-                answers.put_nowait(self._submit(request))
+                self._num_steps += 1
+                answer = self._submit(request)
+                if self.spans is not None and request.traces:
+                    answer = self.spans.step(request, answer)
+                answers.put_nowait(answer)
         finally:
             answers.put_nowait(None)
 

@@ -17,8 +17,8 @@ Unit = Literal["", "seconds", "tokens", "requests", "fraction"]
 
 METHODS = ("prefill", "decode")
 # Why requests fail. TGI's first; `incomplete` never occurs, because every request ends in one terminal event.
-FAILURES = ("overloaded", "validation", "template", "incomplete", "dropped", "generation")
-FAILURES += ("internal", "timeout", "tool_error")
+FAILURES: tuple[str, ...] = ("overloaded", "validation", "template", "incomplete", "dropped", "generation")
+FAILURES += ("internal", "timeout", "tool_error", "draining")
 CONCAT_REASONS = ("backpressure", "chunking", "wait_exceeded")
 # The processes that are restarted, and those that have an event loop.
 RESTARTED = ("shard", "router", "http_worker")

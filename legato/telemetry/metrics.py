@@ -53,6 +53,8 @@ class StepFigures:
     num_tokens: int
     num_gaps: int
     gap: float
+    # Tokens computed, prompts and decodes together.
+    num_computed: int
     # Of the admitted prompts: all tokens, and those that were in the cache.
     num_prompt_tokens: int
     num_cached_tokens: int

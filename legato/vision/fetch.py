@@ -1,8 +1,8 @@
 """Fetches images from allowed hosts only, to prevent server-side request forgery.
 
 The host must be on the allow list and all its addresses must be public. The connection goes to an address that was
-checked, because a second DNS lookup could return another one. Redirects are errors. Everything is checked before a
-connection is opened.
+checked, because a second DNS lookup could return another one. Everything is checked before a connection is opened, at
+every redirect anew.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import http.client
 import ipaddress
 import socket
 import ssl
-import time
-from collections.abc import Callable
-from contextlib import closing
-from urllib.parse import SplitResult, urlsplit
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
+from urllib.parse import SplitResult, urljoin, urlsplit
 
 from legato.common.errors import LegatoError
 
-# Seconds for one socket operation, and for the whole image.
+# Seconds for one socket operation, and for the whole image, redirects included.
 SOCKET_TIMEOUT, DEADLINE = 5.0, 15.0
+REDIRECTS, MAX_REDIRECTS = frozenset({301, 302, 303, 307, 308}), 3
 _CHUNK_BYTES = 1 << 16
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
@@ -41,6 +43,34 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
+class _Attempt:
+    """The connection of an image that is being fetched, to be broken off at the deadline."""
+
+    def __init__(self) -> None:
+        self._connection: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+
+    @contextmanager
+    def watched(self, connection: socket.socket) -> Iterator[None]:
+        with connection.dup() as handle:  # TLS takes the descriptor of the connection over
+            with self._lock:
+                if self._is_cancelled:
+                    raise TimeoutError
+                self._connection = handle
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._connection = None
+
+    def cancel(self) -> None:
+        with self._lock, suppress(OSError):
+            self._is_cancelled = True
+            if self._connection is not None:
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+
 class Fetcher:
     """Blocking, so call it in a thread. `may_call` decides which addresses are allowed."""
 
@@ -50,12 +80,42 @@ class Fetcher:
         self._may_call = may_call
 
     def fetch(self, url: str) -> bytes:
+        """Within `DEADLINE` seconds, with name lookups, handshakes, headers and redirects: a host that sends a byte now
+        and then keeps every single operation within its own timeout."""
+        attempt = _Attempt()
+        done: Future[bytes] = Future()
+        # The lookup of a name cannot be interrupted, so that the thread is left behind; it ends by itself.
+        threading.Thread(target=self._fetch, args=(url, attempt, done), name="fetch", daemon=True).start()
+        try:
+            return done.result(DEADLINE)
+        except TimeoutError:
+            attempt.cancel()
+            raise FetchRefused(f"cannot be fetched within {DEADLINE:.0f} seconds") from None
+
+    def _fetch(self, url: str, attempt: _Attempt, done: Future[bytes]) -> None:
+        try:
+            for _ in range(MAX_REDIRECTS + 1):
+                found = self._hop(url, attempt)
+                if isinstance(found, bytes):
+                    done.set_result(found)
+                    return
+                if url.lower().startswith("https:") and not found.lower().startswith("https:"):
+                    raise FetchRefused("cannot be fetched: https redirects to another scheme")
+                url = found
+            raise FetchRefused(f"cannot be fetched: more than {MAX_REDIRECTS} redirects")
+        except BaseException as error:  # for whoever waits, whatever it is
+            done.set_exception(error)
+
+    def _hop(self, url: str, attempt: _Attempt) -> bytes | str:
+        """The image, or the URL to go on with. Every hop is checked like the first."""
         parts = self._checked(url)
         host, port = str(parts.hostname), parts.port or {"http": 80, "https": 443}[parts.scheme]
         address = self._address(host, port)
-        ends_at = time.monotonic() + DEADLINE
         try:
-            with closing(socket.create_connection((str(address), port), SOCKET_TIMEOUT)) as plain:
+            with (
+                closing(socket.create_connection((str(address), port), SOCKET_TIMEOUT)) as plain,
+                attempt.watched(plain),
+            ):
                 connection = http.client.HTTPConnection(host, port, timeout=SOCKET_TIMEOUT)
                 secure = parts.scheme == "https"
                 connection.sock = (
@@ -64,7 +124,10 @@ class Fetcher:
                 path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
                 connection.request("GET", path, headers={"Accept": "image/*", "Accept-Encoding": "identity"})
                 with closing(connection.getresponse()) as response:
-                    return self._read(response, ends_at)
+                    location = response.headers.get("location")
+                    if response.status in REDIRECTS and location:
+                        return urljoin(url, location)
+                    return self._read(response)
         except (OSError, http.client.HTTPException, ValueError):
             raise FetchRefused(f"cannot be fetched from {host}") from None
 
@@ -76,7 +139,7 @@ class Fetcher:
         except ValueError:
             raise FetchRefused("has an invalid URL") from None
         odd = not url.isascii() or not url.isprintable() or any(letter in url for letter in "\\ @")
-        if odd or not parts.hostname or not port_is_fine:
+        if odd or not parts.hostname or not port_is_fine or parts.scheme not in ("http", "https"):
             raise FetchRefused(
                 "has an invalid URL: a host is required; user names, backslashes and spaces are not allowed"
             )
@@ -97,7 +160,7 @@ class Fetcher:
             raise FetchRefused(f"cannot be fetched: {host} does not have a public address")
         return addresses[0]
 
-    def _read(self, response: http.client.HTTPResponse, ends_at: float) -> bytes:
+    def _read(self, response: http.client.HTTPResponse) -> bytes:
         if response.status != 200:
             raise FetchRefused(f"cannot be fetched: the server responded with status {response.status}")
         if (response.length or 0) > self._max_bytes:
@@ -107,8 +170,6 @@ class Fetcher:
             data += chunk
             if len(data) > self._max_bytes:
                 raise FetchRefused(f"is larger than {self._max_bytes} bytes")
-            if time.monotonic() > ends_at:
-                raise FetchRefused(f"cannot be fetched within {DEADLINE:.0f} seconds")
         return bytes(data)
 
 

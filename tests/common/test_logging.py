@@ -66,8 +66,10 @@ def test_json_is_one_object_per_line() -> None:
 def test_floats_are_rounded_to_six_decimals(json_output: bool) -> None:
     out = logged(json_output=json_output)
     logging.getLogger("legato").info("Success", extra={"fields": {"total_time": 0.1234567891234567, "tokens": 3}})
-    expected = '"fields": {"total_time": 0.123457, "tokens": 3}' if json_output else "total_time=0.123457 tokens=3"
-    assert expected in out.getvalue()
+    if json_output:
+        assert json.loads(out.getvalue())["fields"] == {"total_time": 0.123457, "tokens": 3}
+    else:
+        assert "total_time=0.123457 tokens=3" in out.getvalue()
 
 
 @pytest.mark.parametrize("json_output", [False, True])

@@ -74,9 +74,11 @@ TGI_DEFAULTS: dict[str, Any] = {
 LEGATO_DEFAULTS: dict[str, Any] = {
     # TGI refuses the 129th request. A queue costs little, and a refused user costs a user.
     "max-concurrent-requests": 4096,
-    # A private folder: another user could be first at a path that everybody knows.
-    "shard-uds-path": None,
     "http-workers": None,
+    "ssl-certfile": None,
+    "ssl-keyfile": None,
+    "max-queued-tokens": 2_000_000,
+    "share-prefix-cache": False,
     "queue-timeout": 0.0,
     "request-timeout": 0.0,
     "fake": False,
@@ -234,10 +236,8 @@ def test_an_invalid_command_line_exits_2(args: list[str], capsys: pytest.Capture
 
 
 LATER = {
-    "--quantize": "gptq",
     "--speculate": "2",
     "--lora-adapters": "some/adapter",
-    "--otlp-endpoint": "http://collector:4317",
     "--ngrok-authtoken": "secret",
     "--ngrok-edge": "edge",
 }
@@ -254,9 +254,9 @@ def test_an_unavailable_feature_is_refused_in_one_line(words: list[str], capsys:
 
 
 def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("QUANTIZE", "awq")
+    monkeypatch.setenv("NGROK_EDGE", "edge")
     assert run(LauncherOptions)[0] == 1
-    assert "--quantize (set by QUANTIZE)" in capsys.readouterr().err
+    assert "--ngrok-edge (set by NGROK_EDGE)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--num-shard=1", "--sharded=false", "--cuda-graphs=1,2", "--usage-stats=no-stack"])
@@ -374,3 +374,15 @@ def test_output_into_a_closed_pipe_ends_quietly() -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 1
+
+
+def test_traces_without_their_packages_are_refused_with_the_extra_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("legato.common.options.find_spec", lambda name: None)
+    assert run(LauncherOptions, "--otlp-endpoint=http://localhost:4317")[0] == 1
+    error = capsys.readouterr().err
+    assert error == (
+        "error: --otlp-endpoint needs the package opentelemetry: install it with pip install 'legato[otel]'\n"
+    )
+    assert run(LauncherOptions)[0] == 0

@@ -60,6 +60,32 @@ def test_a_template_that_wants_too_much_is_stopped_within_a_second_and_16_megaby
     assert seconds <= 1.0
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 10 ** (10 ** 8) }}",
+        "{{ 10 ** (messages | length * 10 ** 6) }}",
+        "{% set n = namespace(x=3) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{{ 'x' * 10 ** 7 }}",
+        "{{ 10 ** 7 * 'x' }}",
+        "{{ [1] * 10 ** 7 }}",
+        "{{ (1, 2) * (messages | length * 10 ** 7) }}",
+    ],
+)
+def test_an_operator_that_makes_much_of_little_is_refused_before_it_computes(source: str) -> None:
+    """Not by the limits of the process, which would take a second of processor time and end it."""
+    template = make("{% if messages[0].content == 'x' %}" + source + "{% endif %}fine")
+    with pytest.raises(TemplateError, match=r"the result of \*+ has more than"):
+        template.render([user("x")])
+    template.close()
+
+
+def test_ordinary_arithmetic_is_as_it_was() -> None:
+    template = make("{{ 2 ** 10 }} {{ 2 ** -1 }} {{ 2.5 * 2 }} {{ '-' * 3 }} {{ 3 * 'ab' }} {{ ([0] * 2) | length }}")
+    assert template.render([user("x")]) == "1024 0.5 5.0 --- ababab 2"
+    template.close()
+
+
 # ---- row 21: out -----------------------------------------------------------------------------------------------------
 
 

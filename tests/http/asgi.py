@@ -15,8 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from legato.grammar.kinds import Grammar
 from legato.http.app import create_app
 from legato.http.scheduler import Receiver
+from legato.ipc.messages import ServerState
 from legato.ipc.settings import RouterSettings
-from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, PromptChunk
+from legato.telemetry.step_times import StepTimes
 
 LIMITS = ModelLimits(
     max_input_tokens=64, max_total_tokens=100, max_batch_total_tokens=4096, vocab_size=400, eos_token_ids=frozenset({1})
@@ -62,6 +64,7 @@ class FakeBackend:
     script: Callable[[GenerationRequest], Iterable[Output]] = lambda request: outputs_of("hello world")
     limits: ModelLimits = LIMITS
     health: bool = True
+    draining: bool = False
     # Stop after this many outputs and wait for `go_on`.
     pause_after: int | None = None
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -72,6 +75,8 @@ class FakeBackend:
     running: int = 2
     max_running_tokens: int = 640
     kv_usage: float = 0.25
+    step_times: StepTimes | None = None
+    chunks: dict[int, list[PromptChunk]] = field(default_factory=dict)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -93,11 +98,19 @@ class FakeBackend:
         if task is not None:
             task.cancel()
 
+    async def observe(self) -> bytes:
+        return b'{"num_running":2}'
+
     async def prepare(self, grammar: Grammar) -> None:
         self.prepared.append(grammar)
 
-    async def healthy(self) -> bool:
-        return self.health
+    @property
+    def state(self) -> ServerState:
+        return ServerState(healthy=self.health, live=self.health, ready=self.health, draining=self.draining)
+
+    async def drain(self) -> bytes:
+        self.draining = True
+        return b'{"draining":true,"running":2,"queued":3}'
 
 
 @dataclass

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legato.api.native import GenerateParameters
+from legato.http.scheduler import NO_STATE
+from legato.ipc.messages import ServerState
 from legato.scheduling.state import Output
 from tests.generation import parameters_of
 from tests.http.asgi import Call, FakeBackend, app_for, ask, call, get, post, token_ids, until
@@ -132,7 +134,8 @@ def test_a_known_route_with_another_method() -> None:
 
 def test_a_bug_is_answered_without_its_text() -> None:
     class Buggy(FakeBackend):
-        async def healthy(self) -> bool:
+        @property
+        def state(self) -> ServerState:
             raise RuntimeError("secret")
 
     async def main() -> None:
@@ -189,6 +192,75 @@ def test_health(path: str) -> None:
         unhealthy = await get(app, path)
         assert unhealthy.status == 503
         assert unhealthy.json() == {"error": "unhealthy", "error_type": "healthcheck"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz"])
+def test_liveness_and_readiness(path: str) -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        app = app_for(backend, api_keys=("key",))
+        assert (await get(app, path)).status == 200
+        backend.health = False
+        refused = await get(app, path)
+        assert (refused.status, refused.json()["error_type"]) == (503, "healthcheck")
+
+    asyncio.run(main())
+
+
+def test_liveness_says_the_age_of_the_oldest_step_and_whether_shards_are_replaced() -> None:
+    class Busy(FakeBackend):
+        @property
+        def state(self) -> ServerState:
+            return ServerState(live=True, restarting=True, step_age=1.5)
+
+    async def main() -> None:
+        app = app_for(Busy())
+        assert (await get(app, "/livez")).json() == {"live": True, "step_age": 1.5, "restarting": True}
+        assert (await get(app, "/readyz")).json()["error"] == "the shards are restarting"
+        assert (await get(app, "/startupz")).json() == {"stage": "ready", "progress": 1.0}
+
+    asyncio.run(main())
+
+
+def test_a_scheduler_that_says_nothing_is_not_well() -> None:
+    class Silent(FakeBackend):
+        @property
+        def state(self) -> ServerState:
+            return NO_STATE
+
+    async def main() -> None:
+        app = app_for(Silent())
+        for path in ("/health", "/livez", "/readyz"):
+            assert (await get(app, path)).status == 503
+        assert (await get(app, "/livez")).json()["error"] == "the scheduler does not answer"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/completions"])
+def test_a_draining_server_admits_no_requests_and_stays_healthy(path: str) -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        app = app_for(backend)
+        drained = await post(app, "/drain", {})
+        assert drained.json() == {"draining": True, "running": 2, "queued": 3}
+        refused = await post(app, path, {"inputs": "hi", "prompt": "hi"})
+        assert (refused.status, refused.json()["error_type"]) == (503, "draining")
+        assert refused.headers["retry-after"] == "1"
+        assert backend.requests == []
+        assert (await get(app, "/health")).status == 200
+
+    asyncio.run(main())
+
+
+def test_only_those_with_a_key_may_drain() -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        app = app_for(backend, api_keys=("key",))
+        assert (await post(app, "/drain", {})).status == 401
+        assert not backend.draining
 
     asyncio.run(main())
 

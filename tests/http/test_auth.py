@@ -13,12 +13,14 @@ from legato.common.options import LauncherOptions
 from legato.http.app import _routes
 from legato.http.inference import Inference
 from legato.http.openapi import document
-from legato.router.cli import read_keys
+from legato.ipc.api_keys import read_keys
 from legato.telemetry.metrics import Metrics
 from tests.http.asgi import LIMITS, SETTINGS, Answer, Call, FakeBackend, app_for, call, get, post, tokenizer
 
 KEYS = ("first-key", "second-key")
-OPEN = {("GET", "/"), ("GET", "/health"), ("GET", "/ping"), ("HEAD", "/"), ("HEAD", "/health"), ("HEAD", "/ping")}
+OPEN = {
+    (method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/ping", "/livez", "/readyz", "/startupz")
+} | {(method, path) for method in ("GET", "HEAD") for path in ("/ui", "/dashboard")}  # their data is closed
 ROUTES = sorted(
     (method, route.path.replace("{model:path}", "m").replace("{name}", "m").replace("{version}", "1"))
     for route in _routes(Inference.create(FakeBackend(), tokenizer(), SETTINGS, Metrics(LIMITS)))
@@ -190,11 +192,26 @@ def test_the_documentation_says_which_routes_need_a_key() -> None:
 def test_keys_of_the_flag_and_of_the_file_are_good_together(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# for the team\nalpha\n\n  beta \n#gamma\n")
-    assert read_keys(("flag",), str(file)) == ("flag", "alpha", "beta")
+    assert read_keys(("flag",), str(file)) == {"flag": 5, "alpha": 5, "beta": 5}
+
+
+def test_a_key_in_the_file_may_allow_a_better_priority(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("gold priority=0\nsilver\tpriority=4\nbronze\n")
+    assert read_keys((), str(file)) == {"gold": 0, "silver": 4, "bronze": 5}
+
+
+@pytest.mark.parametrize("line", ["key priority=10", "key priority=-1", "key priority", "key secret", "k priority=1 x"])
+def test_a_line_that_is_not_understood_is_named_by_its_number_and_not_shown(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"alpha\n{line}\n")
+    with pytest.raises(OptionError, match="line 2: expected") as caught:
+        read_keys((), str(file))
+    assert "secret" not in str(caught.value)
 
 
 def test_without_file_and_flag_there_are_none() -> None:
-    assert read_keys((), None) == ()
+    assert read_keys((), None) == {}
 
 
 @pytest.mark.parametrize("content", [None, b"", b"# nothing\n", b"\xff\xfe"])

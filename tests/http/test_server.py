@@ -17,6 +17,7 @@ import pytest
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from legato.common.exposure import tls_context
 from legato.http.connections import lingering_close as lingering
 from legato.http.connections.limits import ConnectionLimits
 from legato.http.connections.lingering_close import LingeringConnections
@@ -43,10 +44,18 @@ def until(condition: Callable[[], bool], what: str) -> None:
 class Running:
     """A server on a thread of its own."""
 
-    def __init__(self, app: ASGIApp, payload_limit: int, most: int, limits: ConnectionLimits | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        payload_limit: int,
+        most: int,
+        limits: ConnectionLimits | None = None,
+        tls: tuple[str, str] | None = None,
+    ) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=200)
         self.port = self._listener.getsockname()[1]
-        self.server = HttpServer(app, grace=10, payload_limit=payload_limit, limits=limits)
+        context = None if tls is None else tls_context(*tls)
+        self.server = HttpServer(app, grace=10, payload_limit=payload_limit, limits=limits, tls=context)
         self.server.context.lingering = LingeringConnections(most)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -77,9 +86,14 @@ class Running:
 
 @contextmanager
 def running(
-    app: ASGIApp | None = None, *, payload_limit: int = LIMIT, most: int = 100, limits: ConnectionLimits | None = None
+    app: ASGIApp | None = None,
+    *,
+    payload_limit: int = LIMIT,
+    most: int = 100,
+    limits: ConnectionLimits | None = None,
+    tls: tuple[str, str] | None = None,
 ) -> Iterator[Running]:
-    server = Running(app or app_for(api_keys=(KEY,), payload_limit=payload_limit), payload_limit, most, limits)
+    server = Running(app or app_for(api_keys=(KEY,), payload_limit=payload_limit), payload_limit, most, limits, tls)
     try:
         yield server
     finally:

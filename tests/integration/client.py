@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 JSON = dict[str, Any]
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ class EventStream:
         assert not lines, f"the stream broke off in {lines}"
 
     def __iter__(self) -> Iterator[JSON]:
+        """The events. Comments keep the connection alive while nothing else is sent."""
         for frame in self.frames():
-            assert frame.startswith(b"data:"), frame
-            yield json.loads(frame[5:])
+            if frame != b":\n":
+                assert frame.startswith(b"data:"), frame
+                yield json.loads(frame[5:])
 
     def hang_up(self) -> None:
         """Leave without a word: the connection is reset, as when a client dies."""

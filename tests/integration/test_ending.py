@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from legato.launcher.processes import SAME_SIGNAL_SECONDS
 from tests.integration.client import text_of
 from tests.integration.processes import Launched, launched, until
 
@@ -99,3 +100,30 @@ def test_without_restarts_a_dead_shard_ends_the_streams_with_an_error_and_the_la
     assert server.stderr.startswith("error: shard-0 was killed by SIGKILL")
     assert server.stderr.count("\n") == 1
     assert server.leftovers() == []
+
+
+def test_a_second_signal_ends_everything_now(start: Start) -> None:
+    server = start()
+    events = iter(server.client.stream("a", max_new_tokens=4000, ignore_eos=True))
+    next(events)
+    server.send(signal.SIGTERM)
+    until(lambda: is_refused(server), "new connections are refused")
+    time.sleep(SAME_SIGNAL_SECONDS + 0.1)
+    server.send(signal.SIGTERM)
+    assert server.wait() == 128 + signal.SIGTERM
+    assert server.leftovers() == []
+
+
+def test_a_drained_server_finishes_what_runs_and_stays_up(start: Start) -> None:
+    server = start()
+    events = iter(server.client.stream("a", max_new_tokens=400, ignore_eos=True))
+    next(events)
+    assert server.client.post("/drain", b"").json() == {"draining": True, "running": 1, "queued": 0}
+    until(lambda: server.client.get("/readyz").status == 503, "the server is not ready")
+    refused = server.client.post("/generate", {"inputs": "b"})
+    assert (refused.status, refused.json()["error_type"]) == (503, "draining")
+    assert len(list(events)) == 399
+    assert server.client.post("/drain", b"").json()["running"] == 0
+    assert server.client.get("/health").status == 200
+    server.send(signal.SIGTERM)
+    assert server.wait() == 0

@@ -96,6 +96,8 @@ listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 listener.bind(("127.0.0.1", int(flag("--port"))))
 listener.listen()
 say("INFO", "Listening", address="http://0.0.0.0:" + flag("--port"))
+if behaviour == "hang":
+    os.write(int(os.environ["LEGATO_HEARTBEAT_FD"]), b"\\n")
 while True:
     connection, _ = listener.accept()
     connection.recv(4096)

@@ -7,11 +7,13 @@ import os
 import platform
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from legato.launcher.processes import SAME_SIGNAL_SECONDS
 from tests.launcher.conftest import Launched
 
 Launch = Callable[..., Launched]
@@ -148,6 +150,13 @@ def test_a_router_that_dies_is_restarted_and_the_shards_are_not(launch: Launch) 
     assert sum("router started" in line for line in launched.journal) == 2
 
 
+def test_a_router_whose_heart_stops_is_replaced(launch: Launch) -> None:
+    launched = launch("--hang-timeout=1", FAKE_ROUTER="hang")
+    launched.until_logged("ERROR launcher: router is hung: no heartbeat for 1 s (--hang-timeout)")
+    launched.until_logged("router was killed by SIGKILL")
+    launched.until(lambda: sum("router started" in line for line in launched.journal) == 2)
+
+
 def test_one_restart_too_many_ends_everything_with_an_error(launch: Launch) -> None:
     launched = launch("--max-restarts=2", FAKE_SHARD="die")
     code, stderr = launched.wait()
@@ -183,13 +192,26 @@ def test_requests_get_the_whole_grace_before_the_router_must_exit(launch: Launch
     assert "killing it" not in launched.log
 
 
-def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_kills_at_once(launch: Launch, number: signal.Signals, code: int) -> None:
     launched = launch(FAKE_ROUTER="stubborn")
     launched.until_logged("Listening on")
-    launched.send(signal.SIGINT)
+    launched.send(number)
     launched.until_journal("router asked to stop")
-    launched.send(signal.SIGINT)
-    assert launched.wait() == (130, "")
+    if number == signal.SIGTERM:  # two at once are one
+        time.sleep(SAME_SIGNAL_SECONDS + 0.1)
+    launched.send(number)
+    assert launched.wait() == (code, "")
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(launch: Launch) -> None:
+    launched = launch(FAKE_ROUTER="slow")
+    launched.until_logged("Listening on")
+    launched.send(signal.SIGTERM)
+    launched.until_logged("Received SIGTERM")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == (0, "")
+    assert "router stopped" in launched.journal
 
 
 def test_nohup_is_respected(launch: Launch) -> None:

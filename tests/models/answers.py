@@ -38,10 +38,10 @@ def prompts(vocab_size: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def answer(folder: Path, requests: list[list[int]], shard: Shard | None = None) -> Answers:
+def answer(folder: Path, requests: list[list[int]], shard: Shard | None = None, quantize: str | None = None) -> Answers:
     """Greedy, from one shard's point of view; all shards of a model call this together."""
     files = ModelFiles.open(folder)
-    model = get_model(files, ModelConfig.from_hf(files.config()), torch.float32, DEVICE, shard=shard)
+    model = get_model(files, ModelConfig.from_hf(files.config()), torch.float32, DEVICE, shard=shard, quantize=quantize)
     if isinstance(model, LimitedModel):
         model.limit(max(map(len, requests)) + NUM_TOKENS)
     start = start_of(model)

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from legato.ipc.messages import ServerState
+from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.running import RouterProcess
 from legato.router.workers import WorkerProcess
-from legato.telemetry.metrics import Metrics
+from legato.telemetry.metrics import Figures, Metrics
 from tests.http.asgi import LIMITS, SETTINGS, FakeBackend
 
 
@@ -19,6 +21,13 @@ class Steps(FakeBackend):
     """A backend that knows whether anybody takes its steps to the shards."""
 
     are_taken: bool = False
+    is_healthy: bool = True
+    is_live: bool = True
+    is_idle: bool = False
+    is_restarting: bool = False
+    step_age: float = 0.0
+
+    def prove(self) -> None: ...
 
     async def run(self, recover: object = None) -> None:
         self.are_taken = True
@@ -45,6 +54,13 @@ class EarlyClient:
     async def drain(self, grace: float) -> None:
         pass
 
+    async def figures(self) -> Figures:
+        return {}
+
+    def tell(self, state: ServerState, now: float) -> None: ...
+
+    def kill_hung(self, now: float, timeout: float) -> None: ...
+
 
 def test_steps_go_to_the_shards_before_the_first_client_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("legato.router.running.freeze_gc", lambda: None)  # this process goes on
@@ -52,7 +68,9 @@ def test_steps_go_to_the_shards_before_the_first_client_comes(monkeypatch: pytes
     async def main() -> None:
         backend = Steps()
         workers, listeners = EarlyClient(backend), Listeners("127.0.0.1", 0, 2)
-        router = RouterProcess(cast(Any, backend), cast(Any, None), Metrics(LIMITS), cast(Any, workers), SETTINGS)
+        router = RouterProcess(
+            cast(Any, backend), cast(Any, None), Metrics(LIMITS), cast(Any, workers), SETTINGS, 30, StepHistory()
+        )
         running = asyncio.create_task(router.run(listeners, grace=1))
         await workers.all_serve.wait()
         router._stopping.set()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,9 +17,11 @@ import grpc
 import pytest
 
 from legato.common.errors import EndpointInUse
+from legato.common.sockets import is_answered
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.pb import unpack_token_ids
+from legato.router.peer import PeerProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.scheduling.state import Admission, StepPlan, StepResult
 from tests.generation import generation, sampling
@@ -27,11 +33,14 @@ LIMITS = WarmupLimits(None, None, 64, None, 8)
 class Shard(rpc.TextGenerationServiceServicer):
     """Writes down what it is told. Answers each step with a token that is its id and `rank`."""
 
-    def __init__(self, urls: list[str], rank: int = 0, num_blocks: int = 9, num_answers: int = 1000) -> None:
+    def __init__(
+        self, urls: list[str], rank: int = 0, num_blocks: int = 9, num_answers: int = 1000, num_steps: int = 0
+    ) -> None:
         self._urls = urls
         self._rank = rank
         self._num_blocks = num_blocks
         self._num_answers = num_answers
+        self._num_steps = num_steps
         self.steps: list[pb.StepRequest] = []
         self.num_questions = 0
 
@@ -40,7 +49,7 @@ class Shard(rpc.TextGenerationServiceServicer):
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
         self.num_questions += 1
-        return pb.InfoResponse(block_size=16)
+        return pb.InfoResponse(block_size=16, num_steps=self._num_steps)
 
     async def ServiceDiscovery(
         self, request: pb.ServiceDiscoveryRequest, context: Context
@@ -143,6 +152,69 @@ def test_the_first_shard_is_waited_for_and_names_the_others(tmp_path: Path) -> N
             return healthy
 
     assert asyncio.run(run())
+
+
+def test_shards_that_are_out_of_step_are_not_used(tmp_path: Path) -> None:
+    """A router died after it had sent a step to the first of them."""
+
+    async def run() -> None:
+        async with connected(tmp_path, {"num_steps": 7}, {"num_steps": 7}) as (shards, told):
+            assert await shards.are_in_step()
+            told[0]._num_steps += 1
+            assert not await shards.are_in_step()
+            with pytest.raises(ShardsLost, match="no shard answers"):
+                await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=0.5)
+
+    asyncio.run(run())
+
+
+def test_the_process_of_a_shard_is_known_by_its_socket_and_killed(tmp_path: Path) -> None:
+    code = f"import socket, time; s = socket.socket(socket.AF_UNIX); s.bind('{tmp_path}/s'); s.listen(); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        while not is_answered(f"{tmp_path}/s"):
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGSTOP)
+        peer = PeerProcess(f"{tmp_path}/s")
+        assert peer.pid == process.pid
+        peer.kill()
+        assert process.wait(10) == -signal.SIGKILL
+        peer.kill()
+        peer.close()
+
+
+def test_nobody_listens_on_a_socket(tmp_path: Path) -> None:
+    peer = PeerProcess(f"{tmp_path}/nothing")
+    assert peer.pid is None
+    peer.kill()
+    peer.close()
+
+
+def test_shards_that_fall_silent_in_warm_up_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legato.router.shards.HEALTH_INTERVAL", 0.01)
+    silent = asyncio.Event()
+
+    class Hung(Shard):
+        async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
+            if silent.is_set():
+                await asyncio.sleep(60)
+            return pb.HealthResponse()
+
+        async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
+            await asyncio.sleep(0.2)  # long, and asked several times in between
+            if silent.is_set():
+                await asyncio.sleep(60)
+            return pb.WarmupResponse(num_blocks=9, max_rows=request.max_rows)
+
+    async def run() -> None:
+        async with listening(tmp_path / "shard-0", Hung([f"unix://{tmp_path}/shard-0"])):
+            shards = await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=10, hang_timeout=0.1)
+            assert (await shards.warmup(LIMITS)).num_blocks == 9
+            silent.set()
+            with pytest.raises(ShardsLost, match="do not answer for"):
+                await shards.warmup(LIMITS)
+            await shards.close()
+
+    asyncio.run(run())
 
 
 def test_a_relative_path_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

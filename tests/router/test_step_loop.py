@@ -13,7 +13,15 @@ from legato.router.shards import ShardsLost
 from legato.router.step_loop import STEPS_IN_FLIGHT, StepLoop
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.scheduling.state import (
+    FinishReason,
+    GenerationRequest,
+    ModelLimits,
+    Output,
+    PromptChunk,
+    StepPlan,
+    StepResult,
+)
 from legato.telemetry.metrics import StepFigures
 from tests.clock import FakeClock
 from tests.fakes import FakeShard, expected_tokens
@@ -43,7 +51,7 @@ class HeldShards:
         self._on_result = on_result
         await self._lost
 
-    async def healthy(self) -> bool:
+    async def healthy(self, timeout: float) -> bool:
         return self.is_healthy
 
     async def prepare(self, grammar: Grammar) -> None:
@@ -68,6 +76,10 @@ class HeldShards:
 class Receiver:
     def __init__(self) -> None:
         self.outputs: list[Output] = []
+        self.chunks: list[PromptChunk] = []
+
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        self.chunks.append(chunk)
 
     def put(self, request_id: int, output: Output) -> None:
         self.outputs.append(output)
@@ -240,14 +252,14 @@ def test_a_lost_shard_ends_every_request_those_that_wait_and_those_to_come() -> 
     async def test(bench: Bench) -> None:
         running, waiting = bench.submit(request(1)), bench.submit(request(2))
         await asyncio.sleep(0)
-        assert await bench.loop.healthy()
+        assert bench.loop.is_healthy
         bench.shards.lose(ShardsLost("shard 0 ended its stream"))
         with pytest.raises(ShardsLost):
             await bench.task
         late = bench.submit(request(3))
         for receiver in (running, waiting, late):
             assert [output.error for output in receiver.outputs] == ["shard 0 ended its stream"]
-        assert not await bench.loop.healthy()
+        assert not bench.loop.is_healthy
 
     bench(test, max_rows=1)
 
@@ -276,10 +288,18 @@ def test_at_the_end_of_the_server_running_requests_are_told() -> None:
     bench(test)
 
 
-def test_health_is_that_of_the_shards() -> None:
+def test_a_failed_step_leaves_the_shards_in_doubt_until_a_token_comes() -> None:
     async def test(bench: Bench) -> None:
-        bench.shards.is_healthy = False
-        assert not await bench.loop.healthy()
+        changes: list[bool] = []
+        bench.loop.on_change = lambda: changes.append(bench.loop.is_healthy)
+        bench.submit(request(1))
+        await asyncio.sleep(0)
+        bench.shards.answer(error="a bad day")
+        assert not bench.loop.is_healthy and bench.loop.is_live
+        await turns()
+        bench.shards.answer_all()
+        assert bench.loop.is_healthy
+        assert changes == [False, True]
 
     bench(test)
 
@@ -324,12 +344,12 @@ def test_requests_go_on_with_new_shards_and_newcomers_wait_for_them() -> None:
         assert bench.lost == ["lost shard 0"]
         newcomer = bench.submit(request(2))
         await turns()
-        assert not await bench.loop.healthy()
+        assert not bench.loop.is_healthy
         bench.is_back.set()
         await turns()
-        assert not await bench.loop.healthy(), "no token has come from the new shards"
+        assert not bench.loop.is_healthy, "no token has come from the new shards"
         bench.shards.answer_all()
-        assert await bench.loop.healthy()
+        assert bench.loop.is_healthy
         assert running.tokens == expected_tokens(request(1), VOCAB)
         assert newcomer.tokens == expected_tokens(request(2), VOCAB)
 
@@ -342,9 +362,9 @@ def test_new_shards_prove_themselves_without_requests() -> None:
         await turns()
         bench.is_back.set()
         await turns()
-        assert not await bench.loop.healthy()
+        assert not bench.loop.is_healthy
         bench.shards.answer_all()
-        assert await bench.loop.healthy()
+        assert bench.loop.is_healthy
         assert (bench.loop.running, bench.loop.queue_size) == (0, 0)
 
     bench(test, recovers=True)

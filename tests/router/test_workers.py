@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -14,16 +15,17 @@ import pytest
 from legato.common.errors import EndpointInUse, LegatoError
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
-from legato.http.scheduler import DELIVERIES_PER_TURN, SchedulerClient
+from legato.http.scheduler import DELIVERIES_PER_TURN, NO_STATE, STATE_SECONDS, SchedulerClient
 from legato.http.throttle import AcceptThrottle
+from legato.http.worker import HttpWorker
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
 from legato.router.listening import KERNEL_SPREADS, Listeners
 from legato.router.port import Port
-from legato.router.workers import WorkerFailed, WorkerProcess, Workers
+from legato.router.workers import MAX_UNREAD, WorkerFailed, WorkerProcess, Workers
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from legato.telemetry.metrics import Metrics, add_up
-from tests.http.asgi import LIMITS, FakeBackend, outputs_of, until
+from tests.http.asgi import LIMITS, SETTINGS, FakeBackend, outputs_of, until
 from tests.telemetry.test_metrics import samples
 
 
@@ -55,7 +57,7 @@ class Pair:
         async def scrape() -> bytes:
             return b"all metrics"
 
-        self.port = Port(steps, scrape, self._scheduler_link.send)
+        self.port = Port(steps, scrape, scrape, lambda: b"all requests", self._scheduler_link.send)
 
     async def open(self) -> None:
         ours, theirs = socket.socketpair()
@@ -201,12 +203,47 @@ def test_a_grammar_that_cannot_be_prepared_fails_with_the_same_error(error: Exce
     asyncio.run(main())
 
 
-def test_health_and_metrics_are_asked_for_at_the_other_end() -> None:
+def test_metrics_and_draining_are_asked_for_at_the_other_end() -> None:
     async def test(pair: Pair, backend: FakeBackend) -> None:
-        assert not await pair.client.healthy()
         assert await pair.client.scrape() == b"all metrics"
+        assert await pair.client.drain() == b"all requests"
 
-    linked(test, health=False)
+    linked(test)
+
+
+def test_a_receiver_that_cancels_hears_nothing_more_of_what_has_arrived() -> None:
+    """Found by the simulation: two steps of a router that was stopped are told together."""
+
+    async def main() -> None:
+        sent: list[msgspec.Struct] = []
+        client = SchedulerClient(LIMITS, sent.append)
+        heard: list[int] = []
+
+        def receive(output: Output) -> None:
+            heard.append(output.token_id)
+            client.cancel(1)
+
+        client.submit(request(1), receive)
+        client.on_tokens(msg.Tokens([1, 1], [5, 6], [0.0, 0.0], [(1, Output(6, finish_reason=FinishReason.LENGTH))]))
+        assert heard == [5]
+        assert sent[-1] == msg.Cancel(1)
+
+    asyncio.run(main())
+
+
+def test_a_state_is_believed_for_a_while_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        client, told = SchedulerClient(LIMITS, lambda message: None), msg.ServerState(healthy=True, live=True)
+        assert client.state is NO_STATE
+        client.on_state(told)
+        assert client.state is told
+        later = asyncio.get_running_loop().time() + STATE_SECONDS
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: later)
+        assert client.state is NO_STATE
+        client.on_state(told)
+        assert client.state is told
+
+    asyncio.run(main())
 
 
 def test_frames_may_come_in_pieces() -> None:
@@ -264,7 +301,7 @@ def test_few_requests_begin_in_one_turn_and_in_order() -> None:
 @pytest.mark.parametrize("num", [1, 3])
 def test_a_port_that_somebody_listens_on_is_refused(num: int) -> None:
     first = Listeners("127.0.0.1", 0, num)
-    first.listen()
+    first.listen_first().close()
     with pytest.raises(EndpointInUse, match="--port"):
         Listeners("127.0.0.1", first.port, num)
     first.close()
@@ -274,9 +311,9 @@ def test_a_port_that_somebody_listens_on_is_refused(num: int) -> None:
 def test_of_two_that_bound_a_port_the_second_to_listen_learns_of_the_first(num: int) -> None:
     first = Listeners("127.0.0.1", 0, num)
     second = Listeners("127.0.0.1", first.port, num)
-    first.listen()
+    first.listen_first().close()
     with pytest.raises(EndpointInUse, match="--port"):
-        second.listen()
+        second.listen_first()
     first.close()
     second.close()
 
@@ -347,5 +384,62 @@ def test_a_worker_ends_when_its_scheduler_is_gone() -> None:
         worker._link.close()
         assert await asyncio.wait_for(worker.exit(), 10)
         listeners.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_told_the_state_answers_while_it_still_loads() -> None:
+    async def test(worker: WorkerProcess) -> None:
+        worker.tell(msg.ServerState(), now=10.0)
+        assert worker.is_hung(now=16.0, timeout=5.0)
+        while worker.is_hung(now=16.0, timeout=5.0):
+            await asyncio.sleep(0.01)
+
+    loading(test)
+
+
+def test_a_stopped_worker_is_hung_and_killed() -> None:
+    async def test(worker: WorkerProcess) -> None:
+        worker.tell(msg.ServerState(), now=10.0)
+        while worker.is_hung(now=16.0, timeout=5.0):
+            await asyncio.sleep(0.01)
+        worker._process.send_signal(signal.SIGSTOP)
+        worker.tell(msg.ServerState(), now=20.0)
+        worker.tell(msg.ServerState(), now=21.0)
+        await asyncio.sleep(0.1)
+        assert not worker.is_hung(now=24.9, timeout=5.0)
+        assert worker.is_hung(now=25.1, timeout=5.0)
+        worker.excuse()
+        assert not worker.is_hung(now=25.1, timeout=5.0)
+        worker.kill()
+        assert await worker.exit() == "HTTP worker 0 was killed by SIGKILL"
+
+    loading(test)
+
+
+def test_a_worker_that_does_not_read_is_hung_before_its_messages_fill_the_memory() -> None:
+    async def test(worker: WorkerProcess) -> None:
+        worker._process.send_signal(signal.SIGSTOP)
+        tokens = msg.Tokens([1] * 500_000, [1] * 500_000, [1.0] * 500_000, [])
+        for _ in range(MAX_UNREAD // 500_000):
+            worker._link.send(tokens)
+            worker._link.flush()
+            if worker.is_hung(now=0.0, timeout=5.0):
+                return
+        raise AssertionError(worker._link.num_buffered)
+
+    loading(test)
+
+
+def test_a_worker_that_loaded_for_long_says_what_it_was_told_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legato.http.worker.create_app", lambda *args: None)
+
+    async def main() -> None:
+        with socket.socket() as listener:
+            worker = HttpWorker(listener)
+            worker._on_message(msg.ServerState(restarting=True))
+            serve = msg.Serve(LIMITS, SETTINGS, 1, 1.0, msg.ServerState(healthy=True, live=True, ready=True))
+            worker._app(serve, None, None, None)  # type: ignore[arg-type]
+            assert worker._scheduler is not None and worker._scheduler.state == msg.ServerState(restarting=True)
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from legato.http.auth import tenant_of
+from legato.ipc.api_keys import tenant_of
 from legato.scheduling.state import GenerationRequest
 from tests.http.asgi import Answer, FakeBackend, app_for, post
 
@@ -45,6 +45,16 @@ def test_there_are_ten_priorities(path: str, status: int, given: int) -> None:
     answer, requests = ask(path, given)
     assert (answer.status, requests) == (status, [])
     assert f"`priority` must be >= 0 and <= 9. Given: {given}" in answer.body.decode()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(("key", "given", "meant"), [("plain", 0, 5), ("plain", 9, 9), ("gold", 0, 2), ("gold", 4, 4)])
+def test_no_key_overtakes_others_unless_it_may(path: str, key: str, given: int, meant: int) -> None:
+    """The attack: every request says that it is the most urgent one."""
+    allowed = {tenant_of("gold"): 2}
+    answer, requests = ask(path, given, key, api_keys=("plain", "gold"), best_priorities=allowed)
+    assert answer.status == 200
+    assert [request.priority for request in requests] == [meant]
 
 
 @pytest.mark.parametrize("path", ROUTES)

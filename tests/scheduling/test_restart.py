@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from legato.scheduling.scheduler import DOES_NOT_FIT, LOST_TOO_OFTEN, MAX_LOSSES
+from legato.scheduling.limits import Refusal
+from legato.scheduling.scheduler import MAX_LOSSES
 from legato.scheduling.state import GenerationRequest
 from tests.fakes import Simulation, check_blocks, expected_tokens
 from tests.scheduling.test_scheduler import VOCAB, limits, request
@@ -58,13 +59,15 @@ def test_prompt_logprobs_come_once() -> None:
 
 def test_what_no_longer_fits_ends_with_an_error_and_so_do_newcomers_that_do_not_fit() -> None:
     short, long = request(1, [1] * 5, 10), request(2, [2] * 60, 40)
-    simulation = started(short, long)
+    simulation = started(short, long, max_requests=9, max_queued_tokens=999)
     simulation.lose(limits(num_blocks=17))
-    assert simulation.outputs[2][-1].error == DOES_NOT_FIT
+    shares = simulation.scheduler.shares
+    assert simulation.outputs[2][-1].error == Refusal.DOES_NOT_FIT
     simulation.run()
     assert simulation.tokens(1) == expected_tokens(short, VOCAB)
     refused = simulation.scheduler.submit(request(3, [3] * 60, 40))
-    assert refused is not None and refused.error == DOES_NOT_FIT
+    assert refused is not None and refused.error == Refusal.DOES_NOT_FIT
+    assert (shares.permits.free, shares.queued_tokens.free) == (9, 999)
     check_blocks(simulation.scheduler)
 
 
@@ -75,7 +78,7 @@ def test_a_request_that_the_shards_die_of_is_not_tried_for_ever() -> None:
         simulation.lose()
         assert simulation.launch()
     simulation.lose()
-    assert [output.error for output in simulation.outputs[1]] == [LOST_TOO_OFTEN.format(MAX_LOSSES + 1)]
+    assert [output.error for output in simulation.outputs[1]] == [Refusal.LOST_TOO_OFTEN.format(MAX_LOSSES + 1)]
     simulation.run()
     assert simulation.tokens(2) == expected_tokens(waiting, VOCAB)
 

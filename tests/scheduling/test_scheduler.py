@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.limits import Refusal, SchedulerLimits
 from legato.scheduling.prefix_tree import Node
 from legato.scheduling.queue import AGING_SECONDS
-from legato.scheduling.scheduler import LOST_TOO_OFTEN, MAX_ADMISSION_WORK, MAX_LOSSES, RAN_TOO_LONG, Scheduler
+from legato.scheduling.scheduler import MAX_ADMISSION_WORK, MAX_LOSSES, Scheduler
 from legato.scheduling.state import FinishReason, GenerationRequest, StepPlan, StepResult
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
@@ -316,7 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         expired = scheduler.expire(self.now)
         assert bool(expired) == (due is not None and due <= self.now)
         for request_id, output in expired:
-            ran = output.error == RAN_TOO_LONG.format(scheduler.limits.request_timeout)
+            ran = output.error == Refusal.RAN_TOO_LONG.format(scheduler.limits.request_timeout)
             assert output.timed_out and (ran or epochs[request_id] == 0), "it waited, and never had a row"
             self.cancelled.add(request_id)
         check_requests(scheduler)
@@ -332,7 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.simulation.lose()
         ended = before - set(self.simulation.scheduler._entries)
         for request_id in ended:
-            assert self.simulation.outputs[request_id].pop().error == LOST_TOO_OFTEN.format(MAX_LOSSES + 1)
+            assert self.simulation.outputs[request_id].pop().error == Refusal.LOST_TOO_OFTEN.format(MAX_LOSSES + 1)
         self.cancelled |= ended
         check_blocks(self.simulation.scheduler)
         check_requests(self.simulation.scheduler)
@@ -409,9 +409,9 @@ def test_the_lookups_of_one_plan_are_bounded_and_nobody_is_forgotten(monkeypatch
     scheduler, looked_up = simulation.scheduler, [0]
     match = scheduler.tree.match
 
-    def counted(tokens: bytes, max_blocks: int) -> tuple[Node, list[int]]:
+    def counted(root: Node, tokens: bytes, max_blocks: int) -> tuple[Node, list[int]]:
         looked_up[0] += max_blocks
-        return match(tokens, max_blocks)
+        return match(root, tokens, max_blocks)
 
     monkeypatch.setattr(scheduler.tree, "match", counted)
     prefix = [number % 97 for number in range(4 * 1000)]

@@ -173,5 +173,5 @@ def test_a_step_too_small_for_the_longest_input_is_an_error_that_names_both_flag
 
 
 def test_the_compatible_route_leaves_the_prompt_out_of_the_answer() -> None:
-    assert not settings_for(RouterOptions(), INFO, ()).default_return_full_text
-    assert settings_for(RouterOptions(), pb.InfoResponse(), ()).default_return_full_text
+    assert not settings_for(RouterOptions(), INFO, {}).default_return_full_text
+    assert settings_for(RouterOptions(), pb.InfoResponse(), {}).default_return_full_text

@@ -42,8 +42,8 @@ def model(folder: Path) -> CausalModel:
 def logits(model: CausalModel, dtype: torch.dtype) -> torch.Tensor:
     """Of the second half of a prompt, whose first half comes from the cache.
 
-    The first half is computed with a full cache, which is then rounded: a CPU does not look at the cache for a prompt
-    that is all there is, a GPU does, and would carry the rounding into the keys of the next layer.
+    The first half is computed with a full cache, which is then rounded: otherwise its rounding would be carried into
+    the keys of the next layer.
     """
     caches = [KVCache(replace(model.kv_shape, dtype=each), 8, 16, DEVICE) for each in (torch.float32, dtype)]
     rows = Rows(1, 4, DEVICE)
@@ -85,3 +85,37 @@ def test_the_option_makes_tokens_a_quarter_of_the_size_of_float32(folder: Path, 
     shard.warmup(warmup())
     assert shard.engine.cache.layers[0].keys.dtype == FORMATS[name]
     assert shard.kv_shape.bytes_per_token * 4 == shard.loaded.model.kv_shape.bytes_per_token
+
+
+def server_with(model: CausalModel, name: str, num_blocks: int = 512) -> LocalServer:
+    server = LocalServer(model, num_blocks=num_blocks, max_rows=32)
+    server.engine.cache = KVCache(replace(model.kv_shape, dtype=FORMATS[name]), num_blocks, 16, DEVICE)
+    return server
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    numbers = np.random.default_rng(1)
+    return [numbers.integers(3, 320, int(length)).tolist() for length in numbers.integers(17, 60, count)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_prompt_has_the_same_answer_when_it_is_found_in_the_cache(model: CausalModel, name: str) -> None:
+    prompts = random_prompts(100)
+    fresh = server_with(model, name, 1024).run(
+        [GenerationRequest(i, ids, 12, ignore_eos=True) for i, ids in enumerate(prompts)]
+    )
+    server = server_with(model, name, 1024)
+    for first in (0, 1000):
+        todo = [GenerationRequest(first + i, ids, 12, ignore_eos=True) for i, ids in enumerate(prompts)]
+        answers = server.run(todo)
+        assert [answers[first + i] for i in range(100)] == [fresh[i] for i in range(100)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_preempted_request_goes_on_with_the_same_tokens(model: CausalModel, name: str) -> None:
+    prompts = random_prompts(32)
+    todo = [GenerationRequest(i, ids, 24, ignore_eos=True) for i, ids in enumerate(prompts)]
+    expected = server_with(model, name).run(todo)
+    crowded = server_with(model, name, 60)
+    assert crowded.run(todo) == expected
+    assert crowded.scheduler.stats.preemptions > 0

@@ -23,7 +23,7 @@ from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.step_loop import StepLoop
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output
+from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, PromptChunk
 from legato.server.loading import LoadedModel
 from legato.telemetry.metrics import StepFigures
 from tests.server.shard import load_model, refusal, serving, warmup
@@ -169,6 +169,9 @@ class Answer:
         self.outputs.append(output)
         if output.finish_reason is not None or output.error is not None:
             self.ended.set_result(None)
+
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        raise AssertionError("nothing is traced here")
 
     @property
     def tokens(self) -> list[int]:

@@ -137,12 +137,75 @@ def test_a_host_that_is_not_allowed_is_never_contacted(url: str, monkeypatch: py
         Fetcher(("good.example",), 100, ANYBODY).fetch(url.replace("{port}", "80"))
 
 
-@pytest.mark.parametrize("target", ["file:///etc/passwd", "http://localhost:1/", "/again"])
-def test_a_redirect_is_not_followed(target: str) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        "file:///etc/passwd",
+        "ftp://localhost/a",
+        "http://elsewhere.example/",
+        "//169.254.169.254/",
+        "http://a@localhost/",
+    ],
+)
+def test_every_hop_is_checked_like_the_first(target: str) -> None:
     with host(say(b"", 302, Location=target)) as (url, asked):
-        with pytest.raises(FetchRefused, match="status 302"):
-            Fetcher(("localhost",), 100, ANYBODY).fetch(f"{url}/again")
-        assert asked == ["/again"]
+        with pytest.raises(FetchRefused, match=r"--image-url-allow|invalid URL"):
+            Fetcher(("localhost",), 100, ANYBODY).fetch(f"{url}/first")
+        assert asked == ["/first"]
+
+
+def test_a_hop_to_an_allowed_host_with_a_private_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another name for the machine itself, in the list or not, that is public when the first hop is checked."""
+    with host(say(b"", 307, Location="http://inside.example/secret")) as (url, asked):
+        port = int(url.rpartition(":")[2])
+        look_up = socket.getaddrinfo
+
+        def names(name: str, *arguments: Any, **options: Any) -> Any:
+            return [(2, 1, 6, "", ("10.0.0.1", 80))] if name == "inside.example" else look_up("127.0.0.1", port)
+
+        monkeypatch.setattr(socket, "getaddrinfo", names)
+        fetcher = Fetcher(("localhost", "inside.example"), 100, lambda address: str(address) == "127.0.0.1")
+        with pytest.raises(FetchRefused, match=r"inside\.example does not have a public address"):
+            fetcher.fetch(f"{url}/first")
+        assert asked == ["/first"]
+
+
+def test_a_redirect_is_followed_a_few_times() -> None:
+    def redirect(handler: BaseHTTPRequestHandler) -> None:
+        number = int(handler.path[1:])
+        say(b"picture")(handler) if number == 0 else say(b"", 302, Location=f"/{number - 1}")(handler)
+
+    with host(redirect) as (url, asked):
+        assert Fetcher(("localhost",), 100, ANYBODY).fetch(f"{url}/3") == b"picture"
+        assert asked == ["/3", "/2", "/1", "/0"]
+        with pytest.raises(FetchRefused, match="more than 3 redirects"):
+            Fetcher(("localhost",), 100, ANYBODY).fetch(f"{url}/9")
+
+
+@pytest.mark.parametrize("part", ["the name", "the headers", "redirects"])
+def test_the_deadline_is_over_everything(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation is quick enough for its own timeout."""
+    monkeypatch.setattr(images_fetch, "DEADLINE", 0.3)
+    stop = threading.Event()
+
+    def slowly(handler: BaseHTTPRequestHandler) -> None:
+        if part == "redirects":
+            stop.wait(0.15)
+            say(b"", 302, Location="/again")(handler)
+        for _ in range(100 if part == "the headers" else 0):
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Filler: "[:1])
+            handler.wfile.flush()
+            if stop.wait(0.1):
+                return
+
+    if part == "the name":
+        look_up = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **o: stop.wait(5) and look_up(*a, **o))
+    monkeypatch.setattr(images_fetch, "MAX_REDIRECTS", 100)
+    with host(slowly) as (url, _):
+        with pytest.raises(FetchRefused, match="within 0 seconds"):
+            Fetcher(("localhost",), 100, ANYBODY).fetch(url)
+        stop.set()
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Length": "101"}, {"Content-Length": "99999999999"}])

@@ -125,7 +125,7 @@ def test_cache_keys_of_images_tell_them_apart() -> None:
     assert one == same and len(one) == len(other)
     assert sum(left != right for left, right in zip(one, other, strict=True)) == 8
     tree = PrefixTree(4)
-    assert tree.match(array("q", one).tobytes(), 3)[1] == []  # cache keys are tokens like any other
+    assert tree.match(tree.root(), array("q", one).tobytes(), 3)[1] == []  # cache keys are tokens like any other
     assert all(0 <= token_id < 1 << 63 for token_id in other)
 
 

@@ -118,7 +118,7 @@ class SharedFields(Struct, kw_only=True, frozen=True):
     priority: Annotated[
         int | None,
         Meta(
-            description="Priority in the queue, from 0 (first) to 9. Default: 5.",
+            description="Priority in the queue, from 0 (first) to 9, as far as the API key allows it. Default: 5.",
             extra_json_schema={"minimum": 0, "maximum": 9},
         ),
     ] = None

@@ -20,7 +20,7 @@ from legato.router.cli import warm_up
 from legato.router.shards import GrpcShards
 from legato.router.step_loop import StepLoop
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, ModelLimits, Output, StepPlan, StepResult
+from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk, StepPlan, StepResult
 from legato.telemetry.metrics import StepFigures
 
 
@@ -74,8 +74,8 @@ class _Stream:
     async def prepare(self, grammar: Grammar) -> None:
         await self._shards.prepare(grammar)
 
-    async def healthy(self) -> bool:
-        return await self._shards.healthy()
+    async def healthy(self, timeout: float = 5.0) -> bool:
+        return await self._shards.healthy(timeout)
 
     async def close(self) -> None:
         self._reading.cancel()
@@ -102,6 +102,9 @@ class _Receiver:
             self._run.fail(output.error)
         elif output.finish_reason is not None:
             self._run.end_one()
+
+    def trace(self, request_id: int, chunk: PromptChunk) -> None:
+        raise AssertionError("nothing is traced here")
 
 
 class _Run:

@@ -17,6 +17,8 @@ Schema = dict[str, Any]
 _NO_PARAMETERS: Final[Schema] = {"type": "object", "properties": {}}
 # Of objects and lists in each other. Everything that reads schemas calls itself for every level.
 _MAX_DEPTH: Final = 100
+# No model can choose from more, and every one of them costs the event loop some time.
+_MAX_TOOLS: Final = 1024
 
 
 class ToolError(RequestError):
@@ -62,6 +64,8 @@ def tool_use_of(
         if choice not in (None, "auto", "none"):
             raise InvalidRequest("`tool_choice` needs `tools` to choose from", "tool_choice")
         return None
+    if len(tools) > _MAX_TOOLS:
+        raise InvalidRequest(f"`tools` has {len(tools)} tools, and at most {_MAX_TOOLS} are possible", "tools")
     if _is_deep(tools):
         raise InvalidRequest(f"`tools` are nested more than {_MAX_DEPTH} levels deep", "tools")
     known = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools))

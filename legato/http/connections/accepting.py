@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Connections to accept in one turn of the event loop. uvloop accepts one: when thousands connect at once and each turn
 # has a step's tokens to write, the last of them, a health check perhaps, would wait for seconds.
-ACCEPTED_PER_TURN = 128
+ACCEPTED_PER_TURN = 64
 # Seconds without accepting when a connection cannot be had. The listener stays readable: without a pause the event
 # loop would do nothing else.
 BACK_OFF = 0.2
@@ -33,10 +33,10 @@ class Acceptor:
         listener: socket.socket,
         take: Callable[[socket.socket], None],
         has_room: Callable[[], bool],
-        make_room: Callable[[], bool],
+        make_room: Callable[[], object],
     ) -> None:
-        """`take` is given each connection. `has_room` says whether there may be one more; `make_room` closes an idle
-        one by the next turn of the event loop, if there is one."""
+        """`take` is given each connection. `has_room` says whether it could take one more; `make_room` gives a file
+        descriptor back, if that is possible."""
         self._listener = listener
         self._take = take
         self._has_room = has_room
@@ -58,9 +58,8 @@ class Acceptor:
     def _accept(self) -> None:
         for _ in range(ACCEPTED_PER_TURN):
             if not self._has_room():
-                if not self._make_room():
-                    self._log.warning("All connections are in use: new clients wait until one is closed")
-                    self._back_off()
+                self._log.warning("All connections are in use: new clients wait until one is closed")
+                self._back_off()
                 return
             try:
                 connection, _ = self._listener.accept()

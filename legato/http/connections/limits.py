@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from legato.api.errors import RequestError
 from legato.http.connections.lingering_close import MAX_LINGERING
 
-# Descriptors that are not connections: the link, listeners, files, template and grammar processes, fetched images.
-RESERVED_DESCRIPTORS = 64
+# Descriptors that are not connections: the link, listeners, files, template and grammar processes, fetched images, and
+# connections that are being closed to make room.
+RESERVED_DESCRIPTORS = 96
 # More connections than that in one worker are an attack or a missing load balancer, whatever the descriptors allow.
 MAX_CONNECTIONS = 16_384
 # One in so many descriptors may be a connection that lingers after its last answer.
@@ -28,7 +29,7 @@ class ConnectionLimits:
     body_seconds: float = 10.0
     body_rate: float = 4096.0
     # Bytes of all incomplete bodies together; a few bodies of the longest kind always fit.
-    incomplete_bytes: int = 32 << 20
+    incomplete_bytes: int = 24 << 20
     max_connections: int = MAX_CONNECTIONS
     max_lingering: int = MAX_LINGERING
 

@@ -57,7 +57,8 @@ class LingeringClose(asyncio.BufferedProtocol):
 
     def begin(self) -> None:
         self._transport.set_protocol(self)
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # TLS cannot half-close: its clients go by the length of the answer
+            self._transport.write_eof()
         if self._allowance:
             self._transport.resume_reading()
         else:
@@ -137,7 +138,11 @@ class LingeringTransport(asyncio.Transport):
             return
         self._closed = True
         del self.write
-        LingeringClose(self._transport, self._allowance(), self._connections).begin()
+        allowance = self._allowance()
+        if allowance or self._transport.can_write_eof():
+            LingeringClose(self._transport, allowance, self._connections).begin()
+        else:
+            self._transport.close()
 
     def close_at_once(self) -> None:
         """Without lingering. What the client has not taken yet is lost only if it did not even fit in its socket."""

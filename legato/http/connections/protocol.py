@@ -28,6 +28,8 @@ READ_SIZE = 16 * 1024
 # Bytes to discard of a body that is not read, besides as many as the application takes: what was under way when the
 # answer was written.
 SLACK = 2 * READ_SIZE
+# Bytes of a head to parse at once: few requests fit in it.
+HEAD_PIECE = 1024
 # Bodies of the largest size that a worker receives at once, however large that is.
 FEWEST_BODIES = 8
 # Of a header line, besides name and value.
@@ -58,6 +60,8 @@ class ConnectionContext:
         self.limits = limits
         self.payload_limit = payload_limit
         self.lingering = LingeringConnections(limits.max_lingering)
+        # From the moment they are accepted until they are closed or linger.
+        self.open: set[HttpProtocol] = set()
         self.idle = IdleConnections()
         self.bodies = BodyMemory(max(limits.incomplete_bytes, FEWEST_BODIES * payload_limit))
         self.log = ThrottledLog(logger)
@@ -85,6 +89,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._body_began = 0.0
         self._refusal: RequestError | None = None
+        # What came behind requests that wait for the answers to others.
+        self._unparsed = b""
 
     # ---- the connection --------------------------------------------------------------------------------------------
 
@@ -94,6 +100,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._expect_within(self._limits.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._context.open.discard(self)
         self._context.idle.discard(self)
         self._context.bodies.end(self)
         self._deadline = None
@@ -102,9 +109,12 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def close_at_once(self) -> None:
+        self._context.open.discard(self)  # its descriptor is free by the next turn of the event loop
         cast(LingeringTransport, self.transport).close_at_once()
 
     def _allowance(self) -> int:
+        if self.scheme == "https" and not (self._in_body or self._in_head):
+            return 0  # the client is not sending
         return self._context.payload_limit + SLACK - self._num_read
 
     @property
@@ -115,6 +125,20 @@ class HttpProtocol(HttpToolsProtocol):
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        """Heads are parsed in small pieces: a client that sends hundreds of requests in advance waits for its answers,
+        and so does what it has sent."""
+        while data:
+            size = len(data) if self._in_body else HEAD_PIECE
+            self._feed(data[:size])
+            data = data[size:]
+            if self.transport.is_closing():
+                return
+            if self.pipeline and data:
+                self._unparsed = data
+                self.flow.pause_reading()
+                return
+
+    def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._num_fed += len(data)
         try:
@@ -189,10 +213,21 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._context.bodies.end(self)
         super().on_response_complete()
-        if self.pipeline:
+        if self.pipeline or self._unparsed:
             self.flow.pause_reading()  # or every answer would let another buffer full of requests in
-        elif not self.transport.is_closing():
-            self._context.idle.add(self)
+        if not (self.pipeline or self.transport.is_closing()):
+            if self._unparsed:
+                self.loop.call_soon(self._go_on)
+            else:
+                self._context.idle.add(self)
+
+    def _go_on(self) -> None:
+        """Parse what was left when requests began to wait for their answers."""
+        if self.pipeline or not self._unparsed or self.transport.is_closing():
+            return
+        data, self._unparsed = self._unparsed, b""
+        self.flow.resume_reading()
+        self.data_received(data)
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 
@@ -222,6 +257,9 @@ class HttpProtocol(HttpToolsProtocol):
         with all they have, and need no timer of their own."""
         now = self.loop.time()
         self._deadline = now + seconds
+        if self._timer is not None and self._timer.when() > self._deadline:
+            self._timer.cancel()
+            self._timer = None
         if self._timer is None:
             self._timer = self.loop.call_at(self._deadline, self._check_deadline)
         return now

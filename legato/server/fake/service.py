@@ -27,6 +27,7 @@ from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits
 from legato.server.interceptor import RequestRefused
 from legato.server.listening import serve, socket_paths, socket_urls
 from legato.server.stream import Answer, Context, StepStreamService
+from legato.server.tracing import ShardSpans
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class FakeService(StepStreamService):
             vocab_size=self._model.vocab_size,
             max_position_embeddings=self._model.max_positions,
             model_type=self._model.model_type,
+            num_steps=self._num_steps,
         )
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
@@ -194,4 +196,4 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
     cost = StepCost(options.fake_step_ms / 1e3, options.fake_token_ms / 1e3)
     model, urls = FakeModel.read(files), socket_urls(options)
     service = FakeService(model, urls, cost, options.block_size, options.prefix_caching)
-    asyncio.run(serve(service, socket_paths(options)[options.rank]))
+    asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,7 @@ def last_answer(request: ChatRequest) -> str:
 def tool_use(request: ChatRequest) -> ToolUse | None:
     use = tool_use_of(request.tools, request.tool_choice, request.parallel_tool_calls, request.tool_prompt)
     if use is not None and len(use.names) < len(use.tools):
-        names = [tool.name for tool in use.tools]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice, _ = Counter(tool.name for tool in use.tools).most_common(1)[0]
         raise InvalidRequest(f"`tools` has more than one function of the name {twice!r}", "tools")
     return use
 
@@ -93,7 +93,7 @@ async def read_conversation(
         text = _render(request, template, tooling, use)
         return text, validator.encode(text, add_special_tokens=False).ids
 
-    text, ids = await validator.in_thread(read)
+    text, ids = await validator.in_thread(read, _size(request))
     if not ids:
         raise InvalidRequest("the chat template makes nothing of `messages`", "messages")
     if validator.images is None:
@@ -116,7 +116,12 @@ async def tokenize_conversation(
         encoding = inference.validator.encode(text, with_offsets=True, add_special_tokens=False)
         return text, token_offsets(encoding, text)
 
-    return await inference.validator.in_thread(read)
+    return await inference.validator.in_thread(read, _size(request))
+
+
+def _size(request: ChatRequest) -> int:
+    """Characters of the texts."""
+    return sum(len(content) for message in request.messages if isinstance(content := message.get("content"), str))
 
 
 def _template(inference: Inference) -> ChatRenderer:

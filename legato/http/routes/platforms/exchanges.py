@@ -40,6 +40,7 @@ class Reread(Exchange):
     def __init__(self, outer: Exchange, body: bytes) -> None:
         super().__init__(outer._scope, outer._receive, outer._send)
         self._kept = body
+        self.body_size = len(body)
 
     async def _body(self, limit: int) -> bytes:
         return self._kept

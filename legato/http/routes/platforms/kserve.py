@@ -110,7 +110,7 @@ class KServeRoutes:
         return _json(Live(live=True))
 
     async def ready(self, request: Request) -> Response:
-        await self._check_health()
+        self._check_ready()
         return _json(Ready(ready=True))
 
     async def model(self, request: Request) -> Response:
@@ -119,11 +119,11 @@ class KServeRoutes:
         return _json(ModelMetadata(name=name, versions=[version], platform="legato", inputs=texts, outputs=texts))
 
     async def model_ready(self, request: Request) -> Response:
-        await self._check_health()
+        self._check_ready()
         return _json(ModelReady(name=request.path_params["name"], ready=True))
 
-    async def _check_health(self) -> None:
-        if not await self._scheduler.healthy():
+    def _check_ready(self) -> None:
+        if not self._scheduler.state.ready:
             raise Unhealthy
 
     # ---- inference -------------------------------------------------------------------------------------------------

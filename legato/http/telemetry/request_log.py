@@ -26,7 +26,6 @@ _FIELDS = frozenset(
     name for kind in (GenerateParameters, ChatRequest, CompletionRequest) for name in kind.__struct_fields__
 ) | {"inputs"}
 _QUOTED = re.compile(r"`(\w+)`")
-_UNITS = ((1.0, 1.0, "s", 9), (1e-3, 1e3, "ms", 6), (1e-6, 1e6, "µs", 3), (0.0, 1e9, "ns", 0))
 
 
 def span_name(route: str) -> str:
@@ -79,30 +78,32 @@ def _param(error: InvalidRequest) -> str | None:
 
 
 def parameters_text(request: ValidRequest, num_sequences: int) -> str:
-    """In the form and order of Rust's `{:?}` of TGI's `GenerateParameters`; texts of the client are only counted."""
+    """In the form and order of Rust's `{:?}` of TGI's `GenerateParameters`; texts of the client are only counted.
+
+    Written out, because it is made for every request.
+    """
     chooser = request.parameters
-    grammar = pb.GrammarType.Name(chooser.grammar_type).removeprefix("GRAMMAR_TYPE_").lower()
-    fields = {
-        "best_of": _option(num_sequences if num_sequences > 1 else None),
-        "temperature": _unless(chooser.temperature, 1.0),
-        "repetition_penalty": _unless(chooser.repetition_penalty, 1.0),
-        "frequency_penalty": _unless(chooser.frequency_penalty, 0.0),
-        "presence_penalty": _unless(chooser.presence_penalty, 0.0),
-        "top_k": _option(chooser.top_k or None),
-        "top_p": _unless(chooser.top_p, 1.0),
-        "typical_p": _unless(chooser.typical_p, 1.0),
-        "min_p": _unless(chooser.min_p, 0.0),
-        "do_sample": str(chooser.do_sample).lower(),
-        "max_new_tokens": _option(request.max_new_tokens),
-        "stop": f"[_; {len(request.stop)}]" if request.stop else "[]",
-        "watermark": str(chooser.watermark).lower(),
-        "decoder_input_details": str(request.prompt_logprobs).lower(),
-        "seed": _option(chooser.seed if chooser.do_sample else None),
-        "top_n_tokens": _option(request.top_n_tokens or None),
-        "grammar": _option(None if grammar == "none" else grammar),
-        "adapter_id": "None",
-    }
-    return f"GenerateParameters {{ {', '.join(f'{name}: {value}' for name, value in fields.items())} }}"
+    kind = pb.GrammarType.Name(chooser.grammar_type).removeprefix("GRAMMAR_TYPE_").lower()
+    return (
+        f"GenerateParameters {{ best_of: {_option(num_sequences if num_sequences > 1 else None)}"
+        f", temperature: {_unless(chooser.temperature, 1.0)}"
+        f", repetition_penalty: {_unless(chooser.repetition_penalty, 1.0)}"
+        f", frequency_penalty: {_unless(chooser.frequency_penalty, 0.0)}"
+        f", presence_penalty: {_unless(chooser.presence_penalty, 0.0)}"
+        f", top_k: {_option(chooser.top_k or None)}"
+        f", top_p: {_unless(chooser.top_p, 1.0)}"
+        f", typical_p: {_unless(chooser.typical_p, 1.0)}"
+        f", min_p: {_unless(chooser.min_p, 0.0)}"
+        f", do_sample: {'true' if chooser.do_sample else 'false'}"
+        f", max_new_tokens: Some({request.max_new_tokens})"
+        f", stop: {f'[_; {len(request.stop)}]' if request.stop else '[]'}"
+        f", watermark: {'true' if chooser.watermark else 'false'}"
+        f", decoder_input_details: {'true' if request.prompt_logprobs else 'false'}"
+        f", seed: {_option(chooser.seed if chooser.do_sample else None)}"
+        f", top_n_tokens: {_option(request.top_n_tokens or None)}"
+        f", grammar: {_option(None if kind == 'none' else kind)}"
+        ", adapter_id: None }"
+    )
 
 
 def _unless(value: float, neutral: float) -> str:
@@ -115,7 +116,10 @@ def _option(value: object | None) -> str:
 
 def duration_text(seconds: float) -> str:
     """As Rust writes a duration: 1.5s, 402.1µs."""
-    seconds = max(seconds, 0.0)
-    _, factor, unit, digits = next(row for row in _UNITS if seconds >= row[0])
-    number = f"{seconds * factor:.{digits}f}"
-    return f"{number.rstrip('0').rstrip('.') if digits else number}{unit}"
+    if seconds >= 1:
+        return f"{seconds:.9f}".rstrip("0").rstrip(".") + "s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.6f}".rstrip("0").rstrip(".") + "ms"
+    if seconds >= 1e-6:
+        return f"{seconds * 1e6:.3f}".rstrip("0").rstrip(".") + "µs"
+    return f"{max(seconds, 0.0) * 1e9:.0f}ns"

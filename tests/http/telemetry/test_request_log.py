@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from legato.http.request_log import duration_text
+from legato.http.telemetry.request_log import duration_text
 from legato.scheduling.state import Output
 from tests.http.asgi import Call, FakeBackend, app_for, ask, get, post, until
 

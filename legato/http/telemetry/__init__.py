@@ -1,0 +1,1 @@
+"""What the HTTP workers record of requests: log lines and spans."""

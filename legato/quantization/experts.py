@@ -1,0 +1,75 @@
+"""The matrices of a layer's experts: one tensor, or quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from legato.kernels.grouped_linear import Groups, grouped_linear
+from legato.quantization.dense import Weight
+from legato.quantization.matrix import QuantizedMatrix
+from legato.quantization.weight import Matrix, QuantizedWeight, stack, weight_of
+
+
+class ExpertWeights(Protocol):
+    """One matrix [out, in] for each expert. Called twice per layer and step."""
+
+    num_experts: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def apply(self, x: torch.Tensor, groups: Groups, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """As `grouped_linear`: row r of the result is the product of its row of x with the matrix of its expert."""
+        ...
+
+
+class DenseExperts:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.num_experts = weight.shape[0]
+        self.weight = weight  # [num_experts, out, in]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def apply(self, x: torch.Tensor, groups: Groups, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return grouped_linear(x, self.weight, groups, scale)
+
+
+class QuantizedExperts:
+    """`matrix` has all experts above each other, [num_experts out, in]; None where they cannot be one."""
+
+    def __init__(self, matrix: QuantizedMatrix | None, weights: Sequence[Weight]) -> None:
+        self.num_experts = len(weights)
+        self.matrix = matrix
+        self.weights = weights
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
+
+    def apply(self, x: torch.Tensor, groups: Groups, scale: torch.Tensor | None = None) -> torch.Tensor:
+        num_rows = groups.ids.numel()
+        share = num_rows // max(x.shape[0], 1)
+        out = torch.empty(num_rows, self.weights[0].out_features, dtype=x.dtype, device=x.device)
+        for weight, (first, last) in zip(self.weights, pairwise(groups.starts.tolist()), strict=True):
+            if first < last:
+                rows = groups.order[first:last]
+                out[rows] = weight.apply(x[rows // share])
+        return out if scale is None else (out * scale.view(-1, 1)).to(x.dtype)
+
+
+def expert_weights(experts: Sequence[Sequence[Matrix]]) -> ExpertWeights:
+    """From the matrices of each expert, which stand above each other."""
+    one = stack([matrix for matrices in experts for matrix in matrices])
+    if isinstance(one, torch.Tensor):
+        return DenseExperts(one.unflatten(0, (len(experts), -1)))
+    if one is None:
+        return QuantizedExperts(None, [weight_of(matrices) for matrices in experts])
+    each = one.out_features // len(experts)
+    views = [one.rows(i * each, (i + 1) * each) for i in range(len(experts))]
+    return QuantizedExperts(one, [QuantizedWeight(view, None) for view in views])

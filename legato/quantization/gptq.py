@@ -1,0 +1,197 @@
+"""GPTQ: quantize a matrix column by column; what rounding changes in a column, the columns behind it make up for.
+
+How columns make up for each other follows from the Hessian of the layer's squared error, H = 2 XᵀX over calibration
+activations X (Frantar et al., 2022). Codes, scales and zeros become tensors in the layout that `readers/gptq.py` reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from legato.quantization.packing import WORD, word_unit
+
+# Columns that are quantized before the rest of the matrix is updated: the result is the same, in fewer passes.
+BLOCK = 128
+# Shrunken ranges that are tried for each group.
+SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
+# Shares of the mean of the Hessian's diagonal that are added to it, until it can be inverted.
+MORE_DAMPING = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class GptqOptions:
+    bits: int = 4
+    group_size: int = 128  # -1: one group
+    act_order: bool = False  # inputs with large activations first
+    sym: bool = True
+    damping: float = 0.01  # share of the mean of the Hessian's diagonal that is added to it
+
+    @property
+    def largest(self) -> int:
+        return (1 << self.bits) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class GptqMatrix:
+    """Codes [out, in], scales fp16 and zeros [out, groups], and the group of each input."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    index: torch.Tensor
+    options: GptqOptions
+
+    def dense(self) -> torch.Tensor:
+        zero, scale = (tensor[:, self.index].float() for tensor in (self.zero, self.scale))
+        return (self.codes.float() - zero) * scale
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """In the layout of version 1: zeros minus one."""
+        bits = self.options.bits
+        zeros = (self.zero.long() - 1) & self.options.largest
+        return {
+            "qweight": pack_words(self.codes.t(), bits, 0),
+            "qzeros": pack_words(zeros.t(), bits, 1),
+            "scales": self.scale.t().contiguous(),
+            "g_idx": self.index.int(),
+        }
+
+
+class Hessian:
+    """Of the inputs of one product, accumulated over calibration batches."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.sum = torch.zeros(size, size, dtype=torch.float32, device=device)
+        self.num_tokens = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """x [T, in]"""
+        x = x.float()
+        self.sum.addmm_(x.t(), x)
+        self.num_tokens += x.shape[0]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The identity where no token came: then GPTQ is rounding to nearest."""
+        if self.num_tokens == 0:
+            return torch.eye(len(self.sum), device=self.sum.device)
+        return self.sum * (2 / self.num_tokens)
+
+
+def quantize(matrix: torch.Tensor, hessian: torch.Tensor, options: GptqOptions) -> GptqMatrix:
+    """[out, in] with the Hessian [in, in] of its inputs."""
+    weight, hessian = matrix.float().clone(), hessian.clone()
+    num_inputs = weight.shape[1]
+    size = options.group_size if options.group_size > 0 else num_inputs
+    unseen = hessian.diagonal() == 0
+    hessian.diagonal()[unseen] = 1
+    weight[:, unseen] = 0
+    order = torch.arange(num_inputs, device=weight.device)
+    if options.act_order:
+        order = hessian.diagonal().argsort(descending=True)
+        weight, hessian = weight[:, order], hessian[order][:, order]
+    codes, scale, zero = _columns(weight, _inverse(hessian, options.damping), size, options)
+    index = torch.empty(num_inputs, dtype=torch.long, device=weight.device)
+    index[order] = torch.arange(num_inputs, device=weight.device) // size
+    back = torch.empty_like(order)
+    back[order] = torch.arange(num_inputs, device=weight.device)
+    return GptqMatrix(codes[:, back], scale, zero, index, options)
+
+
+def _columns(
+    weight: torch.Tensor, inverse: torch.Tensor, size: int, options: GptqOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and zeros of columns in order; overwrites `weight`."""
+    num_outputs, num_inputs = weight.shape
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scales, zeros = [], []
+    scale = zero = torch.empty(0)
+    for first in range(0, num_inputs, BLOCK):
+        last = min(first + BLOCK, num_inputs)
+        errors = torch.empty(num_outputs, last - first, device=weight.device)
+        for column in range(first, last):
+            if column % size == 0:
+                scale, zero = _range_of(_updated(weight, errors, inverse, first, column, size), options)
+                scales.append(scale)
+                zeros.append(zero)
+            numbers = weight[:, column]
+            wide = scale.float()
+            code = (numbers / wide).round_().add_(zero).clamp_(0, options.largest)
+            codes[:, column] = code.to(torch.uint8)
+            error = (numbers - (code - zero) * wide) / inverse[column, column]
+            errors[:, column - first] = error
+            weight[:, column:last].addr_(error, inverse[column, column:last], alpha=-1)
+        weight[:, last:].addmm_(errors, inverse[first:last, last:], alpha=-1)
+    return codes, torch.stack(scales, 1), torch.stack(zeros, 1).to(torch.uint8)
+
+
+def _updated(
+    weight: torch.Tensor, errors: torch.Tensor, inverse: torch.Tensor, first: int, column: int, size: int
+) -> torch.Tensor:
+    """The columns of a group as they are once all columns before it have been made up for."""
+    last = min(first + BLOCK, weight.shape[1])
+    group = weight[:, column : column + size].clone()
+    behind = group[:, last - column :]
+    if behind.shape[1] and column > first:
+        done = column - first
+        behind.addmm_(errors[:, :done], inverse[first:column, last : column + size], alpha=-1)
+    return group
+
+
+def _range_of(group: torch.Tensor, options: GptqOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale [out] in fp16 and zero [out]: the range of `SHRINK` with the least squared error."""
+    low, high = group.amin(1).clamp(max=0), group.amax(1).clamp(min=0)
+    if options.sym:
+        high = torch.maximum(high, -low)
+        low = -high
+    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    for share in SHRINK:
+        scale = ((high - low) * (share / options.largest)).to(torch.float16)
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        wide = scale.float()[:, None]
+        middle = torch.full_like(low, (options.largest + 1) // 2)
+        zero = middle if options.sym else (-low * share / scale.float()).round_().clamp_(0, options.largest)
+        code = (group / wide).round_().add_(zero[:, None]).clamp_(0, options.largest)
+        error = ((code - zero[:, None]) * wide - group).square_().sum(1)
+        if best is None:
+            best = error, scale, zero
+            continue
+        better = error < best[0]
+        best = (
+            torch.where(better, error, best[0]),
+            torch.where(better, scale, best[1]),
+            torch.where(better, zero, best[2]),
+        )
+    assert best is not None
+    return best[1], best[2]
+
+
+def _inverse(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+    """The upper Cholesky factor of the inverse."""
+    mean = hessian.diagonal().mean()
+    while True:
+        damped = hessian.clone()
+        damped.diagonal().add_(damping * mean)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+            if not failed:
+                return upper
+        damping *= MORE_DAMPING
+
+
+def pack_words(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Small integers -> int32 [.., count·bits/32, ..], a little-endian bit stream along `dim`."""
+    values = values.movedim(dim, -1).long()
+    count, words = word_unit(bits)
+    units = values.unflatten(-1, (-1, count))
+    out = torch.zeros(*units.shape[:-1], words, dtype=torch.long, device=values.device)
+    for place in range(count):
+        word, shift = divmod(place * bits, WORD)
+        out[..., word] |= units[..., place] << shift
+        if shift + bits > WORD:
+            out[..., word + 1] |= units[..., place] >> (WORD - shift)
+    # 64-bit words keep their low half when they become 32-bit ones.
+    return out.flatten(-2).movedim(-1, dim).to(torch.int32).contiguous()

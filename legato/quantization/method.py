@@ -1,0 +1,34 @@
+"""How a model's matrices are quantized: by its checkpoint, on load, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from legato.quantization.matrix import QuantizedMatrix
+from legato.quantization.stored import Reader
+
+
+class Quantizer(Protocol):
+    """Quantizes dense matrices on load."""
+
+    @property
+    def group_size(self) -> int:
+        """Columns whose numbers decide about each other's codes; 0: a whole row."""
+        ...
+
+    def __call__(self, matrix: torch.Tensor) -> QuantizedMatrix:
+        """[out, in], floating point."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    name: str  # for the log and for errors
+    reader: Reader | None = None  # of matrices that are quantized in the checkpoint
+    quantizer: Quantizer | None = None  # of matrices that are not
+
+
+DENSE = Method("none")

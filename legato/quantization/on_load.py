@@ -1,0 +1,143 @@
+"""Dense matrices quantized while they are loaded: round to nearest, without calibration.
+
+int8, bitsandbytes, eetq              int8, a scale for each row
+fp8                                   e4m3, a scale for each row
+int4                                  4-bit integers with a zero, groups of 128
+bitsandbytes-nf4, bitsandbytes-fp4    bitsandbytes' tables, groups of 64
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from legato.quantization.matrix import NUMBERS_AT_ONCE, ColumnGroups
+from legato.quantization.method import Quantizer
+from legato.quantization.packing import pack_codes
+from legato.quantization.schemes import FP4, NF4, GroupedIntegers, ScaledMatrix, TableCodes
+
+INT8_MAX = 127
+# Shrunken ranges that are tried for each group: cutting off the largest number may serve all others.
+SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
+
+
+@dataclass(frozen=True)
+class RowQuantizer:
+    """int8 or float8 with one scale for each row."""
+
+    dtype: torch.dtype
+    group_size: int = 0
+
+    def __call__(self, matrix: torch.Tensor) -> ScaledMatrix:
+        largest = INT8_MAX if self.dtype == torch.int8 else torch.finfo(self.dtype).max
+        scale = matrix.abs().amax(1, keepdim=True).float() / largest
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        numbers = torch.empty(matrix.shape, dtype=self.dtype, device=matrix.device)
+        for some, scales, into in _in_pieces(matrix, scale, numbers):
+            scaled = (some.float() / scales).clamp_(-largest, largest)
+            into.copy_(scaled.round_() if self.dtype == torch.int8 else scaled)
+        return ScaledMatrix(ColumnGroups.regular(matrix.shape[1], 0), scale, numbers)
+
+
+@dataclass(frozen=True)
+class TableQuantizer:
+    """The nearest number of a table, scaled by the largest of the group."""
+
+    table: tuple[float, ...]
+    group_size: int = 64
+
+    def __call__(self, matrix: torch.Tensor) -> TableCodes:
+        grouped, groups = _grouped(matrix, self.group_size)
+        scale = grouped.abs().amax(2).float()
+        order = sorted(range(16), key=lambda code: self.table[code])
+        numbers = [self.table[code] for code in order]
+        # Where two neighbours are equally near. fp4 has zero twice.
+        borders = torch.tensor([(low + high) / 2 for low, high in pairwise(numbers)])
+        borders, places = borders.to(matrix.device), torch.tensor(order, dtype=torch.uint8, device=matrix.device)
+        codes = torch.empty(grouped.shape, dtype=torch.uint8, device=matrix.device)
+        for some, scales, into in _in_pieces(grouped, scale, codes):
+            factor = torch.where(scales > 0, 1 / scales, torch.zeros_like(scales))
+            into.copy_(places[torch.bucketize(some.float() * factor[..., None], borders)])
+        return TableCodes(groups, scale, pack_codes(_ungrouped(codes, matrix), 4), self.table)
+
+
+@dataclass(frozen=True)
+class IntegerQuantizer:
+    """Integers with a zero for each group; the range of a group is the one of `SHRINK` with the least squared error."""
+
+    bits: int = 4
+    group_size: int = 128
+
+    def __call__(self, matrix: torch.Tensor) -> GroupedIntegers:
+        grouped, groups = _grouped(matrix, self.group_size)
+        scale = torch.empty(grouped.shape[:2], dtype=matrix.dtype, device=matrix.device)
+        zero = torch.empty(grouped.shape[:2], dtype=torch.uint8, device=matrix.device)
+        codes = torch.empty(grouped.shape, dtype=torch.uint8, device=matrix.device)
+        for some, scales, zeros, into in _in_pieces(grouped, scale, zero, codes):
+            for out, found in zip((scales, zeros, into), self._best(some.float(), matrix.dtype), strict=True):
+                out.copy_(found)
+        return GroupedIntegers.of(_ungrouped(codes, matrix), self.bits, scale, zero, groups)
+
+    def _best(self, numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scale, zero and codes of [rows, groups, columns]. Codes are those of the rounded scale."""
+        low, high = numbers.amin(2).clamp(max=0), numbers.amax(2).clamp(min=0)
+        best: tuple[torch.Tensor, ...] | None = None
+        for share in SHRINK[:1] if numbers.is_meta else SHRINK:
+            found = self._within(numbers, low * share, high * share, dtype)
+            if best is None:
+                best = found
+                continue
+            better = found[0] < best[0]
+            best = tuple(
+                torch.where(better.view(better.shape + (1,) * (new.dim() - 2)), new, old)
+                for new, old in zip(found, best, strict=True)
+            )
+        assert best is not None
+        return best[1], best[2], best[3]
+
+    def _within(
+        self, numbers: torch.Tensor, low: torch.Tensor, high: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, ...]:
+        largest = (1 << self.bits) - 1
+        scale = ((high - low) / largest).to(dtype)
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        wide = scale.float()
+        zero = (-low / wide).round_().clamp_(0, largest)
+        codes = (numbers / wide[..., None]).round_().add_(zero[..., None]).clamp_(0, largest)
+        error = ((codes - zero[..., None]) * wide[..., None] - numbers).square_().sum(2)
+        return error, scale, zero.to(torch.uint8), codes.to(torch.uint8)
+
+
+QUANTIZERS: dict[str, Quantizer] = {
+    "bitsandbytes": RowQuantizer(torch.int8),
+    "bitsandbytes-nf4": TableQuantizer(NF4),
+    "bitsandbytes-fp4": TableQuantizer(FP4),
+    "eetq": RowQuantizer(torch.int8),
+    "fp8": RowQuantizer(torch.float8_e4m3fn),
+    "int8": RowQuantizer(torch.int8),
+    "int4": IntegerQuantizer(),
+}
+
+
+def _in_pieces(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """Some rows of all of them at a time, so that what is computed in float32 stays small."""
+    if tensors[0].is_meta:  # only counted
+        return [tensors]
+    step = max(1, NUMBERS_AT_ONCE * tensors[0].shape[0] // max(1, tensors[0].numel()))
+    return list(zip(*(tensor.split(step) for tensor in tensors), strict=True))
+
+
+def _grouped(matrix: torch.Tensor, size: int) -> tuple[torch.Tensor, ColumnGroups]:
+    """[out, in] -> [out, groups, size]. The last group is filled up with the row's last number, which does not widen
+    its range."""
+    groups = ColumnGroups.regular(matrix.shape[1], size)
+    if missing := -matrix.shape[1] % groups.size:
+        matrix = F.pad(matrix[None], (0, missing), mode="replicate")[0]
+    return matrix.unflatten(1, (-1, groups.size)), groups
+
+
+def _ungrouped(codes: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    return codes.flatten(1)[:, : matrix.shape[1]]

@@ -1,0 +1,3 @@
+from tests.models.conftest import shards
+
+__all__ = ["shards"]

@@ -1,0 +1,127 @@
+"""Dense weights quantized while they are loaded: codes, errors, and the same tokens however many shards there are."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from legato.common.options import ServerOptions
+from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.shapes import write_shape
+from legato.quantization.on_load import QUANTIZERS
+from legato.quantization.schemes import FP4, NF4, ScaledMatrix, TableCodes
+from legato.server.loading import load
+from tests.models.answers import answer, prompts
+from tests.models.shards import ShardProcesses
+from tests.models.tiny_experts import tiny_mixtral
+from tests.models.tiny_t5 import tiny_t5
+from tests.quantization.checkpoints import base_model
+from tests.quantization.kept import answer_kept, kept_quantized
+from tests.tiny_models import tiny_llama
+
+# Largest root of the mean squared error, in standard deviations of normally distributed weights.
+ERRORS = {
+    "bitsandbytes": 0.012, "eetq": 0.012, "int8": 0.012, "fp8": 0.03, "int4": 0.11,
+    "bitsandbytes-nf4": 0.1, "bitsandbytes-fp4": 0.13,
+}  # fmt: skip
+MODELS = {
+    "llama": base_model,
+    # Groups do not divide the sizes, and end elsewhere than the shards' parts do.
+    "llama-odd": partial(tiny_llama, hidden_size=96, intermediate_size=136, num_hidden_layers=2, initializer_range=0.1),
+    "mixtral": tiny_mixtral,
+    "t5": tiny_t5,
+}
+
+
+def weights(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_every_method_has_a_bound() -> None:
+    assert ERRORS.keys() == QUANTIZERS.keys()
+
+
+@pytest.mark.parametrize("shape", [(48, 256), (7, 200), (2, 64), (300, 4096)])
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_the_error_is_that_of_the_format(name: str, shape: tuple[int, int]) -> None:
+    matrix = weights(*shape)
+    matrix[0] = 0  # a row without a scale
+    quantized = QUANTIZERS[name](matrix)
+    assert (quantized.out_features, quantized.in_features) == shape
+    error = (quantized.dense(torch.float64) - matrix).square().mean().sqrt() / matrix.std()
+    assert error < ERRORS[name]
+    assert not quantized.dense(torch.float32)[0].any()
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_product_is_that_of_the_dequantized_matrix(name: str) -> None:
+    quantized, x = QUANTIZERS[name](weights(70, 200)), weights(5, 200)
+    expected = x.double() @ quantized.dense(torch.float64).T
+    torch.testing.assert_close(quantized.multiply(x).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("columns", [(0, 200), (0, 128), (128, 200), (50, 131), (199, 200)])
+def test_some_columns_are_those_of_the_whole_matrix(name: str, columns: tuple[int, int]) -> None:
+    quantized = QUANTIZERS[name](weights(9, 200))
+    part = quantized.columns(*columns)
+    assert torch.equal(part.dense(torch.float32), quantized.dense(torch.float32)[:, slice(*columns)])
+    assert part.nbytes <= quantized.nbytes
+
+
+def test_an_int8_row_is_scaled_by_its_largest_number() -> None:
+    quantized = QUANTIZERS["int8"](torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 254.0]]))
+    assert isinstance(quantized, ScaledMatrix)
+    assert quantized.numbers.tolist() == [[64, -127, 32], [0, 0, 127]]
+    assert quantized.scale.flatten().tolist() == pytest.approx([2 / 127, 2.0])
+
+
+@pytest.mark.parametrize(("name", "table"), [("bitsandbytes-nf4", NF4), ("bitsandbytes-fp4", FP4)])
+def test_numbers_of_the_table_keep_their_codes(name: str, table: tuple[float, ...]) -> None:
+    matrix = torch.tensor(table).repeat(3, 4) * torch.tensor([[1.0], [0.25], [3.0]])
+    quantized = QUANTIZERS[name](matrix)
+    assert isinstance(quantized, TableCodes)
+    torch.testing.assert_close(quantized.dense(torch.float32), matrix)
+
+
+# One method of each kind for every model, and every method for one.
+CASES = [(model, name) for model in MODELS for name in ("int8", "int4")]
+CASES += [("llama-odd", name) for name in ("fp8", "bitsandbytes-nf4", "bitsandbytes-fp4")]
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_two_shards_give_the_tokens_of_one(name: str, model: str, tmp_path: Path, shards: ShardProcesses) -> None:
+    MODELS[model](tmp_path)
+    requests = prompts(300)[2:4]
+    expected = answer(tmp_path, requests, quantize=name)
+    answers = shards.call(partial(answer_kept, quantize=name), tmp_path, requests, world_size=2)
+    for found in [answer_kept(tmp_path, requests, quantize=name), *answers]:
+        assert found.tokens == expected.tokens
+        for ours, theirs in zip(found.logits, expected.logits, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    assert answer(tmp_path, requests).tokens != expected.tokens
+
+
+def test_the_log_says_the_method_and_what_multiplies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base_model(tmp_path)
+    with caplog.at_level("INFO"), kept_quantized():
+        load(ModelFiles.open(tmp_path), ServerOptions(device="cpu", quantize="bitsandbytes-nf4"))
+    (record,) = [record for record in caplog.records if record.message == "Quantized weights"]
+    assert record.fields["method"] == "bitsandbytes-nf4"
+    assert record.fields["layers"] == {"nf4, groups of 64: torch": 8}
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        load(ModelFiles.open(tmp_path), ServerOptions(device="cpu", quantize="bitsandbytes-nf4"))
+    (record,) = [record for record in caplog.records if record.message == "Quantized weights"]
+    assert record.fields["layers"] == {"nf4, groups of 64: dequantized on load": 14}
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_dummy_weights_are_quantized_too(name: str, tmp_path: Path) -> None:
+    options = ServerOptions(device="cpu", load_format="dummy", quantize=name)
+    with kept_quantized():
+        model = load(ModelFiles.open(write_shape("tiny", tmp_path)), options).model
+    assert "Quantized" in type(model.layers[0].mlp.down.weight).__name__
