@@ -48,7 +48,7 @@ class RefusedByServer(RequestError):
     """Refused before any route sees the request."""
 
 
-class RequestTimeout(RefusedByServer):
+class RequestTooSlow(RefusedByServer):
     status, error_type = 408, "timeout"
 
 

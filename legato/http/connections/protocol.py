@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from legato.api.errors import RequestError
 from legato.common.throttled_log import ThrottledLog
-from legato.http.connections.limits import ConnectionLimits, HeadersTooLarge, RequestTimeout, UriTooLong
+from legato.http.connections.limits import ConnectionLimits, HeadersTooLarge, RequestTooSlow, UriTooLong
 from legato.http.connections.lingering_close import LingeringConnections, LingeringTransport
 from legato.http.connections.shortage import BodyMemory, IdleConnections
 from legato.http.exchange import ABORT
@@ -233,7 +233,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def refuse_body(self) -> None:
         self._context.log.warning("Request bodies come too slowly and take too much memory: the oldest are refused")
-        self._refuse(RequestTimeout("The body of the request came too slowly for a busy server"))
+        self._refuse(RequestTooSlow("The body of the request came too slowly for a busy server"))
 
     def _stop_parsing(self, refusal: RequestError) -> None:
         self._refusal = refusal
@@ -276,7 +276,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._expect_within(self._limits.header_seconds)
         elif self._in_body or self._in_head:
             part = "body" if self._in_body else "headers"
-            self._refuse(RequestTimeout(f"The {part} of the request did not arrive in time"))
+            self._refuse(RequestTooSlow(f"The {part} of the request did not arrive in time"))
         else:
             self.transport.close()
 
