@@ -69,8 +69,7 @@ class Scheduler:
         """Take a valid request, or return why it is refused. `now` is in seconds and never goes back."""
         assert request.id not in self._entries, f"request {request.id} is here already"
         assert request.input_ids, "a prompt has at least one token"
-        limits = self.limits
-        self._now = now
+        limits, self._now = self.limits, now
         if not self.shares.take(request):
             return Output(error=Refusal.OVERLOADED, retry_after=self._retry.seconds(1, now))
         if not self._entries:
