@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from legato.common.restarts import RestartBudget
+from legato.router.health import HealthMonitor
 from legato.router.port import Port
 from legato.router.recovery import Recovery
 from legato.router.step_loop import PROBE, StepLoop
@@ -149,6 +150,10 @@ MUTATIONS: dict[str, tuple[Patch, str]] = {
     "an evicted prefix is found": (instead(PrefixTree, "_remove", keep_node), ""),
     "blocks of failed rows are shared": (instead(Scheduler, "complete", share_failed_blocks), TOKEN),
     "hung shards are not noticed": (instead(StepLoop, "_watch", skip), "not noticed"),
+    "shards that hang without work are not noticed": (
+        instead(HealthMonitor, "_check_idle_shards", skip_waiting),
+        "hung shards were not noticed|not healthy",
+    ),
     "deadlines are never looked at": (instead(StepLoop, "_set_alarm", skip), "deadline"),
     "a cancelled request goes on": (instead(Scheduler, "cancel", cancel_none), "was cancelled"),
     "requests of a lost worker go on": (instead(Port, "close", skip), "was cancelled"),

@@ -14,7 +14,7 @@ from legato.common.restarts import RestartBudget
 from legato.ipc import messages as msg
 from legato.router.health import BEAT_SECONDS, HealthMonitor
 from legato.router.recovery import Recovery
-from legato.router.running import IDS_PER_WORKER
+from legato.router.running import IDS_PER_WORKER, LAST_WORDS
 from legato.router.shards import ShardsLost
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import Output
@@ -274,6 +274,13 @@ class World:
         self._lost = SHUTTING_DOWN if error is None else str(error)
         self._log("the router ends", self._lost)
         assert self._is_stopping or self._cluster.is_exhausted, "gave up before --max-restarts"
+        self._loop.call_later(LAST_WORDS, self._check_told)
+
+    def _check_told(self) -> None:
+        """Workers are killed `LAST_WORDS` seconds after the end: whoever has no answer by then gets none."""
+        for worker in self._workers.all:
+            assert not worker.port._requests, "requests were not told of the end"
+            assert not worker.port._tasks, "grammars are still compiled after the end"
 
     # ---- checks ----------------------------------------------------------------------------------------------------
 
