@@ -20,6 +20,8 @@ Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 # What old checkpoints carry along and no model reads.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+# Where no product of quantized matrices is as fast as that of dense ones: there they become dense when they are loaded.
+DEQUANTIZED_ON = {"cpu"}
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -37,6 +39,7 @@ class Checkpoint:
     ) -> None:
         self.dtype = dtype
         self.device = device
+        self.dequantizes = device.type in DEQUANTIZED_ON
         self.shard = shard or Shard()
         self._source = source
         self._names = source.names()
@@ -127,10 +130,17 @@ class Checkpoint:
 
     def check_all_used(self) -> None:
         unread = IGNORED_SUFFIXES + (self._method.reader.unread if self._method.reader is not None else ())
-        left = sorted(name for name in self._unused if not name.endswith(unread))
+        left = sorted(name for name in self._unused if not name.endswith(unread) and not self._is_empty_bias(name))
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise ModelFileError(f"the checkpoint has tensors that the model does not: {', '.join(left[:3])}{more}")
+
+    def _is_empty_bias(self, name: str) -> bool:
+        """AutoGPTQ used to write a bias of zeros for layers that have none."""
+        reader, module = self._method.reader, name.removesuffix(".bias")
+        if reader is None or module == name or not reader.has(module, self):
+            return False
+        return not self._source.read(name, ()).any()
 
 
 def _joined(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:

@@ -61,5 +61,5 @@ class Mixtral(Llama):
     def mlp(self, parts: LlamaParts, name: str) -> Product:
         weights = parts.weights
         published = f"{name}.block_sparse_moe"
-        block = published if f"{published}.gate.weight" in weights else f"{name}.mlp"
+        block = published if weights.has_matrix(f"{published}.gate") else f"{name}.mlp"
         return ExpertMLP(read_experts(parts, block, self.experts, ("w1", "w3", "w2")), weights.shard)

@@ -210,7 +210,12 @@ class Weights(Checkpoint):
         if quantizer is None:
             return DenseExperts(matrices.contiguous())
         quantized = [quantizer(matrix) for matrix in matrices]
-        made = expert_weights([[matrix if columns is None else matrix.columns(*columns)] for matrix in quantized])
+        if columns is not None:
+            quantized = [matrix.columns(*columns) for matrix in quantized]
+        if self.dequantizes:
+            self.kinds[f"{quantized[0].kind}: dequantized on load"] += len(quantized)
+            return DenseExperts(torch.stack([matrix.dense(self.dtype) for matrix in quantized]))
+        made = expert_weights([[matrix] for matrix in quantized])
         self.kinds.update(kinds_of(made))
         return made
 
@@ -277,6 +282,16 @@ class Weights(Checkpoint):
         self, wanted: MatrixSlice, transposed: bool = False, quantize: bool = True, dtype: torch.dtype | None = None
     ) -> Matrix:
         """The one place where a matrix gets its format."""
+        matrix = self._stored_matrix(wanted, transposed, quantize, dtype)
+        if isinstance(matrix, torch.Tensor) or not self.dequantizes:
+            return matrix
+        self.kinds[f"{matrix.kind}: dequantized on load"] += 1
+        return matrix.dense(dtype or self.dtype)
+
+    def _stored_matrix(
+        self, wanted: MatrixSlice, transposed: bool, quantize: bool, dtype: torch.dtype | None
+    ) -> Matrix:
+        """As the checkpoint has it, or quantized."""
         reader, quantizer = self._method.reader, self._method.quantizer if quantize else None
         if reader is not None and reader.has(wanted.name, self):
             return reader.read(wanted, self)
@@ -297,6 +312,10 @@ class Weights(Checkpoint):
         quantized = quantizer(matrix)
         self._forget(name)
         return quantized if columns == wanted.columns else wanted.of_columns(quantized)
+
+    def has_matrix(self, name: str) -> bool:
+        """Dense or quantized."""
+        return f"{name}.weight" in self or self._is_quantized(name)
 
     def _is_quantized(self, name: str) -> bool:
         return self._method.reader is not None and self._method.reader.has(name, self)

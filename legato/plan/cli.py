@@ -76,7 +76,7 @@ def make_plan(options: PlanOptions) -> MemoryPlan:
     dtype = choose_dtype(options.dtype, config, device)
     from legato.plan.counting import CountedModel  # brings in torch; mistakes are found before
 
-    model = CountedModel(config, dtype, files, options.quantize)
+    model = CountedModel(config, dtype, files, options.quantize, device.kind)
     return MemoryPlan(
         model=options.model_id or hub.DEFAULT_MODEL,
         shape=model.shape,

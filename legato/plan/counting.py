@@ -18,6 +18,7 @@ import torch
 from legato.common.errors import ModelFileError
 from legato.layers.shard import Shard
 from legato.modelfiles.files import GgufModel, ModelFiles
+from legato.models import checkpoint
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
 from legato.models.gguf_source import GgufSource
@@ -52,9 +53,15 @@ class CountingWeights(DummyWeights):
     checkpoint; without, every tensor that it asks for is there."""
 
     def __init__(
-        self, stored: Mapping[str, StoredTensor] | None, dtype: torch.dtype, shard: Shard, method: Method = DENSE
+        self,
+        stored: Mapping[str, StoredTensor] | None,
+        dtype: torch.dtype,
+        shard: Shard,
+        method: Method = DENSE,
+        device_kind: str = "cuda",
     ) -> None:
         super().__init__(dtype, torch.device("meta"), shard, method)
+        self.dequantizes = device_kind in checkpoint.DEQUANTIZED_ON
         self._stored_tensors = stored
         self.numbers: dict[str, int] = {}  # name -> how many this shard loads
         self.num_bytes = 0
@@ -116,9 +123,15 @@ class CountedModel:
     how many numbers each tensor that it loads is."""
 
     def __init__(
-        self, config: dict[str, Any], dtype: str, files: ModelFiles | None = None, quantize: str | None = None
+        self,
+        config: dict[str, Any],
+        dtype: str,
+        files: ModelFiles | None = None,
+        quantize: str | None = None,
+        device_kind: str = "cuda",
     ) -> None:
         self._config = config
+        self._device_kind = device_kind
         self._dtype = dtype
         self._stored = None if files is None else dict(_stored(files))
         self._path = "" if files is None else f"{files.path}: "
@@ -179,7 +192,7 @@ class CountedModel:
         return ShardSize(num_shards, weights.num_bytes, 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim)
 
     def _build(self, shard: Shard) -> tuple[CausalModel, CountingWeights]:
-        weights = CountingWeights(self._stored, getattr(torch, self._dtype), shard, self._method)
+        weights = CountingWeights(self._stored, getattr(torch, self._dtype), shard, self._method, self._device_kind)
         config = ModelConfig.from_hf(self._config)
         try:
             model: CausalModel = architecture_for(config.model_type)(config, weights)

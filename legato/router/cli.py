@@ -31,6 +31,7 @@ from legato.router.metrics_listener import metrics_listener
 from legato.router.recovery import ConnectedShards, Recovery
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
+from legato.router.startup import StartupResponder
 from legato.router.step_loop import StepLoop
 from legato.router.tracing import StepTraces
 from legato.router.workers import Workers
@@ -67,8 +68,10 @@ def run(options: RouterOptions) -> None:
 
 async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int]) -> None:
     workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
-    heartbeat = asyncio.create_task(send_heartbeats())
+    startup = StartupResponder()
+    heartbeat = asyncio.create_task(send_heartbeats(startup.enter))
     try:
+        await startup.open(listeners)
         await workers.load()
         shards = await connect(options)
         info = await shards.info()
@@ -85,10 +88,12 @@ async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
         settings = settings_for(options, info, api_keys)
         router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history)
+        startup.close()
         async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
             await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
+        startup.close()
         heartbeat.cancel()
         workers.kill()
 

@@ -89,6 +89,8 @@ class StepLoop:
         self._connected.set()
         self._proven = True
         self._recovers = False
+        # Grammars that the shards are compiling.
+        self._preparing: set[asyncio.Future[None]] = set()
         # Since when the oldest step in flight is being computed.
         self._step_began = 0.0
         self._hung: asyncio.Future[None] | None = None
@@ -167,11 +169,19 @@ class StepLoop:
             await self._connected.wait()
             if self._lost is not None:
                 raise ShardsLost(self._lost)
+            attempt = asyncio.ensure_future(self.shards.prepare(grammar))
+            self._preparing.add(attempt)
+            attempt.add_done_callback(self._preparing.discard)
             try:
-                return await self.shards.prepare(grammar)
+                return await attempt
             except ShardsLost:
                 if not self._recovers:
                     raise
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self._lost is None or task is None or task.cancelling():  # whoever asked is gone
+                    raise
+                continue
             await asyncio.sleep(RETRY_SECONDS)
 
     async def run(self, recover: Callable[[ShardsLost], Awaitable[None]] | None = None) -> None:
@@ -340,6 +350,8 @@ class StepLoop:
     def _lose(self, reason: str) -> None:
         self._lost = reason
         self._connected.set()  # nobody waits for others any more
+        for attempt in self._preparing:
+            attempt.cancel()
         if self._alarm is not None:
             self._alarm.cancel()
         receivers, self._receivers = self._receivers, {}

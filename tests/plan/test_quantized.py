@@ -18,6 +18,7 @@ from legato.plan.cli import PlanOptions, command_for, make_plan
 from legato.plan.counting import CountedModel
 from legato.quantization.on_load import QUANTIZERS
 from tests.quantization.checkpoints import base_model, write_twins
+from tests.quantization.kept import kept_quantized
 from tests.quantization.packers import Layout, awq, bitsandbytes, exl2, fp4, fp8, gptq, marlin, packed_integers
 
 LAYOUTS: dict[str, Layout] = {
@@ -45,7 +46,8 @@ def loaded_bytes(folder: Path, shard: Shard, quantize: str | None = None) -> int
     """Of the tensors that a model holds."""
     files = ModelFiles.open(folder)
     config = ModelConfig.from_hf(files.config())
-    model = get_model(files, config, torch.float32, torch.device("cpu"), shard=shard, quantize=quantize)
+    with kept_quantized():
+        model = get_model(files, config, torch.float32, torch.device("cpu"), shard=shard, quantize=quantize)
     assert isinstance(model, Llama)
     weights = [model.head.weight, *(linear.weight for layer in model.layers for linear in linears(layer))]
     norms = [norm.weight for layer in model.layers for norm in (layer.norm, layer.mlp_norm)] + [model.norm.weight]
@@ -98,3 +100,12 @@ def test_the_command_has_the_method(base: Path) -> None:
     assert "--quantize int8" in str(command_for(make_plan(options), options))
     with pytest.raises(OptionError, match="--quantize awq"):
         make_plan(PlanOptions(model_id=str(base), memory="1GiB", quantize="awq"))
+
+
+def test_on_a_cpu_matrices_become_dense(base: Path, tmp_path: Path) -> None:
+    folder, dense = write_twins(base, tmp_path, gptq())
+    files, twin = ModelFiles.open(folder), ModelFiles.open(dense)
+    counted = CountedModel(files.config(), "float32", files, device_kind="cpu").shard_size(1)
+    assert counted == CountedModel(twin.config(), "float32", twin).shard_size(1)
+    on_load = CountedModel(twin.config(), "float32", twin, "int4", device_kind="cpu").shard_size(1)
+    assert on_load == counted

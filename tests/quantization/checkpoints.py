@@ -22,12 +22,16 @@ def base_model(folder: Path) -> Path:
     return tiny_llama(folder, **SIZES)
 
 
+# Embeddings, heads and routers, which nobody quantizes.
+NOT_QUANTIZED = ("embed", "wte", "wpe", "lm_head", ".gate.weight", "shared_expert_gate", "shared.weight", "bias.weight")
+
+
 def is_matrix(name: str, tensor: torch.Tensor) -> bool:
-    return ".layers." in name and tensor.dim() == 2 and name.endswith(".weight") and ".gate.weight" not in name
+    return tensor.dim() == 2 and name.endswith(".weight") and not any(part in name for part in NOT_QUANTIZED)
 
 
-def write_twins(base: Path, folder: Path, layout: Layout) -> tuple[Path, Path]:
-    """(quantized, dense)"""
+def write_twins(base: Path, folder: Path, layout: Layout, transposed: bool = False) -> tuple[Path, Path]:
+    """(quantized, dense). `transposed` is for models whose dense matrices are [in, out]; quantized ones never are."""
     quantized, dense = folder / "quantized", folder / "dense"
     tensors = load_file(base / "model.safetensors")
     packed: dict[str, torch.Tensor] = {}
@@ -37,9 +41,11 @@ def write_twins(base: Path, folder: Path, layout: Layout) -> tuple[Path, Path]:
             packed[name] = numbers[name] = tensor
             continue
         module = name.removesuffix(".weight")
-        found, values = layout.pack(module, tensor.double().numpy())
+        matrix = tensor.t() if transposed else tensor
+        found, values = layout.pack(module, matrix.double().numpy())
         packed |= {f"{module}.{suffix}": part for suffix, part in found.items()}
-        numbers[name] = torch.from_numpy(values).float()
+        dequantized = torch.from_numpy(values).float()
+        numbers[name] = dequantized.t() if transposed else dequantized
     for target, content in ((quantized, packed), (dense, numbers)):
         shutil.copytree(base, target)
         save_file({name: tensor.contiguous() for name, tensor in content.items()}, target / "model.safetensors")

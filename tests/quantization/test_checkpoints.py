@@ -3,6 +3,8 @@ same numbers, with one shard and with two."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,14 @@ import torch
 
 from tests.models.answers import answer, prompts
 from tests.models.shards import ShardProcesses
+from tests.models.tiny_experts import tiny_deepseek, tiny_mixtral, tiny_qwen3_moe
+from tests.models.tiny_seeds import tiny_gpt2, tiny_gpt_bigcode, tiny_gpt_neox, tiny_gptj
+from tests.models.tiny_t5 import tiny_t5
+from tests.models.tiny_today import tiny_phi3
 from tests.quantization.checkpoints import base_model, write_twins
+from tests.quantization.kept import answer_kept
 from tests.quantization.packers import (
+    Layout,
     awq,
     bitsandbytes,
     exl2,
@@ -77,10 +85,39 @@ def test_tokens_and_logits_are_those_of_the_dequantized_model(
     name: str, base: Path, tmp_path: Path, shards: ShardProcesses
 ) -> None:
     quantized, dense = write_twins(base, tmp_path, LAYOUTS[name])
-    requests = prompts(320)[:4]
+    requests = prompts(320)[2:4]
     expected = answer(dense, requests)
-    answers = [answer(quantized, requests), *shards.answer(quantized, requests, 2)]
+    answers = [answer(quantized, requests), answer_kept(quantized, requests)]
+    answers += shards.call(answer_kept, quantized, requests, world_size=2)
     for found in answers:
         assert found.tokens == expected.tokens
         for ours, theirs in zip(found.logits, expected.logits, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+FAMILIES: dict[str, tuple[Callable[..., Path], Layout, bool]] = {
+    "mixtral-gptq": (partial(tiny_mixtral, intermediate_size=64), gptq(desc_act=True, group=32), False),
+    "mixtral-awq": (partial(tiny_mixtral, intermediate_size=64), awq(group=32), False),
+    "qwen3-moe-fp8": (tiny_qwen3_moe, fp8("block"), False),
+    "deepseek-fp8": (tiny_deepseek, fp8("block"), False),
+    "deepseek-bnb": (tiny_deepseek, bitsandbytes("int8"), False),
+    "gpt2-gptq": (tiny_gpt2, gptq(group=32, sym=False), True),
+    "starcoder-gptq": (tiny_gpt_bigcode, gptq(8, group=-1), False),
+    "gpt-neox-gptq": (tiny_gpt_neox, gptq(8, group=-1), False),
+    "gptj-gptq": (tiny_gptj, gptq(8, group=-1, desc_act=True), False),
+    "phi3-awq": (partial(tiny_phi3, intermediate_size=128), awq(group=32), False),
+    "t5-bnb": (tiny_t5, bitsandbytes("int8"), False),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families(name: str, tmp_path: Path, shards: ShardProcesses) -> None:
+    """Fused and transposed matrices, heads side by side, experts, an encoder."""
+    make, layout, transposed = FAMILIES[name]
+    make(tmp_path / "base")
+    quantized, dense = write_twins(tmp_path / "base", tmp_path, layout, transposed)
+    requests = prompts(300)[2:4]
+    expected = answer(dense, requests)
+    answers = [answer_kept(quantized, requests), *shards.call(answer_kept, quantized, requests, world_size=2)]
+    for found in answers:
+        assert found.tokens == expected.tokens
