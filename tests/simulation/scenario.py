@@ -128,5 +128,5 @@ def draw_rates(rng: random.Random) -> Rates:
         early_death=sometimes(0.2, 0.8),
         fewer_blocks=sometimes(0.2),
         cancel=sometimes(0.05, 0.5),
-        steps=StepFaults(sometimes(0.002, 0.02), sometimes(0.002, 0.05)),
+        steps=StepFaults(sometimes(0.002, 0.02), sometimes(0.01, 0.1)),
     )

@@ -157,7 +157,9 @@ class World:
         return 4 * hang_timeout + 60 + 2 * LONGEST_START + LONGEST_PAUSE + lengths * per_second
 
     def _settle(self) -> None:
-        """Shards that were lost last, or hang without anybody's notice, are replaced and prove that they compute."""
+        """Shards that were lost last, or hang now that they have no work, are replaced and prove that they compute."""
+        if self._rng.random() < 0.3:
+            self._hang_shards()
 
         def is_well() -> bool:
             return self._lost is not None or (self._steps.is_healthy and self._cluster.current.is_well)
