@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos sim proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos sim audit proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -130,11 +130,27 @@ test-gpu: setup ## the tests that need a CUDA device
 		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
 		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py
 
-chaos: setup ## ten thousand clients that hang up at random times
+KILLS ?= 500
+STOPS ?= 100
+
+chaos: setup ## clients that hang up and processes that are killed and stopped at random times
 	LEGATO_DISCONNECTS=10000 $(BIN)/pytest tests/integration/test_workers.py -k disconnects
+	$(BIN)/python -m benchmarks.chaos --kills $(KILLS) --stops $(STOPS) --out benchmarks/results/chaos.json
 
 sim: setup ## 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+# Apart from the other environments: pip-audit has dependencies of its own. Asks the package index for known
+# vulnerabilities of the pinned versions; fails where it cannot be asked, because silence is no good news.
+AUDIT := .audit
+
+audit: $(AUDIT)/.installed ## known vulnerabilities of the pinned dependencies
+	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict
+
+$(AUDIT)/.installed: Makefile
+	test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip install -q --disable-pip-version-check 'pip-audit>=2.9,<3' || $(NO_INDEX)
+	touch $@
 
 # Generated with the oldest supported tools: stubs work with that version of the library and newer ones.
 proto: setup ## regenerate the stubs from the .proto files
@@ -154,4 +170,4 @@ bench: setup ## measure the engine with the default model (SCALE=1 for large mac
 	$(BIN)/legato bench engine --scale $(SCALE) --json $(BENCH_RESULT)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

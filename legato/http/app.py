@@ -141,7 +141,8 @@ def _routes(inference: Inference) -> list[Route]:
 
     async def tokenize(exchange: Exchange) -> None:
         request = await exchange.json(_tokenize_decoder, settings.payload_limit)
-        tokens = await inference.validator.tokenize(request.inputs)
+        async with inference.concurrency.validating(exchange.body_size, exchange.tenant):
+            tokens = await inference.validator.tokenize(request.inputs)
         await exchange.respond(msgspec.json.encode(tokens), {"content-type": JSON})
 
     async def show_metrics(request: Request) -> Response:

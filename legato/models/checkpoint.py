@@ -130,10 +130,17 @@ class Checkpoint:
 
     def check_all_used(self) -> None:
         unread = IGNORED_SUFFIXES + (self._method.reader.unread if self._method.reader is not None else ())
-        left = sorted(name for name in self._unused if not name.endswith(unread))
+        left = sorted(name for name in self._unused if not name.endswith(unread) and not self._is_empty_bias(name))
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise ModelFileError(f"the checkpoint has tensors that the model does not: {', '.join(left[:3])}{more}")
+
+    def _is_empty_bias(self, name: str) -> bool:
+        """AutoGPTQ used to write a bias of zeros for layers that have none."""
+        reader, module = self._method.reader, name.removesuffix(".bias")
+        if reader is None or module == name or not reader.has(module, self):
+            return False
+        return not self._source.read(name, ()).any()
 
 
 def _joined(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:

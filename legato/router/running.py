@@ -119,6 +119,8 @@ class RouterProcess:
         def port(send: Callable[[msgspec.Struct], None]) -> Port:
             return Port(self._steps, self.scrape, self._dashboard.render, self._drain, send)
 
+        if number >= self._workers.count:  # the first ones have the first numbers
+            self._metrics.restarted("http_worker")
         first_id = number * IDS_PER_WORKER + 1
         worker.serve(port, msg.Serve(self._steps.limits, self._settings, first_id, grace, self._health.state))
 

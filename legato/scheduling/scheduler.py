@@ -2,8 +2,7 @@
 the time that its callers tell.
 
 A request is an `Entry` with known tokens and computed tokens; a step computes some of the difference. The loop around
-it (`router/step_loop.py`): plan a step, send it, and when its result arrives, complete it. Up to two plans are in
-flight.
+it (`router/step_loop.py`): plan a step, send it, complete it when its result arrives; up to two plans are in flight.
 
 `running` is sorted by rank: the best is served first and the worst is preempted first. Ranks are fixed and newcomers
 get worse ones all the time, so every request has the best at last and gets through.
@@ -70,8 +69,7 @@ class Scheduler:
         """Take a valid request, or return why it is refused. `now` is in seconds and never goes back."""
         assert request.id not in self._entries, f"request {request.id} is here already"
         assert request.input_ids, "a prompt has at least one token"
-        limits = self.limits
-        self._now = now
+        limits, self._now = self.limits, now
         if not self.shares.take(request):
             return Output(error=Refusal.OVERLOADED, retry_after=self._retry.seconds(1, now))
         if not self._entries:

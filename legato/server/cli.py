@@ -10,11 +10,12 @@ import click
 
 from legato.common.errors import ModelNotFound, OptionError
 from legato.common.logging import setup
-from legato.common.options import DownloadOptions, QuantizeOptions, ServerOptions
+from legato.common.options import DownloadOptions, ServerOptions
 from legato.common.program import command, run_program, with_version
 from legato.common.sockets import claim_socket
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.locate import locate
+from legato.server.quantizing.options import QuantizeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def download_weights(options: DownloadOptions) -> None:
 
 
 def quantize(options: QuantizeOptions) -> None:
-    from legato.server.quantize import run  # brings in torch
+    from legato.server.quantizing.command import run  # brings in torch
 
     run(options)
 

@@ -186,7 +186,7 @@ class Metrics:
 
     # ---- processes ------------------------------------------------------------------------------------------------
 
-    def restarted(self, process: Literal["shard", "router", "http_worker"]) -> None:
+    def restarted(self, process: Literal["shard", "http_worker"]) -> None:
         self._counters["legato_restarts"].inc(process)
 
     def replayed(self, num_requests: int) -> None:

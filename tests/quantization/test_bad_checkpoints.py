@@ -169,3 +169,12 @@ def test_eight_bit_numbers_without_a_configuration_are_not_taken_for_dense_ones(
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     check(r"tensor '.*' has type torch\.float8_e4m3fn; expected float32, float16 or bfloat16", str(error_of(folder)))
+
+
+def test_a_bias_of_zeros_that_the_model_does_not_have_is_ignored(base: Path, tmp_path: Path) -> None:
+    folder, _ = write_twins(base, tmp_path, gptq())
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, f"{Q}.bias": torch.zeros(128)}, folder / "model.safetensors")
+    load(ModelFiles.open(folder), ServerOptions(device="cpu"))
+    save_file({**tensors, f"{Q}.bias": torch.ones(128)}, folder / "model.safetensors")
+    check(rf"has tensors that the model does not: {Q}\.bias", str(error_of(folder)))

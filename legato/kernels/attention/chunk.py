@@ -174,7 +174,7 @@ def _chunk_attention_triton(
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
+        num_warps=max(config.num_warps, block_m // 16),
         num_stages=config.num_stages,
         **launch_options(q),
     )

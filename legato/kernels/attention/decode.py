@@ -76,8 +76,11 @@ def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
 
 
 def fitting(config: DecodeConfig, group: int, head_dim: int, itemsize: int, limits: GpuLimits) -> DecodeConfig:
-    """With fewer stages, then fewer keys per iteration, as far as the shared memory of the device requires."""
+    """With fewer stages, then fewer keys per iteration, as far as the shared memory of the device requires; with more
+    warps for many query heads, whose sums are in registers."""
     rows = next_power_of_two(group, 16)
+    num_warps = min(rows * next_power_of_two(head_dim, 16) * itemsize // 8192, 8)
+    config = replace(config, num_warps=max(config.num_warps, num_warps))
     while not AttentionTile(rows, config.block_n, head_dim, itemsize, config.num_stages).fits(limits):
         if config.num_stages > 2:
             config = replace(config, num_stages=2)

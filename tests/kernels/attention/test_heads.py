@@ -15,8 +15,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Query and key heads.
 HEADS = ((4, 4), (8, 2), (12, 1), (71, 1))
 ALL = [(head_dim, heads, dtype) for head_dim in HEAD_DIMS for heads in HEADS for dtype in DTYPES]
-# The interpreter is slow: of each head size and each number of heads one.
-SOME = [ALL[0], ALL[4], ALL[14], *ALL[16::14]]
+# The interpreter is slow.
+SOME = [(80, (8, 2), torch.float32), (192, (4, 4), torch.bfloat16), (64, (71, 1), torch.float16)]
 CASES = ALL if torch.cuda.is_available() else SOME
 
 

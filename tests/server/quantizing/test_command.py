@@ -12,12 +12,13 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from legato.common.errors import OptionError, UnsupportedModel
-from legato.common.options import QuantizeOptions
 from legato.common.program import command
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
-from legato.server import quantize
+from legato.server.quantizing import calibration
+from legato.server.quantizing import command as quantize
+from legato.server.quantizing.options import QuantizeOptions
 from tests.models.answers import step_logits
 from tests.models.test_gguf_families import convert
 from tests.models.tiny_experts import tiny_mixtral
@@ -111,17 +112,15 @@ def test_several_files_have_an_index(tmp_path: Path, text: Path, monkeypatch: py
 def test_only_one_layer_is_in_memory(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base_model(tmp_path / "model")
     held: list[int] = []
-    from legato.server import calibrating
+    original = calibration.CalibratedWeight.load
 
-    original = calibrating.CalibratedWeight.load
-
-    def load(self: calibrating.CalibratedWeight) -> None:
+    def load(self: calibration.CalibratedWeight) -> None:
         original(self)
         alive[id(self)] = self
         held.append(sum(weight._product is not None for weight in alive.values()))
 
-    alive: dict[int, calibrating.CalibratedWeight] = {}
-    monkeypatch.setattr(calibrating.CalibratedWeight, "load", load)
+    alive: dict[int, calibration.CalibratedWeight] = {}
+    monkeypatch.setattr(calibration.CalibratedWeight, "load", load)
     run(str(tmp_path / "model"), str(tmp_path / "out"), "--calibration", str(text), "--bits=8", "--group-size=64")
     assert max(held) == 4 and len(alive) == 8
 

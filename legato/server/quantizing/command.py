@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from legato.common.errors import ModelFileError, OptionError, UnsupportedModel
 from legato.common.logging import setup
-from legato.common.options import QuantizeOptions
 from legato.common.progress import progress
 from legato.modelfiles.files import INDEX, ModelFiles
 from legato.modelfiles.locate import locate
@@ -23,8 +22,9 @@ from legato.models.decoder import Decoder
 from legato.models.registry import ARCHITECTURES, architecture_for, open_source
 from legato.quantization.gptq import GptqOptions
 from legato.quantization.packing import word_unit
-from legato.server.calibrating import CalibratedWeights, Calibration
 from legato.server.loading import choose_device, choose_dtype
+from legato.server.quantizing.calibration import CalibratedWeights, Calibration
+from legato.server.quantizing.options import QuantizeOptions
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""`text-generation-server quantize`: GPTQ, layer by layer."""

@@ -1,0 +1,35 @@
+"""The options of `text-generation-server quantize`. Brings in no torch: wrong flags end before it is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from legato.common.option import option
+from legato.common.options import LogOptions, ModelOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions(ModelOptions, LogOptions):
+    """Quantization"""
+
+    changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
+
+    output_dir: str | None = option(None, "Folder for the quantized model.", env=None, positional=True)
+    calibration: str | None = option(None, "Text file that the model is calibrated with.", env=None)
+    bits: Literal["2", "3", "4", "8"] = option("4", "Bits of a weight.", env=None)
+    group_size: int = option(
+        128, "Inputs that share a scale; `-1` for all of them.", alias="groupsize", env=None, minimum=-1
+    )
+    act_order: bool = option(
+        False, "Quantize inputs with large activations first: better at 2 and 3 bits, slower products.", env=None
+    )
+    sym: bool = option(True, "Symmetric ranges, which most kernels expect.", env=None)
+    percdamp: float = option(
+        0.01, "Share of the mean of the Hessian's diagonal that is added to it.", env=None, minimum=0
+    )
+    calibration_samples: int = option(128, "Sequences of the text to calibrate with.", env=None, minimum=1)
+    calibration_length: int = option(512, "Tokens of each sequence.", env=None, minimum=16)
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Device to quantize on. `auto` uses a GPU if there is one.", env=None
+    )
