@@ -75,10 +75,13 @@ class Recovery:
         await self._current.close()
 
     async def _prepare_grammars(self, shards: GrpcShards) -> None:
-        """Those of all requests, before a step needs them. One that fails ends its own requests, in their steps."""
-        for grammar in grammars_of(self._steps.scheduler.requests):
+        """Those of all requests, also of those that come meanwhile, before a step needs them. One that fails ends its
+        own requests, in their steps."""
+        tried: set[Grammar] = set()
+        while missing := [each for each in grammars_of(self._steps.scheduler.requests) if each not in tried]:
+            tried.add(missing[0])
             try:
-                await shards.prepare(grammar)
+                await shards.prepare(missing[0])
             except GrammarError as error:
                 logger.warning("A grammar cannot be compiled by the new shards: %s", error)
 
