@@ -308,7 +308,9 @@ class World:
         is_changing = shards.lost_at is not None or shards.killed_at is not None or not shards.was_opened
         if self._steps._lost is not None or state.restarting:
             assert not state.healthy and not state.ready
-            assert self._steps._lost or is_changing or shards.is_hung, "restarting while the shards are well"
+            assert self._steps._lost or is_changing or shards.is_hung or not shards.is_well, (
+                "restarting while the shards are well"
+            )
             return
         if is_changing:  # the router will know in this turn or the next
             return
