@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 PORT ?= 3000
 # Divides the workloads of `make bench`. Results with the same scale, model and commit are comparable.
 SCALE ?= 16
+SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-clients test-quantizers test-gpu fuzz faults chaos proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos sim audit proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -55,8 +56,8 @@ imports: setup
 MODELS := tests/kernels tests/models tests/quantization tests/sampling
 ENGINE := tests/server tests/client tests/examples tests/plan tests/grammar
 
-TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/telemetry \
-	tests/text tests/vision
+TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/simulation \
+	tests/telemetry tests/text tests/vision
 
 unit: unit-models unit-engine unit-texts unit-processes
 
@@ -77,6 +78,12 @@ test-models: setup ## the tests that need real weights, fetched once
 
 test-shards: setup ## every architecture and variant in two shards
 	$(BIN)/pytest -m shards tests/models
+
+test-pages: setup ## the pages in headless Chromium, with screenshots
+	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages
+
+test-cards: setup ## every kernel compiled for every supported GPU, no device needed: an hour on two cores
+	$(BIN)/pytest -m cards tests/kernels/test_cards.py
 
 # Published clients, each set in its own environment because their dependencies conflict.
 CLIENTS := .clients
@@ -119,12 +126,31 @@ faults: setup ## the fault tests with as many cases as they are meant to have
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch finds no CUDA device')"
 	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
-		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py \
+		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py tests/server/test_needle.py \
 		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
 		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py
 
-chaos: setup ## ten thousand clients that hang up at random times
+KILLS ?= 500
+STOPS ?= 100
+
+chaos: setup ## clients that hang up and processes that are killed and stopped at random times
 	LEGATO_DISCONNECTS=10000 $(BIN)/pytest tests/integration/test_workers.py -k disconnects
+	$(BIN)/python -m benchmarks.chaos --kills $(KILLS) --stops $(STOPS) --out benchmarks/results/chaos.json
+
+sim: setup ## 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+# Apart from the other environments: pip-audit has dependencies of its own. Asks the package index for known
+# vulnerabilities of the pinned versions; fails where it cannot be asked, because silence is no good news.
+AUDIT := .audit
+
+audit: $(AUDIT)/.installed ## known vulnerabilities of the pinned dependencies
+	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict
+
+$(AUDIT)/.installed: Makefile
+	test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip install -q --disable-pip-version-check 'pip-audit>=2.9,<3' || $(NO_INDEX)
+	touch $@
 
 # Generated with the oldest supported tools: stubs work with that version of the library and newer ones.
 proto: setup ## regenerate the stubs from the .proto files
@@ -144,4 +170,4 @@ bench: setup ## measure the engine with the default model (SCALE=1 for large mac
 	$(BIN)/legato bench engine --scale $(SCALE) --json $(BENCH_RESULT)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

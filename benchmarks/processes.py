@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -97,10 +98,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(port: int, words: Sequence[str], path: str = "/health") -> Iterator[subprocess.Popen[bytes]]:
-    """A server while the block runs, from when it answers to GET `path`. If it does not start, its log is the error."""
+def serving(
+    port: int, words: Sequence[str], path: str = "/health", source: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server while the block runs, from when it answers to GET `path`. If it does not start, its log is the error.
+    `source` is another checkout to run."""
+    environment = None if source is None else {**os.environ, "PYTHONPATH": str(source)}
     with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(words, stdout=log, stderr=log)
+        server = subprocess.Popen(words, stdout=log, stderr=log, cwd=source, env=environment)
         try:
             deadline = time.monotonic() + START_SECONDS
             while not _answers(f"http://{HOST}:{port}{path}"):
@@ -122,10 +127,11 @@ def _answers(url: str) -> bool:
 
 
 @contextmanager
-def launched(*words: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+def launched(*words: str, source: Path | None = None) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """A `text-generation-launcher` with these arguments: its port and its process."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         place = (f"--hostname={HOST}", f"--port={port}", f"--shard-uds-path={folder}/shard")
-        with serving(port, [sys.executable, "-m", "legato.launcher.cli", *place, *words]) as launcher:
+        command = [sys.executable, "-m", "legato.launcher.cli", *place, *words]
+        with serving(port, command, source=source) as launcher:
             yield port, launcher

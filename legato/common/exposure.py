@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from legato.common.errors import OptionError
-from legato.common.options import HttpOptions
+from legato.common.frontend import HttpOptions
 
 
 def command_line_warnings(words: Sequence[str] | None = None) -> list[str]:

@@ -212,7 +212,7 @@ class _Answer:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     async def _validate(self, job: Job) -> list[ValidRequest]:
-        with self._inference.concurrency.validating(self._exchange.body_size, self._exchange.tenant):
+        async with self._inference.concurrency.validating(self._exchange.body_size, self._exchange.tenant):
             requests = await job.requests()
         for request in requests:
             self._inference.metrics.request_validated(len(request.input_ids), request.max_new_tokens)

@@ -26,10 +26,11 @@ from legato.api.errors import (
 from legato.api.native import Info, TokenizeRequest
 from legato.chat.tools.tooling import ChatRenderer
 from legato.http.auth import OPEN_PATHS, RequireKey
-from legato.http.docs_page import PAGE
 from legato.http.exchange import DIRECT_SEND, ROUTE, Exchange
 from legato.http.inference import Inference
 from legato.http.openapi import document
+from legato.http.pages.docs import PAGE
+from legato.http.pages.routes import PageRoutes
 from legato.http.routes.health import HealthRoutes
 from legato.http.routes.native import GenerateRoutes
 from legato.http.routes.openai import errors as openai_errors
@@ -140,7 +141,8 @@ def _routes(inference: Inference) -> list[Route]:
 
     async def tokenize(exchange: Exchange) -> None:
         request = await exchange.json(_tokenize_decoder, settings.payload_limit)
-        tokens = await inference.validator.tokenize(request.inputs)
+        async with inference.concurrency.validating(exchange.body_size, exchange.tenant):
+            tokens = await inference.validator.tokenize(request.inputs)
         await exchange.respond(msgspec.json.encode(tokens), {"content-type": JSON})
 
     async def show_metrics(request: Request) -> Response:
@@ -163,7 +165,8 @@ def _routes(inference: Inference) -> list[Route]:
         Route("/v1/models/{model:path}", models.model),
         Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
         Route("/chat_tokenize", Endpoint(chat.chat_tokenize), methods=["POST"]),
-        *(Route(path, health.health) for path in ("/", "/health", "/ping")),
+        *PageRoutes(health.health, scheduler.observe).routes,
+        *(Route(path, health.health) for path in ("/health", "/ping")),
         Route("/livez", health.live),
         Route("/readyz", health.ready),
         Route("/startupz", health.startup),

@@ -6,9 +6,10 @@ The scheduler bounds the total of all workers when requests are submitted.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from legato.api.errors import Overloaded
 from legato.scheduling.retry import RetryEstimate
@@ -16,6 +17,9 @@ from legato.scheduling.shares import EVERYBODY, Shares
 
 # Bytes of bodies whose prompts are being tokenized or wait for it. Python keeps them in several times as many.
 VALIDATED_BYTES = 16 << 20
+# Longer ones are validated one at a time: tokenizing takes a hundred bytes of memory for each byte of a body, and
+# short prompts should find a tokenizer that is free.
+LONG_BODY = 128 << 10
 
 
 class ConcurrencyLimit:
@@ -26,6 +30,7 @@ class ConcurrencyLimit:
     ) -> None:
         self._sequences = Shares(total)
         self._bytes = Shares(validated_bytes)
+        self._long_body = asyncio.Lock()
         self._clock = clock
         self._retry = RetryEstimate(clock())
 
@@ -54,12 +59,16 @@ class ConcurrencyLimit:
         self._sequences.give_back(tenant, count)
         self._retry.finish(count, self._clock())
 
-    @contextmanager
-    def validating(self, num_bytes: int, tenant: str = EVERYBODY) -> Iterator[None]:
+    @asynccontextmanager
+    async def validating(self, num_bytes: int, tenant: str = EVERYBODY) -> AsyncIterator[None]:
         """Overloaded while too many long bodies wait for a tokenizer."""
         if not self._bytes.take(tenant, num_bytes):
             raise Overloaded(self._retry.seconds(1, self._clock()))
         try:
-            yield
+            if num_bytes < LONG_BODY:
+                yield
+            else:
+                async with self._long_body:
+                    yield
         finally:
             self._bytes.give_back(tenant, num_bytes)

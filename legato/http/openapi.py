@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from legato.api.dashboard import DashboardData
 from legato.api.errors import (
     CompressedBody,
     GenerationFailed,
@@ -56,6 +57,7 @@ _TOO_LONG = "The request took longer than 60 seconds (--request-timeout)"
 _ERRORS = {
     400: ("The body is not JSON", "validation", "Failed to parse the request body as JSON: ..."),
     401: ("No API key, or a wrong one", "unauthorized", "The API key is not valid"),
+    404: ("No such file", "not_found", "There is no such file"),
     413: ("The body is too large", "validation", "The request body is larger than the limit of 2000000 bytes"),
     415: ("The body is compressed", "validation", str(CompressedBody("gzip"))),
     422: ("The request cannot be served", "validation", "Input validation error: `inputs` cannot be empty"),
@@ -232,7 +234,7 @@ OPERATIONS = [
         {_JSON: kserve.InferResponse},
         _GENERATION_ERRORS,
     ),
-    Operation("get", "/", "Health", "Can the model compute?", errors=(503,)),
+    Operation("get", "/", "Health", "Can the model compute? Browsers are sent to /ui.", errors=(503,)),
     Operation("get", "/health", "Health", "Can the model compute?", errors=(503,)),
     Operation("get", "/ping", "Health", "Can the model compute?", errors=(503,)),
     Operation(
@@ -262,6 +264,18 @@ OPERATIONS = [
     Operation("get", "/info", "The model and the limits of this server", response={_JSON: Info}),
     Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": str}),
     Operation("get", "/docs", "This documentation as a page", response={"text/html": str}),
+    Operation("get", "/ui", "A page to try the model: chats and completions", response={"text/html": str}),
+    Operation("get", "/dashboard", "A page that shows the batch as it runs", response={"text/html": str}),
+    Operation(
+        "get",
+        "/dashboard/data",
+        "The batch as it runs",
+        "Rows, queue, KV blocks, recent steps and counters. Numbers only.",
+        response={_JSON: DashboardData},
+    ),
+    Operation(
+        "get", "/pages/{name}", "A script or style sheet of the pages", response={"text/css": str}, errors=(404,)
+    ),
     Operation("get", "/api-doc/openapi.json", "This documentation", response={_JSON: dict}),
 ]
 

@@ -83,6 +83,12 @@ class SchedulerClient:
         assert isinstance(answer.value, bytes)
         return answer.value
 
+    async def observe(self) -> bytes:
+        """The data of the dashboard."""
+        answer = await self._ask(lambda number: msg.Scrape(number, dashboard=True))
+        assert isinstance(answer.value, bytes)
+        return answer.value
+
     def _ask(self, question: Callable[[int], msgspec.Struct]) -> asyncio.Future[msg.Answer]:
         number = next(self._numbers)
         asked: asyncio.Future[Any] = self._loop.create_future()

@@ -22,6 +22,7 @@ from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
 from legato.http.checks import check_bias, check_priority, penalty, positive, probability, share
+from legato.http.concurrency import LONG_BODY
 from legato.http.grammar import GrammarCompiler
 from legato.http.shapes import read_grammar
 from legato.ipc.settings import RouterSettings
@@ -128,9 +129,11 @@ class Validator:
         self.images = images
         self._grammars = GrammarCompiler(tokenizer, limits, settings, prepare)
         self._threads = ThreadPoolExecutor(settings.validation_workers, thread_name_prefix="tokenize")
+        self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._long_thread.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
         if self.images is not None:
             self.images.close()
@@ -200,14 +203,14 @@ class Validator:
         return await self._grammars.check(grammar, field)
 
     async def tokenize(self, inputs: str) -> list[SimpleToken]:
-        return await self.in_thread(lambda: token_offsets(self.encode(inputs, with_offsets=True), inputs))
+        return await self.in_thread(lambda: token_offsets(self.encode(inputs, with_offsets=True), inputs), len(inputs))
 
     async def input_ids(self, inputs: str) -> list[int]:
         """Empty for text that the tokenizer's normalizer removes completely."""
         if len(inputs) <= _SHORT:
             ids: list[int] = self.encode(inputs).ids
         else:
-            ids = await self.in_thread(lambda: self._ids_of_long(inputs))
+            ids = await self.in_thread(lambda: self._ids_of_long(inputs), len(inputs))
         return ids
 
     def _ids_of_long(self, inputs: str) -> list[int]:
@@ -218,8 +221,11 @@ class Validator:
         time.sleep(0)
         return ids
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def in_thread(self, work: Callable[[], T], size: int = 0) -> T:
+        """`size` is that of the text. Long ones have a thread of their own: short ones never wait for them, and the
+        memory that tokenizing takes is not taken, and kept, by every thread."""
+        threads = self._threads if size < LONG_BODY else self._long_thread
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def encode(self, inputs: str, *, with_offsets: bool = False, add_special_tokens: bool = True) -> Encoding:
         # The batch calls release the interpreter lock, the plain one does not: a long text would stop every stream.

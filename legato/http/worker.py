@@ -46,6 +46,8 @@ class HttpWorker:
         self._setup: asyncio.Future[msg.WorkerSetup] = asyncio.get_running_loop().create_future()
         self._serve: asyncio.Future[msg.Serve] = asyncio.get_running_loop().create_future()
         self._scheduler: SchedulerClient | None = None
+        # What was told last; while the worker loads, what `Serve` says of it grows old.
+        self._state: msg.ServerState | None = None
         self._metrics: Metrics | None = None
         self._spans: SpanExport | None = None
         self._server: HttpServer | None = None
@@ -83,7 +85,7 @@ class HttpWorker:
         self, serve: msg.Serve, tokenizer: Tokenizer, chat_template: ChatTemplate | None, rules: ImageRules | None
     ) -> ASGIApp:
         scheduler = self._scheduler = SchedulerClient(serve.limits, self._link.send)
-        scheduler.on_state(serve.state)
+        scheduler.on_state(self._state or serve.state)
         metrics = self._metrics = Metrics(serve.limits)
         LoopLag(lambda seconds: metrics.loop_lag("http_worker", seconds))
         if self._spans is not None:
@@ -111,6 +113,7 @@ class HttpWorker:
                 self._scheduler.on_answer(message)
             case msg.ServerState():
                 self._link.send(msg.Alive())
+                self._state = message
                 if self._scheduler is not None:
                     self._scheduler.on_state(message)
             case msg.ChunkDone():

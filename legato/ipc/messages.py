@@ -132,9 +132,10 @@ class BeginDrain(Struct, tag=6, array_like=True, frozen=True):
 
 
 class Scrape(Struct, tag=7, array_like=True, frozen=True):
-    """Answered with the metrics of all processes, as text."""
+    """Answered with the metrics of all processes, as text, or with the data of the dashboard, as JSON."""
 
     number: int
+    dashboard: bool = False
 
 
 class Report(Struct, tag=8, array_like=True, frozen=True):

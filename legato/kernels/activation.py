@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, runs_triton, tl, widened
+from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, kernel_or_torch, tl, widened
 from legato.kernels.overlap import launch_options, wait_for_previous
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -28,8 +28,7 @@ def gate_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     would differ otherwise.
     """
     assert gate_up.dim() == 2 and gate_up.stride(1) == 1 and gate_up.shape[1] % 2 == 0, gate_up.shape
-    run = _gate_and_mul_triton if runs_triton(gate_up) else _gate_and_mul_torch
-    return run(gate_up, activation)
+    return kernel_or_torch(gate_up, _gate_and_mul_triton, _gate_and_mul_torch)(gate_up, activation)
 
 
 def activate_torch(gate: Tensor, activation: Activation) -> Tensor:
@@ -72,6 +71,32 @@ def _gate_and_mul_kernel(
     up = tl.load(gate_up + token * stride + inner + column, mask=inside, other=0.0).to(tl.float32)
     gated = activate(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32) * up
     tl.store(out + token * inner + column, gated.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def weight_rows(tile: Scalar, TILE_ROWS: constexpr, WIDTH: constexpr, ACTIVATION: constexpr) -> Scalar:
+    """Rows of a weight [WIDTH, in] that a program of a product multiplies. With an activation these are the packed
+    projections, half of a tile is gate rows and half the up rows that belong to them.
+
+    Beyond the last feature the last is computed again, which spares the loads a mask.
+    """
+    r = tl.arange(0, TILE_ROWS)
+    if ACTIVATION is None:
+        row = tl.minimum(tile * TILE_ROWS + r, WIDTH - 1)
+    else:
+        half: tl.constexpr = TILE_ROWS // 2
+        row = tl.minimum(tile * half + r % half, WIDTH // 2 - 1) + r // half * (WIDTH // 2)
+    return row
+
+
+@jit
+def gate_and_up(product: Scalar, ACTIVATION: constexpr) -> Scalar:
+    """[rows of `weight_rows`, m], rounded -> [half of them, m], in the same dtype and with the roundings of
+    `gate_and_mul`."""
+    halves = tl.reshape(product, (2, product.shape[0] // 2, product.shape[1]))
+    gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+    activated = activate(gate.to(tl.float32), ACTIVATION).to(product.dtype)
+    return (activated.to(tl.float32) * up.to(tl.float32)).to(product.dtype)
 
 
 @jit

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from legato.kernels.activation import Activation, gate_and_up, weight_rows
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
 from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, jit_for_any, next_power_of_two, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
@@ -37,16 +38,23 @@ def few_config(num_rows: int, out_features: int, in_features: int) -> FewConfig:
     return FewConfig(tile_rows, 128, num_warps, split_k)
 
 
-def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, config: FewConfig | None = None) -> Tensor:
+def few_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    config: FewConfig | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
     """x [m, in_features], weight [out_features, in_features] → [m, out_features], on a GPU. Defined by
-    `small_linear`, which calls it."""
+    `small_linear`, which calls it. With an activation [m, out_features / 2], as `gate_and_mul` would make of that."""
     (num_rows, in_features), width = x.shape, weight.shape[0]
     assert num_rows <= MAX_ROWS, num_rows
     config = config or few_config(num_rows, width, in_features)
     rows = next_power_of_two(num_rows, 8)
     num_tiles, split_k = ceil_div(width, config.tile_rows), config.split_k
     assert split_k == 1 or num_tiles <= NUM_COUNTERS, num_tiles
-    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    out_width = width if activation is None else width // 2
+    out = torch.empty(num_rows, out_width, dtype=x.dtype, device=x.device)
     part_size = config.tile_rows * rows if split_k > 1 else 0
     _few_kernel[(num_tiles, split_k)](
         out,
@@ -63,6 +71,7 @@ def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, config: Fe
         TILE_ROWS=config.tile_rows,
         BLOCK_K=config.block_k,
         SPLIT_K=split_k,
+        ACTIVATION=activation,
         num_warps=config.num_warps,
         **launch_options(x),
     )
@@ -86,6 +95,7 @@ def _few_kernel(
     TILE_ROWS: constexpr,
     BLOCK_K: constexpr,
     SPLIT_K: constexpr,
+    ACTIVATION: constexpr,
     OVERLAP: constexpr,
 ) -> None:
     """The weight is the left, larger operand, so that few rows of x waste little."""
@@ -98,7 +108,7 @@ def _few_kernel(
     m = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     # Beyond the last feature and the last row of x the last ones are read again, which spares the loads a mask.
-    row = tl.minimum(tile * TILE_ROWS + r, WIDTH - 1)
+    row = weight_rows(tile, TILE_ROWS, WIDTH, ACTIVATION)
     rows = weight + row.to(tl.int64)[:, None] * IN_FEATURES + k[None, :]
     x_rows = x + (tl.minimum(m, num_rows - 1) * x_stride)[None, :] + k[:, None]
     product = tl.zeros((TILE_ROWS, ROWS), dtype=tl.float32)
@@ -115,7 +125,7 @@ def _few_kernel(
     if bias is not None:
         product += tl.where(split == 0, tl.load(bias + row).to(tl.float32), 0.0)[:, None]
     if SPLIT_K == 1:
-        _store_transposed(out, tile * TILE_ROWS, product, num_rows, WIDTH)
+        _store_transposed(out, tile, product, num_rows, WIDTH, ACTIVATION)
     else:
         place = r[:, None] * ROWS + m[None, :]
         size: tl.constexpr = TILE_ROWS * ROWS
@@ -124,7 +134,7 @@ def _few_kernel(
             product = tl.zeros((TILE_ROWS, ROWS), dtype=tl.float32)
             for i in tl.static_range(SPLIT_K):
                 product += tl.load(parts + (tile * SPLIT_K + i) * size + place, cache_modifier=".cg")
-            _store_transposed(out, tile * TILE_ROWS, product, num_rows, WIDTH)
+            _store_transposed(out, tile, product, num_rows, WIDTH, ACTIVATION)
 
 
 @jit
@@ -145,9 +155,14 @@ def _load_block(
 
 
 @jit
-def _store_transposed(out: Pointer, first_feature: Scalar, product: Scalar, num_rows: Scalar, WIDTH: constexpr) -> None:
+def _store_transposed(
+    out: Pointer, tile: Scalar, product: Scalar, num_rows: Scalar, WIDTH: constexpr, ACTIVATION: constexpr
+) -> None:
     """[rows of the weight, rows of x], rounded."""
-    feature = first_feature + tl.arange(0, product.shape[0])[:, None]
-    m = tl.arange(0, product.shape[1])[None, :]
-    inside = (feature < WIDTH) & (m < num_rows)
-    tl.store(out + m * WIDTH + feature, product.to(out.dtype.element_ty), mask=inside)
+    out_width: tl.constexpr = WIDTH if ACTIVATION is None else WIDTH // 2
+    rounded = product.to(out.dtype.element_ty)
+    if ACTIVATION is not None:
+        rounded = gate_and_up(rounded, ACTIVATION)
+    feature = tile * rounded.shape[0] + tl.arange(0, rounded.shape[0])[:, None]
+    m = tl.arange(0, rounded.shape[1])[None, :]
+    tl.store(out + m * out_width + feature, rounded, mask=(feature < out_width) & (m < num_rows))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, padded, runs_triton, tl, widened
+from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, kernel_or_torch, padded, tl, widened
 from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.small_linear import multiply_vector
 
@@ -65,7 +65,7 @@ def grouped_config(num_tokens: int, num_rows: int, num_experts: int, itemsize: i
 def group_rows(ids: Tensor, num_experts: int) -> Groups:
     """ids [T, k] int64."""
     assert ids.dim() == 2 and ids.is_contiguous() and ids.dtype == torch.int64, (ids.shape, ids.dtype)
-    return (_group_rows_triton if runs_triton(ids) else _group_rows_torch)(ids, num_experts)
+    return kernel_or_torch(ids, _group_rows_triton, _group_rows_torch)(ids, num_experts)
 
 
 def grouped_linear(
@@ -80,7 +80,7 @@ def grouped_linear(
     assert weight.shape[0] == groups.num_experts and weight.shape[2] == x.shape[1], (weight.shape, x.shape)
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype, (x.stride(), weight.stride())
     assert scale is None or (scale.numel() == groups.ids.numel() and scale.is_contiguous()), scale.shape
-    run = _grouped_linear_triton if runs_triton(x) else _grouped_linear_torch
+    run = kernel_or_torch(x, _grouped_linear_triton, _grouped_linear_torch)
     return run(x, weight, groups, scale, config)
 
 

@@ -6,11 +6,17 @@ annotation, acts on "constexpr" (a value known when the kernel is compiled) and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 tl: Any
 jit: Callable[[Callable[..., Any]], Any]
@@ -19,7 +25,9 @@ try:
     import triton
 
     tl, jit, compile_time = triton.language, triton.jit, triton.constexpr_function
+    TritonError: type[Exception] = triton.errors.TritonError
 except ImportError:
+    TritonError = ImportError
     tl, jit, compile_time = None, lambda kernel: kernel, lambda function: function
 
 if TYPE_CHECKING or tl is None:
@@ -51,6 +59,37 @@ def enable_triton(enabled: bool) -> None:
 def runs_triton(tensor: Tensor) -> bool:
     """One rule for every kernel: CUDA tensors go through Triton unless it is disabled, all others through torch."""
     return _is_enabled and tensor.is_cuda and tl is not None
+
+
+def is_available(kernel: Callable[..., Any], tensor: Tensor) -> bool:
+    """Whether `kernel_or_torch` would run `kernel`."""
+    return runs_triton(tensor) and kernel not in _failed
+
+
+_failed: set[Callable[..., Any]] = set()
+
+
+def kernel_or_torch(tensor: Tensor, kernel: Callable[P, T], reference: Callable[P, T]) -> Callable[P, T]:
+    """`kernel`, which launches Triton kernels, for tensors that go through Triton; else `reference`, in torch.
+
+    A kernel that does not compile or does not fit the device is replaced by its reference from then on, with one
+    warning: requests run slower instead of failing. Compilation comes before the launch, so nothing is written twice.
+    """
+    if not is_available(kernel, tensor):
+        return reference
+    return partial(_run_or_fall_back, kernel, reference)
+
+
+def _run_or_fall_back(kernel: Callable[P, T], reference: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return kernel(*args, **kwargs)
+    except (TritonError, RuntimeError) as error:
+        if not (isinstance(error, TritonError) or "PassManager" in str(error)):
+            raise
+        _failed.add(kernel)
+        cause = str(error).partition("\n")[0]
+        logger.warning("%s does not run on this device (%s); using torch instead", kernel.__name__, cause)
+    return reference(*args, **kwargs)
 
 
 def widened(tensor: Tensor) -> Tensor:

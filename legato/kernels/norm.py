@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, constexpr, jit, next_power_of_two, runs_triton, tl, widened
+from legato.kernels.language import Pointer, Scalar, constexpr, jit, kernel_or_torch, next_power_of_two, tl, widened
 from legato.kernels.overlap import launch_options, wait_for_previous
 
 # A program holds one whole row in registers.
@@ -16,7 +16,7 @@ MAX_HIDDEN_SIZE = 65536
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., hidden] → x / rms(x) * weight, computed in fp32 and rounded once. The weight may be wider than x."""
     _check(x, weight)
-    return _norm_triton(x, weight, None, eps, False) if runs_triton(x) else _rms_norm_torch(x, weight, eps)
+    return kernel_or_torch(x, _rms_norm_triton, _rms_norm_torch)(x, weight, eps)
 
 
 def add_rms_norm(
@@ -27,17 +27,13 @@ def add_rms_norm(
     `x` may come in the parts of `split_linear`, which are added and rounded first.
     """
     _check(x, weight, residual=residual)
-    if runs_triton(x):
-        return _add_norm_triton(x, residual, weight, None, eps, False, inplace)
-    return _add_rms_norm_torch(x, residual, weight, eps, inplace)
+    return kernel_or_torch(x, _add_rms_norm_triton, _add_rms_norm_torch)(x, residual, weight, eps, inplace)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., hidden] → (x - mean(x)) / std(x) * weight + bias, computed in fp32 and rounded once."""
     _check(x, weight, bias)
-    if runs_triton(x):
-        return _norm_triton(x, weight, bias, eps, True)
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return kernel_or_torch(x, _layer_norm_triton, _layer_norm_torch)(x, weight, bias, eps)
 
 
 def add_layer_norm(
@@ -45,10 +41,7 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(x + residual), x + residual) in one pass. The sum is written over `residual`, `x` as above."""
     _check(x, weight, bias, residual)
-    if runs_triton(x):
-        return _add_norm_triton(x, residual, weight, bias, eps, True, inplace=True)
-    total = residual.add_(_added_up(x, residual))
-    return F.layer_norm(total, x.shape[-1:], weight, bias, eps), total
+    return kernel_or_torch(x, _add_layer_norm_triton, _add_layer_norm_torch)(x, residual, weight, bias, eps)
 
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
@@ -84,6 +77,37 @@ def _add_rms_norm_torch(
     x = _added_up(x, residual)
     total = residual.add_(x) if inplace else residual + x
     return _rms_norm_torch(total, weight, eps), total
+
+
+def _layer_norm_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _add_layer_norm_torch(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = residual.add_(_added_up(x, residual))
+    return _layer_norm_torch(total, weight, bias, eps), total
+
+
+def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _norm_triton(x, weight, None, eps, False)
+
+
+def _add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool
+) -> tuple[Tensor, Tensor]:
+    return _add_norm_triton(x, residual, weight, None, eps, False, inplace)
+
+
+def _layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return _norm_triton(x, weight, bias, eps, True)
+
+
+def _add_layer_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    return _add_norm_triton(x, residual, weight, bias, eps, True, inplace=True)
 
 
 def _norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:

@@ -7,11 +7,9 @@ that an earlier kernel may write or read.
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 from torch import Tensor
 
+from legato.kernels.device import limits_of
 from legato.kernels.language import constexpr, jit, tl
 
 OVERLAP_LAUNCHES = True
@@ -19,16 +17,10 @@ OVERLAP_LAUNCHES = True
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
     """Options and constant that every kernel is launched with."""
-    return _OPTIONS[OVERLAP_LAUNCHES and tensor.is_cuda and _can_overlap(tensor.device)]
+    return _OPTIONS[OVERLAP_LAUNCHES and tensor.is_cuda and limits_of(tensor).overlaps_launches]
 
 
 _OPTIONS: dict[bool, dict[str, bool]] = {True: {"OVERLAP": True, "launch_pdl": True}, False: {"OVERLAP": False}}
-
-
-@cache
-def _can_overlap(device: torch.device) -> bool:
-    """Asked once: every launch of a step would pay for it."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @jit

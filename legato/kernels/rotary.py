@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from legato.kernels.kv_format import as_stored, cut_off, largest
+from legato.kernels.kv_format import cut_off, largest, store
 from legato.kernels.language import (
     Pointer,
     Scalar,
@@ -13,8 +13,8 @@ from legato.kernels.language import (
     constexpr,
     jit,
     jit_for_any,
+    kernel_or_torch,
     next_power_of_two,
-    runs_triton,
     tl,
     widened,
 )
@@ -49,7 +49,7 @@ def rotary_and_store(
     if cos_sin_cache is not None:
         assert cos_sin_cache.is_contiguous() and cos_sin_cache.shape[1] <= head_dim, cos_sin_cache.shape
         assert cos_sin_cache.shape[1] % 2 == 0, cos_sin_cache.shape
-    run = _rotary_and_store_triton if runs_triton(qkv) else _rotary_and_store_torch
+    run = kernel_or_torch(qkv, _rotary_and_store_triton, _rotary_and_store_torch)
     run(qkv, positions, cos_sin_cache, k_cache, v_cache, slot_mapping)
 
 
@@ -69,8 +69,8 @@ def _rotary_and_store_torch(
         turned.copy_(torch.cat((low_cos - high_sin, high_cos + low_sin), dim=-1))
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
-    k_cache.flatten(0, 1)[slots] = as_stored(heads[stored, num_heads : num_heads + num_kv_heads], k_cache.dtype)
-    v_cache.flatten(0, 1)[slots] = as_stored(heads[stored, num_heads + num_kv_heads :], v_cache.dtype)
+    store(k_cache.flatten(0, 1), slots, heads[stored, num_heads : num_heads + num_kv_heads])
+    store(v_cache.flatten(0, 1), slots, heads[stored, num_heads + num_kv_heads :])
 
 
 def _rotary_and_store_triton(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit_for_any, runs_triton, tl
+from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit_for_any, kernel_or_torch, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
 
 # Rows per program: a step of one row is as soon done as one of 128.
@@ -37,13 +37,12 @@ class DecodeInputs:
 
 def gather_rows(rows: Tensor, tables: RowTables) -> DecodeInputs:
     """rows [n] int32."""
-    return _gather_rows_triton(rows, tables) if runs_triton(rows) else _gather_rows_torch(rows, tables)
+    return kernel_or_torch(rows, _gather_rows_triton, _gather_rows_torch)(rows, tables)
 
 
 def advance_rows(rows: Tensor, token_ids: Tensor, tables: RowTables) -> None:
     """Every row has one token more in the cache, and `token_ids` [n] int64 to compute next."""
-    run = _advance_rows_triton if runs_triton(rows) else _advance_rows_torch
-    run(rows, token_ids, tables)
+    kernel_or_torch(rows, _advance_rows_triton, _advance_rows_torch)(rows, token_ids, tables)
 
 
 def _gather_rows_torch(rows: Tensor, tables: RowTables) -> DecodeInputs:

@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
-from legato.kernels.language import Pointer, Scalar, constexpr, jit, runs_triton, tl, widened
+from legato.kernels.language import Pointer, Scalar, constexpr, jit, kernel_or_torch, tl, widened
 from legato.kernels.overlap import launch_options, wait_for_previous
 
 # Tokens per iteration of a program, and programs to aim at over all rows: a few for every multiprocessor.
 BLOCK = 2048
 NUM_PROGRAMS = 1024
+NUMBERS_OF_SPLITS = (32, 8, 2)
 
 
 def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
     """logits [n, vocabulary] → the first largest of each row [n] int64, and its log-softmax [n] float32."""
     assert logits.dim() == 2 and logits.stride(1) == 1, logits.stride()
-    return _greedy_triton(logits) if runs_triton(logits) else _greedy_torch(logits)
+    return kernel_or_torch(logits, _greedy_triton, _greedy_torch)(logits)
 
 
 def _greedy_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,9 +52,10 @@ def _greedy_triton(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _num_splits(num_rows: int, vocab_size: int) -> int:
-    """A power of two: as many as the vocabulary has blocks, fewer when the rows alone fill the chip."""
-    most = min(-(-vocab_size // BLOCK), max(NUM_PROGRAMS // num_rows, 1))
-    return 1 << (most.bit_length() - 1)
+    """A power of two: as many as the vocabulary has blocks, fewer when the rows alone fill the chip. There are few of
+    them, because a kernel is compiled for each."""
+    wanted = next((splits for splits in NUMBERS_OF_SPLITS if splits * num_rows <= NUM_PROGRAMS), NUMBERS_OF_SPLITS[-1])
+    return min(wanted, 1 << (-(-vocab_size // BLOCK)).bit_length() - 1)
 
 
 @jit

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from legato.kernels.activation import Activation, gate_and_mul, gate_and_up, weight_rows
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
-from legato.kernels.few_linear import MAX_ROWS, few_linear
-from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, runs_triton, tl, widened
+from legato.kernels.few_linear import MAX_ROWS, FewConfig, few_linear
+from legato.kernels.language import (
+    Pointer,
+    Scalar,
+    ceil_div,
+    constexpr,
+    is_available,
+    jit,
+    kernel_or_torch,
+    tl,
+    widened,
+)
 from legato.kernels.overlap import launch_options, wait_for_previous
 
 
@@ -40,9 +51,11 @@ def pays(x: Tensor) -> bool:
     2 / 4 / 8 / 16 streams of an 8B model on an H200 came to 442 / 869 / 1,684 / 3,228 tok/s with cuBLAS, and come to
     486 / 943 / 1,839 / 3,438.
     """
-    if not runs_triton(x):
+    if x.shape[0] <= 1:
+        return is_available(_small_linear_triton, x)
+    if x.shape[0] > MAX_ROWS or x.dtype.itemsize != 2 or not is_available(few_linear, x):
         return False
-    return x.shape[0] <= (MAX_ROWS if launch_options(x)["OVERLAP"] and x.dtype.itemsize == 2 else 1)
+    return launch_options(x)["OVERLAP"]
 
 
 def small_linear(
@@ -50,26 +63,53 @@ def small_linear(
     weight: Tensor,  # [out_features, in_features]
     bias: Tensor | None = None,  # [out_features]
     config: LinearConfig | None = None,  # of one row
+    activation: Activation | None = None,  # the weight is gate and up: [m, out_features / 2], as `gate_and_mul` has it
 ) -> Tensor:
     assert x.dim() == 2 and x.shape[0] <= MAX_ROWS and x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype, (x.stride(), weight.stride())
-    if not runs_triton(x):
-        return _small_linear_torch(x, weight, bias)
-    return few_linear(x, weight, bias) if x.shape[0] > 1 else _small_linear_triton(x, weight, bias, config)
+    if x.shape[0] > 1:
+        return kernel_or_torch(x, few_linear, _few_linear_torch)(x, weight, bias, None, activation)
+    return kernel_or_torch(x, _small_linear_triton, _small_linear_torch)(x, weight, bias, config, activation)
 
 
-def _small_linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _few_linear_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    config: FewConfig | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    return _small_linear_torch(x, weight, bias, None, activation)
+
+
+def _small_linear_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: LinearConfig | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
     """In fp32, or in float64 for float64 tensors, rounded once."""
-    return F.linear(widened(x), widened(weight), None if bias is None else widened(bias)).to(x.dtype)
+    product = F.linear(widened(x), widened(weight), None if bias is None else widened(bias)).to(x.dtype)
+    return product if activation is None else gate_and_mul(product, activation)
 
 
-def _small_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, config: LinearConfig | None = None) -> Tensor:
+def _small_linear_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: LinearConfig | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
     (num_rows, in_features), width = x.shape, weight.shape[0]
-    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    out_width = width if activation is None else width // 2
+    out = torch.empty(num_rows, out_width, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
     assert num_rows == 1, num_rows
     config = config or linear_config(width, in_features)
+    if activation is not None and config.tile_rows == 1:
+        config = replace(config, tile_rows=2)
     split_k = config.split_k
     num_tiles = ceil_div(width, config.tile_rows)
     assert split_k == 1 or num_tiles <= NUM_COUNTERS, num_tiles
@@ -86,6 +126,7 @@ def _small_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, config:
         TILE_ROWS=config.tile_rows,
         BLOCK_K=config.block_k,
         SPLIT_K=split_k,
+        ACTIVATION=activation,
         num_warps=config.num_warps,
         **launch_options(x),
     )
@@ -105,6 +146,7 @@ def _small_linear_kernel(
     TILE_ROWS: constexpr,
     BLOCK_K: constexpr,
     SPLIT_K: constexpr,
+    ACTIVATION: constexpr,
     OVERLAP: constexpr,
 ) -> None:
     """A program multiplies some rows of the weight with x."""
@@ -114,15 +156,13 @@ def _small_linear_kernel(
     begin = split * split_len
     end = tl.minimum(begin + split_len, IN_FEATURES)
     r = tl.arange(0, TILE_ROWS)
-    # Beyond the last feature the last is computed again, which spares the loads a mask.
-    row = tl.minimum(tile * TILE_ROWS + r, WIDTH - 1)
+    row = weight_rows(tile, TILE_ROWS, WIDTH, ACTIVATION)
     rows = weight + row.to(tl.int64) * IN_FEATURES
     product = multiply_vector(x, rows, begin, end, IN_FEATURES, BLOCK_K, OVERLAP)
     if bias is not None:
         product += tl.where(split == 0, tl.load(bias + row).to(tl.float32), 0.0)[:, None]
-    feature = (tile * TILE_ROWS + r)[:, None]
     if SPLIT_K == 1:
-        tl.store(out + feature, product.to(out.dtype.element_ty), mask=feature < WIDTH)
+        _store_features(out, tile, product, WIDTH, ACTIVATION)
     else:
         place = parts + tile * SPLIT_K * TILE_ROWS + r[:, None]
         tl.store(place + split * TILE_ROWS, product)
@@ -130,7 +170,18 @@ def _small_linear_kernel(
             product = tl.zeros(product.shape, dtype=tl.float32)
             for i in tl.static_range(SPLIT_K):
                 product += tl.load(place + i * TILE_ROWS, cache_modifier=".cg")
-            tl.store(out + feature, product.to(out.dtype.element_ty), mask=feature < WIDTH)
+            _store_features(out, tile, product, WIDTH, ACTIVATION)
+
+
+@jit
+def _store_features(out: Pointer, tile: Scalar, product: Scalar, WIDTH: constexpr, ACTIVATION: constexpr) -> None:
+    """[rows of the weight, 1], rounded."""
+    out_width: tl.constexpr = WIDTH if ACTIVATION is None else WIDTH // 2
+    rounded = product.to(out.dtype.element_ty)
+    if ACTIVATION is not None:
+        rounded = gate_and_up(rounded, ACTIVATION)
+    feature = (tile * rounded.shape[0] + tl.arange(0, rounded.shape[0]))[:, None]
+    tl.store(out + feature, rounded, mask=feature < out_width)
 
 
 @jit

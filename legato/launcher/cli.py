@@ -18,7 +18,7 @@ from legato.common.sockets import browser_url, is_answered, is_own_socket
 from legato.launcher import endpoints, sizing, startup
 from legato.launcher.plan import LaunchPlan, make_plan
 from legato.launcher.processes import Child, ChildFailed, Supervisor
-from legato.launcher.supervision import ServerProcesses
+from legato.launcher.supervision import ServerProcesses, Tell
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str])
             options.max_restarts,
             options.hang_timeout,
             remove_sockets=lambda: endpoints.remove_sockets(sockets),
-            startup=lambda: _log_startup(options, sockets),
-            ready_again=lambda: _until_ready(options, sockets),
+            startup=lambda tell: _log_startup(options, sockets, tell),
+            ready_again=lambda tell: _log_restart(options, sockets, tell),
         )
         # When this returns the progress bars are gone, so the stderr of a child can be printed.
         dead = await processes.run()
@@ -96,18 +96,23 @@ async def _download(supervisor: Supervisor, child: Child) -> int | None:
     return code or None
 
 
-async def _log_startup(options: LauncherOptions, sockets: list[str]) -> None:
+async def _log_startup(options: LauncherOptions, sockets: list[str], tell: Tell) -> None:
     """Log when each shard is ready, and when the router answers at which address."""
     start = time.monotonic()
     # Only one line names the address: ours, because the router does not know when everything is ready.
     logging.getLogger().handlers[0].addFilter(lambda record: record.msg != LISTENING)
-    with startup.shown(options.json_output):
+    with startup.relayed(tell, len(sockets)), startup.shown(options.json_output):
         await asyncio.gather(*(_log_shard_ready(rank, path, start) for rank, path in enumerate(sockets)))
         await _until_ready(options, sockets)
     logger.info("Connected")
     url = browser_url(options.hostname, options.port, tls=options.ssl_certfile is not None)
     fields = {"model": options.model_id or DEFAULT_MODEL, "docs": f"{url}/docs"}
     logger.info("Listening on %s, ready in %.1f s", url, time.monotonic() - start, extra={"fields": fields})
+
+
+async def _log_restart(options: LauncherOptions, sockets: list[str], tell: Tell) -> None:
+    with startup.relayed(tell, len(sockets)), startup.lines():
+        await _until_ready(options, sockets)
 
 
 async def _until_ready(options: LauncherOptions, sockets: list[str]) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,6 +34,8 @@ MAX_LINE_BYTES = 1 << 20
 # The kernel may take a while to release the resources of a killed process, above all GPU memory.
 KILL_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
+# Signals within this time are one: a service manager, or `timeout`, signals a process and its group.
+SAME_SIGNAL_SECONDS = 1.0
 
 
 class ChildFailed(LegatoError):
@@ -60,8 +63,8 @@ class Child:
         self.stderr: deque[str] = deque(maxlen=KEPT_LINES)
         # When it last gave a sign of life; None before the first.
         self.beat_at: float | None = None
-        reader, writer = os.pipe() if command.beats else (None, None)
-        heartbeat = {} if writer is None else {heartbeats.VARIABLE: str(writer)}
+        ours, theirs = socket.socketpair() if command.beats else (None, None)
+        heartbeat = {} if theirs is None else {heartbeats.VARIABLE: str(theirs.fileno())}
         try:
             self._process = subprocess.Popen(
                 command.words,
@@ -69,7 +72,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=None if command.shows_stderr else subprocess.PIPE,
                 env=command.environ | heartbeat,
-                pass_fds=() if writer is None else (writer,),
+                pass_fds=() if theirs is None else (theirs.fileno(),),
                 # Ctrl-C in a terminal reaches only the launcher, which stops the children in order.
                 process_group=0,
                 preexec_fn=_die_with(os.getpid()),
@@ -77,12 +80,14 @@ class Child:
         except OSError as error:
             raise ChildFailed(f"cannot start {command.words[0]}: {error.strerror}") from None
         finally:
-            if writer is not None:
-                os.close(writer)
+            if theirs is not None:
+                theirs.close()
+        # Both ways: beats come, and stages of the start go.
+        self._heart = None if ours is None else os.fdopen(ours.detach(), "r+b", 0)
         takers: list[tuple[IO[bytes] | None, Callable[[str], None]]] = [
             (self._process.stdout, self._take_stdout),
             (self._process.stderr, self._take_stderr),
-            (None if reader is None else os.fdopen(reader, "rb", 0), self._take_beat),
+            (self._heart, self._take_beat),
         ]
         self._pipes = [_PipeReader(pipe, take) for pipe, take in takers if pipe is not None]
 
@@ -97,6 +102,12 @@ class Child:
             for pipe in self._pipes:
                 pipe.finish()
             self.exited.set_result(code)
+
+    def tell(self, stage: str, progress: float) -> None:
+        """How far the start of the server has come, if the process listens."""
+        if self._heart is not None and not self._heart.closed:
+            with suppress(OSError):
+                os.write(self._heart.fileno(), heartbeats.stage_line(stage, progress))
 
     def terminate(self) -> None:
         """Send SIGTERM to the process, which stops its own children."""
@@ -152,6 +163,7 @@ class Supervisor:
         self.stopping = asyncio.Event()
         # After signals: 0, or that of the second signal, which killed everything.
         self.exit_code = 0
+        self._signalled_at = 0.0
 
     def __enter__(self) -> Supervisor:
         loop = asyncio.get_running_loop()
@@ -198,14 +210,17 @@ class Supervisor:
         await asyncio.wait([child.exited for child in children], timeout=KILL_SECONDS)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self.stopping.is_set() and number != signal.SIGHUP:
+        """The first ends everything in order, the second at once. An impatient person may press Ctrl-C quickly."""
+        now = time.monotonic()
+        if not self.stopping.is_set():
+            logger.info("Received %s: stopping", number.name)
+            self._signalled_at = now
+            self.stopping.set()
+        elif number == signal.SIGINT or now - self._signalled_at > SAME_SIGNAL_SECONDS:
             self.exit_code = 128 + number
             logger.warning("Second signal, %s: killing all processes", number.name)
             for child in self.children:
                 child.kill()
-        elif not self.stopping.is_set():
-            logger.info("Received %s: stopping", number.name)
-            self.stopping.set()
 
     def _reap(self) -> None:
         for child in self.children:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PERCENT_PER_LINE = 20
+
+
+@contextmanager
+def relayed(tell: Callable[[str, float], None], num_shards: int) -> Iterator[None]:
+    """Tell of the stages of the start while the block runs. To be entered before `shown`, which drops records."""
+    handler, relay = logging.getLogger().handlers[0], StageRelay(tell, num_shards)
+    handler.addFilter(relay)
+    try:
+        yield
+    finally:
+        handler.removeFilter(relay)
 
 
 @contextmanager
@@ -34,6 +45,17 @@ def shown(json_output: bool) -> Iterator[None]:
             yield
         finally:
             handler.removeFilter(view)
+
+
+@contextmanager
+def lines() -> Iterator[None]:
+    """Progress as log lines, also on a terminal: other lines are expected in between."""
+    handler, view = logging.getLogger().handlers[0], ProgressLines()
+    handler.addFilter(view)
+    try:
+        yield
+    finally:
+        handler.removeFilter(view)
 
 
 @contextmanager
@@ -108,6 +130,26 @@ class ProgressBars(logging.Filter):
     def _end(self, program: str) -> None:
         if (task := self._tasks.pop(program, None)) is not None:
             self._bars.remove_task(task)
+
+
+class StageRelay(logging.Filter):
+    """Tells `tell` how far the slowest shard is, and passes all records."""
+
+    def __init__(self, tell: Callable[[str, float], None], num_shards: int) -> None:
+        super().__init__()
+        self._tell = tell
+        self._num_shards = num_shards
+        self._percents: dict[str, int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        percent = _percent(record)
+        if percent is not None:
+            self._percents[_program(record)] = percent
+            slowest = min(self._percents.values()) if len(self._percents) == self._num_shards else 0
+            self._tell(LOADING_WEIGHTS, slowest / 100)
+        elif record.msg == WARMING_UP:
+            self._tell(WARMING_UP, 0.0)
+        return True
 
 
 class _AboveBars(io.TextIOBase):

@@ -25,6 +25,10 @@ from legato.launcher.processes import KILL_SECONDS, Child, ProcessCommand, Super
 logger = logging.getLogger(__name__)
 
 
+# A stage of the start, and how much of it is done.
+Tell = Callable[[str, float], None]
+
+
 class ProcessGroup:
     """Processes that are started, killed and restarted together."""
 
@@ -78,7 +82,7 @@ class ProcessGroup:
 
 class ServerProcesses:
     """All of them. `startup` ends when the server is ready for the first time, `ready_again` when it is after a
-    restart."""
+    restart. Both get a function for the stages in between."""
 
     def __init__(
         self,
@@ -87,8 +91,8 @@ class ServerProcesses:
         max_restarts: int,
         hang_timeout: float,
         remove_sockets: Callable[[], None],
-        startup: Callable[[], Awaitable[None]],
-        ready_again: Callable[[], Awaitable[None]],
+        startup: Callable[[Tell], Awaitable[None]],
+        ready_again: Callable[[Tell], Awaitable[None]],
     ) -> None:
         self._supervisor = supervisor
         self._hang_timeout = hang_timeout
@@ -113,7 +117,7 @@ class ServerProcesses:
         return None if self._supervisor.stopping.is_set() else first_cause(ended)
 
     async def _become_ready(self) -> None:
-        await self._startup()
+        await self._startup(self._tell)
         self._was_ready = self.shards.is_ready = self.router.is_ready = True
 
     async def _keep(self, group: ProcessGroup) -> Child:
@@ -129,6 +133,11 @@ class ServerProcesses:
                 await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 readiness.cancel()
+
+    def _tell(self, stage: str, progress: float) -> None:
+        """The router answers on the port until the server is ready."""
+        for child in self.router.children:
+            child.tell(stage, progress)
 
     async def _watch_heartbeats(self) -> None:
         """Kill a process whose event loop has stopped. Shards are watched by the router, which sees their steps."""
@@ -146,7 +155,7 @@ class ServerProcesses:
 
     async def _log_ready(self, group: ProcessGroup) -> None:
         started = time.monotonic()
-        await self._ready_again()
+        await self._ready_again(self._tell)
         group.is_ready = True
         logger.info("Ready again %.1f s after a restart of %s", time.monotonic() - started, group.name)
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from legato.common.errors import UnsupportedModel
 from legato.kernels.activation import Activation, gate_and_mul
+from legato.layers.linear import Linear
+from legato.quantization.dense import DenseWeight
 
 
 class Product(Protocol):
@@ -90,5 +92,12 @@ class GatedMLP:
         self.down = down
         self.gate = gate_by_name(activation)
 
+        self.kind = GATES.get(activation)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate(self.gate_up(x)))
+        return self.down(self._gated(x))
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is not None and isinstance(self.gate_up, Linear) and isinstance(self.gate_up.weight, DenseWeight):
+            return self.gate_up.weight.apply_gated(x, self.kind)
+        return self.gate(self.gate_up(x))

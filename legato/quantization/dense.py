@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from legato.kernels.activation import Activation, gate_and_mul
 from legato.kernels.small_linear import pays, small_linear
 from legato.kernels.split_linear import pays_to_split, split_linear
 
@@ -42,6 +43,12 @@ class DenseWeight:
         if pays(x):
             return small_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def apply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """For packed gate and up projections: `gate_and_mul` of what `apply` returns, in one kernel for few rows."""
+        if pays(x):
+            return small_linear(x, self.weight, self.bias, activation=activation)
+        return gate_and_mul(self.apply(x), activation)
 
     def apply_in_parts(self, x: torch.Tensor) -> torch.Tensor:
         """As `apply`, or the parts [p, T, out] in float32 that the caller has to add up, whichever is faster."""

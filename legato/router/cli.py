@@ -25,11 +25,13 @@ from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
 from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
+from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.metrics_listener import metrics_listener
 from legato.router.recovery import ConnectedShards, Recovery
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
+from legato.router.startup import StartupResponder
 from legato.router.step_loop import StepLoop
 from legato.router.tracing import StepTraces
 from legato.router.workers import Workers
@@ -38,7 +40,7 @@ from legato.scheduling.budget import StepSizes, step_sizes
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import ModelLimits
-from legato.telemetry.metrics import Metrics
+from legato.telemetry.metrics import Metrics, StepFigures
 
 logger = logging.getLogger(__name__)
 
@@ -66,22 +68,32 @@ def run(options: RouterOptions) -> None:
 
 async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int]) -> None:
     workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
-    heartbeat = asyncio.create_task(send_heartbeats())
+    startup = StartupResponder()
+    heartbeat = asyncio.create_task(send_heartbeats(startup.enter))
     try:
+        await startup.open(listeners)
         await workers.load()
         shards = await connect(options)
         info = await shards.info()
         scheduler, limits = await warm_up(shards, info, options)
         metrics = Metrics(limits)
         traces = StepTraces() if options.otlp_endpoint else None
-        steps = StepLoop(scheduler, shards, limits, metrics.step, hang_timeout=options.hang_timeout, traces=traces)
+        history = StepHistory()
+
+        def on_step(step: StepFigures) -> None:
+            metrics.step(step)
+            history.add(step)
+
+        steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
         settings = settings_for(options, info, api_keys)
-        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout)
+        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history)
+        startup.close()
         async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
             await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
+        startup.close()
         heartbeat.cancel()
         workers.kill()
 

@@ -1,4 +1,4 @@
-"""The port: bound before anything slow, listened on once the model is ready.
+"""The port: bound and listened on before anything slow, handed to the workers once the model is ready.
 
 Every worker has a socket of its own on it, and the kernel spreads new connections over them (SO_REUSEPORT). We keep
 them all: connections that wait for a worker that died are there for its successor.
@@ -23,7 +23,7 @@ class Listeners:
     """One socket per worker; all the same one where the kernel does not spread connections."""
 
     def __init__(self, host: str, port: int, num: int) -> None:
-        """Bound but not listening: clients are refused until the model is ready."""
+        """Bound but not listening."""
         self._address = (host, port)
         self._are_several = num > 1 and KERNEL_SPREADS
         with _naming_the_flags(*self._address):
@@ -34,10 +34,18 @@ class Listeners:
             others = [self._bind() if self._are_several else first for _ in range(num - 1)]
         self.sockets = [first, *others]
 
-    def listen(self) -> None:
-        """Two programs may bind a port that neither listens on. The second one to listen learns of it here."""
+    def listen_first(self) -> socket.socket:
+        """Listen on the first socket only, and return another handle of it: what is not accepted there when the handle
+        is closed waits for a worker. Two programs may bind a port that neither listens on; the second one to listen
+        learns of it here."""
         with _naming_the_flags(*self._address):
             self._check()
+            self.sockets[0].listen(BACKLOG)
+        return self.sockets[0].dup()
+
+    def listen(self) -> None:
+        """On all of them."""
+        with _naming_the_flags(*self._address):
             for listener in self.sockets:
                 listener.listen(BACKLOG)
 

@@ -31,11 +31,13 @@ class Port:
         self,
         steps: StepLoop,
         scrape: Callable[[], Awaitable[bytes]],
+        observe: Callable[[], Awaitable[bytes]],
         drain: Callable[[], bytes],
         send: Callable[[msgspec.Struct], None],
     ) -> None:
         self._steps = steps
         self._scrape = scrape
+        self._observe = observe
         self._drain = drain
         self._send = send
         self._loop = asyncio.get_running_loop()
@@ -55,8 +57,8 @@ class Port:
                 self._spawn(self._prepare(number, grammar))
             case msg.BeginDrain(number):
                 self._send(msg.Answer(number, self._drain()))
-            case msg.Scrape(number):
-                self._spawn(self._render(number))
+            case msg.Scrape(number, dashboard):
+                self._spawn(self._render(number, self._observe if dashboard else self._scrape))
 
     def close(self) -> None:
         """The worker is gone."""
@@ -106,8 +108,8 @@ class Port:
         else:
             self._send(msg.Answer(number))
 
-    async def _render(self, number: int) -> None:
-        self._send(msg.Answer(number, await self._scrape()))
+    async def _render(self, number: int, render: Callable[[], Awaitable[bytes]]) -> None:
+        self._send(msg.Answer(number, await render()))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)

@@ -15,6 +15,7 @@ from legato.common.progress import LISTENING
 from legato.common.sockets import browser_url
 from legato.ipc import messages as msg
 from legato.ipc.settings import RouterSettings
+from legato.router.dashboard import Dashboard, StepHistory
 from legato.router.health import HealthMonitor
 from legato.router.listening import Listeners
 from legato.router.port import Port
@@ -43,6 +44,7 @@ class RouterProcess:
         workers: Workers,
         settings: RouterSettings,
         hang_timeout: float,
+        history: StepHistory,
     ) -> None:
         self._steps = steps
         self._health = HealthMonitor(steps, workers, hang_timeout)
@@ -53,6 +55,7 @@ class RouterProcess:
         self._stopping = asyncio.Event()
         self._signalled_at = 0.0
         self._end_requests: Callable[[], object] = lambda: None
+        self._dashboard = Dashboard(steps, metrics, workers.figures, history, settings.model_id)
         metrics.watch(steps)
 
     async def run(self, listeners: Listeners, grace: float) -> None:
@@ -95,7 +98,10 @@ class RouterProcess:
     async def _recover(self, error: ShardsLost) -> None:
         if self._stopping.is_set():  # the shards are being stopped, too, and nobody starts others
             raise error
+        num_requests = self._steps.running + self._steps.queue_size
         await self._recovery(error)
+        self._metrics.restarted("shard")
+        self._metrics.replayed(num_requests)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """The second ends all requests now, with an error. Two at once are one: a service manager signals all
@@ -111,8 +117,10 @@ class RouterProcess:
 
     def _attach(self, worker: WorkerProcess, number: int, grace: float) -> None:
         def port(send: Callable[[msgspec.Struct], None]) -> Port:
-            return Port(self._steps, self.scrape, self._drain, send)
+            return Port(self._steps, self.scrape, self._dashboard.render, self._drain, send)
 
+        if number >= self._workers.count:  # the first ones have the first numbers
+            self._metrics.restarted("http_worker")
         first_id = number * IDS_PER_WORKER + 1
         worker.serve(port, msg.Serve(self._steps.limits, self._settings, first_id, grace, self._health.state))
 

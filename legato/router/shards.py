@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ T = TypeVar("T")
 FLAG = "--master-shard-uds-path"
 # Seconds between questions to shards that work on something else than steps.
 HEALTH_INTERVAL = 5.0
+# And how long one that is connected to for the first time may take to answer before it is asked again.
+HEALTH_SECONDS = 2.0
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
 
 
@@ -82,28 +85,35 @@ class GrpcShards:
     async def _connect(cls, master_path: str, hang_timeout: float) -> GrpcShards:
         """Sends nothing but a greeting to a socket of another user."""
         master = f"unix://{os.path.abspath(master_path)}"
-        first = _channel(master)
-        await _until_ready(first, master_path)
+        first = cls([_channel(master)], [], hang_timeout)
+        await _until_ready(first._stubs[0], master_path, hang_timeout)
         check_peer(master_path, FLAG)
-        answer = await _answer(_stub(first).ServiceDiscovery(pb.ServiceDiscoveryRequest()))
-        channels, paths = [first], [os.path.abspath(master_path)]
-        for url in answer.urls:
-            if url != master:
-                channels.append(_channel(url))
-                paths.append(url.removeprefix("unix://"))
-                await _until_ready(channels[-1], paths[-1])
-                check_peer(paths[-1], FLAG)
-        return cls(channels, [PeerProcess(path) for path in paths], hang_timeout)
+        first._processes = [PeerProcess(master_path)]
+        try:
+            answer = (await first._all([first._stubs[0].ServiceDiscovery(pb.ServiceDiscoveryRequest())]))[0]
+        except ShardsLost:
+            first.kill()
+            await first.close()
+            raise
+        channels, processes = first._channels, [*first._processes]
+        for path in (url.removeprefix("unix://") for url in answer.urls if url != master):
+            channel = _channel(f"unix://{path}")
+            await _until_ready(_stub(channel), path, hang_timeout)
+            check_peer(path, FLAG)
+            channels.append(channel)
+            processes.append(PeerProcess(path))
+        return cls(channels, processes, hang_timeout)
 
     async def are_in_step(self) -> bool:
         """A router that dies may have sent a step to some shards only. Those would wait for the others for ever."""
         if len(self._stubs) == 1:
             return True
-        infos = await asyncio.gather(*(_answer(stub.Info(pb.InfoRequest())) for stub in self._stubs))
+        infos = await self._all([stub.Info(pb.InfoRequest()) for stub in self._stubs])
         return len({info.num_steps for info in infos}) == 1
 
     async def info(self) -> pb.InfoResponse:
-        return await _answer(self._stubs[0].Info(pb.InfoRequest()))
+        found: list[pb.InfoResponse] = await self._all([self._stubs[0].Info(pb.InfoRequest())])
+        return found[0]
 
     async def warmup(self, limits: WarmupLimits) -> pb.WarmupResponse:
         """What the smallest shard can hold is what all can hold."""
@@ -138,8 +148,8 @@ class GrpcShards:
 
     async def healthy(self, timeout: float = 5.0) -> bool:
         try:
-            await asyncio.gather(*(stub.Health(pb.HealthRequest(), timeout=timeout) for stub in self._stubs))
-        except grpc.aio.AioRpcError:
+            await asyncio.gather(*(_answer(stub.Health(pb.HealthRequest(), timeout=timeout)) for stub in self._stubs))
+        except ShardsLost:
             return False
         return True
 
@@ -181,18 +191,32 @@ async def _answer(call: Awaitable[T]) -> T:
         return await call
     except grpc.aio.AioRpcError as error:
         raise ShardsLost(error.details() or error.code().name) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ShardsLost("the shards were closed") from None  # gRPC cancels the calls of a channel that is closed
 
 
-async def _until_ready(channel: grpc.aio.Channel, path: str) -> None:
-    """gRPC backs off for seconds when a socket is not there yet; asking often starts the server sooner."""
-    stub = _stub(channel)
+async def _until_ready(stub: pb_grpc.TextGenerationServiceStub, path: str, hang_timeout: float) -> None:
+    """gRPC backs off for seconds when a socket is not there yet; asking often starts the server sooner. A shard that
+    listens and does not answer is killed."""
+    silent_since: float | None = None
     while True:
         try:
-            await stub.Health(pb.HealthRequest(), timeout=2.0)
+            await stub.Health(pb.HealthRequest(), timeout=HEALTH_SECONDS)
             return
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise ShardsLost(f"the shard on {path} refused: {error.details()}") from None
+            now = time.monotonic()
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                silent_since = None
+            elif silent_since is None:
+                silent_since = now - HEALTH_SECONDS
+            if silent_since is not None and now - silent_since > hang_timeout:
+                PeerProcess(path).kill()
+                silent_since = None
         await asyncio.sleep(0.05)
 
 

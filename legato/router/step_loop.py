@@ -14,12 +14,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
 from legato.router.clock import MAX_LATENESS, Clock, LoopClock, Timer
+from legato.router.sent_step import SentStep
 from legato.router.shards import ShardsLost
 from legato.router.tracing import StepTraces
 from legato.scheduling.limits import SchedulerLimits
@@ -45,18 +46,6 @@ class Shards(Protocol):
     async def prepare(self, grammar: Grammar) -> None: ...
 
     async def healthy(self, timeout: float) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SentStep:
-    """What must be remembered of a step until its result is here."""
-
-    plan: StepPlan
-    sent_at: float
-    planning_time: float
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_preempted: int
 
 
 class Receiver(Protocol):
@@ -100,6 +89,8 @@ class StepLoop:
         self._connected.set()
         self._proven = True
         self._recovers = False
+        # Grammars that the shards are compiling.
+        self._preparing: set[asyncio.Future[None]] = set()
         # Since when the oldest step in flight is being computed.
         self._step_began = 0.0
         self._hung: asyncio.Future[None] | None = None
@@ -134,6 +125,10 @@ class StepLoop:
     @property
     def queue_size(self) -> int:
         return len(self.scheduler.queue)
+
+    def now(self) -> float:
+        """The time in which requests are queued."""
+        return self._clock.now()
 
     @property
     def queue_age(self) -> float:
@@ -174,11 +169,19 @@ class StepLoop:
             await self._connected.wait()
             if self._lost is not None:
                 raise ShardsLost(self._lost)
+            attempt = asyncio.ensure_future(self.shards.prepare(grammar))
+            self._preparing.add(attempt)
+            attempt.add_done_callback(self._preparing.discard)
             try:
-                return await self.shards.prepare(grammar)
+                return await attempt
             except ShardsLost:
                 if not self._recovers:
                     raise
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self._lost is None or task is None or task.cancelling():  # whoever asked is gone
+                    raise
+                continue
             await asyncio.sleep(RETRY_SECONDS)
 
     async def run(self, recover: Callable[[ShardsLost], Awaitable[None]] | None = None) -> None:
@@ -334,7 +337,8 @@ class StepLoop:
         for request_id, output in outputs:
             self._deliver(request_id, output)
         filter_time = booked - arrived + time.perf_counter() - delivering
-        self._record(self._sent.popleft(), result, arrived, filter_time, len(outputs))
+        gap, self._last_arrival = arrived - self._last_arrival, arrived
+        self._on_step(self._sent.popleft().figures(result, arrived, gap, filter_time, len(outputs)))
 
     def _judge(self, result: StepResult) -> None:
         """A failed step leaves the shards in doubt until a token comes."""
@@ -343,43 +347,13 @@ class StepLoop:
             asyncio.get_running_loop().call_soon(self.prove)
             self.on_change()
 
-    def _record(self, sent: SentStep, result: StepResult, arrived: float, filter_time: float, num_tokens: int) -> None:
-        plan = sent.plan
-        gap, self._last_arrival = arrived - self._last_arrival, arrived
-        self._on_step(
-            StepFigures(
-                method="prefill" if plan.admitted or max(plan.num_tokens) > 1 else "decode",
-                batch_size=len(plan.rows),
-                num_admitted=len(plan.admitted),
-                inference_time=arrived - sent.sent_at,
-                forward_time=result.forward_ns / 1e9,
-                decode_time=max(result.total_ns - result.forward_ns, 0) / 1e9,
-                filter_time=filter_time,
-                planning_time=sent.planning_time,
-                num_tokens=num_tokens,
-                num_gaps=min(_num_decodes(plan), num_tokens),
-                gap=gap,
-                num_prompt_tokens=sent.num_prompt_tokens,
-                num_cached_tokens=sent.num_cached_tokens,
-                num_preempted=sent.num_preempted,
-                failed=result.error is not None,
-            )
-        )
-
     def _lose(self, reason: str) -> None:
         self._lost = reason
         self._connected.set()  # nobody waits for others any more
+        for attempt in self._preparing:
+            attempt.cancel()
         if self._alarm is not None:
             self._alarm.cancel()
         receivers, self._receivers = self._receivers, {}
         for request_id, receiver in receivers.items():
             receiver.put(request_id, Output(error=reason))
-
-
-def _num_decodes(plan: StepPlan) -> int:
-    """Rows that go on with a token of the step before."""
-    count = plan.num_tokens.count(1)
-    if plan.admitted and count:
-        admitted = {admission.row for admission in plan.admitted}
-        count -= sum(row in admitted for row, num in zip(plan.rows, plan.num_tokens, strict=True) if num == 1)
-    return count

@@ -148,6 +148,10 @@ class Workers:
         self._budget = RestartBudget(max_restarts)
         self._attach: Callable[[WorkerProcess, int], None] | None = None
 
+    @property
+    def count(self) -> int:
+        return len(self._listeners)
+
     async def load(self) -> None:
         """Start all, and wait until they have what they need. WorkerFailed."""
         self._workers = [WorkerProcess(number, listener) for number, listener in enumerate(self._listeners)]

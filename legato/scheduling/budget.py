@@ -2,7 +2,8 @@
 
 A step is over when its longest part is, so a prompt beside decodes delays all of them. Without decodes a step may be
 large, which computes prompts fastest; beside decodes it is small, and it shrinks further where steps take longer than
-they should: on a slower device, with a larger model or with longer contexts.
+they should: on a slower device or with a larger model. A prompt token behind a long context costs more, because its
+attention does, so the budget is counted in tokens without one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ FEWEST_MIXED_TOKENS = 512
 # A step that took far too long may be an accident, such as a kernel that was compiled; so may one that was fast.
 LARGEST_CUT = 0.5
 LARGEST_RISE = 1.1
+# The context at which the attention of a token takes as long as all else that is computed for it. By operations it is
+# 27,000 tokens for Llama-3.1-8B and 52,000 for 70B; where it is wrong, learning from steps corrects the budget.
+DOUBLING_CONTEXT = 24_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +56,33 @@ class StepBudget:
     def __init__(self, sizes: StepSizes) -> None:
         self._sizes = sizes
         self._fewest = min(FEWEST_MIXED_TOKENS, sizes.mixed_tokens)
-        self._mixed: float = sizes.mixed_tokens
+        self._mixed: float = sizes.mixed_tokens  # in tokens without a context
 
-    def prompt_tokens(self, num_decodes: int) -> int:
-        """For a step in which `num_decodes` rows get a token each."""
+    def prompt_tokens(self, num_decodes: int, context_len: int = 0) -> int:
+        """For a step in which `num_decodes` rows get a token each, and whose first prompt goes on behind `context_len`
+        tokens."""
         room = self._sizes.max_tokens - num_decodes
         if self._sizes.max_prompt_tokens is not None:
             room = min(room, self._sizes.max_prompt_tokens)
-        return min(room, int(self._mixed)) if num_decodes else room
+        if not num_decodes:
+            return room
+        if self._sizes.mixed_time is None:
+            return min(room, int(self._mixed))
+        return min(room, max(int(self._mixed / _weight(context_len)), self._fewest))
 
-    def learn(self, num_prompt_tokens: int, seconds: float) -> None:
+    def learn(self, num_prompt_tokens: int, seconds: float, context_len: int = 0) -> None:
         """That so many took so long beside decodes. A step that was not full says nothing against a larger one."""
         target = self._sizes.mixed_time
         if target is None or seconds <= 0:
             return
         # Of the step itself and not of today's budget: two steps of the same size must not be answered for twice.
-        fitting = num_prompt_tokens * target / seconds
+        fitting = num_prompt_tokens * _weight(context_len) * target / seconds
         if seconds > target:
             self._mixed = max(min(self._mixed, fitting), self._mixed * LARGEST_CUT, self._fewest)
         else:
             self._mixed = min(max(self._mixed, fitting), self._mixed * LARGEST_RISE, self._sizes.mixed_tokens)
+
+
+def _weight(context_len: int) -> float:
+    """What a token costs behind so many, relative to one without a context."""
+    return 1 + context_len / DOUBLING_CONTEXT

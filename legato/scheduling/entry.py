@@ -156,5 +156,7 @@ class InFlight:
     planned: list[PlannedRow] = field(default_factory=list)
     # Prompt tokens that it computes beside decodes; 0 if it has only one of the two.
     num_mixed: int = 0
+    # Tokens before the first of these.
+    context_len: int = 0
     # What was spent on admissions, in blocks that were looked up.
     work: int = 0

@@ -2,8 +2,7 @@
 the time that its callers tell.
 
 A request is an `Entry` with known tokens and computed tokens; a step computes some of the difference. The loop around
-it (`router/step_loop.py`): plan a step, send it, and when its result arrives, complete it. Up to two plans are in
-flight.
+it (`router/step_loop.py`): plan a step, send it, complete it when its result arrives; up to two plans are in flight.
 
 `running` is sorted by rank: the best is served first and the worst is preempted first. Ranks are fixed and newcomers
 get worse ones all the time, so every request has the best at last and gets through.
@@ -70,8 +69,7 @@ class Scheduler:
         """Take a valid request, or return why it is refused. `now` is in seconds and never goes back."""
         assert request.id not in self._entries, f"request {request.id} is here already"
         assert request.input_ids, "a prompt has at least one token"
-        limits = self.limits
-        self._now = now
+        limits, self._now = self.limits, now
         if not self.shares.take(request):
             return Output(error=Refusal.OVERLOADED, retry_after=self._retry.seconds(1, now))
         if not self._entries:
@@ -137,9 +135,10 @@ class Scheduler:
         running = list(self.running)
         wanted = [entry.num_to_compute for entry in running]
         num_decodes = wanted.count(1)
-        budget = rest = self._budget.prompt_tokens(num_decodes)
-        if max(wanted, default=0) > 1:  # a prompt has begun: requests of a better rank come first
-            first = next(entry for entry, count in zip(running, wanted, strict=True) if count > 1)
+        first = next((entry for entry, count in zip(running, wanted, strict=True) if count > 1), None)
+        step.context_len = 0 if first is None else first.num_scheduled
+        budget = rest = self._budget.prompt_tokens(num_decodes, step.context_len)
+        if first is not None:  # a prompt has begun: requests of a better rank come first
             rest = self._plan_admissions(step, rest, first.rank)
         rest = self._plan_running(step, running, wanted, rest)
         rest = self._plan_admissions(step, rest)
@@ -312,7 +311,7 @@ class Scheduler:
         if result.error is not None:
             return self._fail(step.planned, result.error)
         if step.num_mixed:
-            self._budget.learn(step.num_mixed, result.forward_ns / 1e9)
+            self._budget.learn(step.num_mixed, result.forward_ns / 1e9, step.context_len)
         outputs: list[tuple[int, Output]] = []
         index = 0
         for row, (entry, epoch, end, samples) in zip(step.plan.rows, step.planned, strict=True):

@@ -12,6 +12,7 @@ import torch
 from legato.common.gc import unfreeze_gc
 from legato.common.options import ServerOptions
 from legato.common.progress import WARMED_UP, WARMING_UP
+from legato.kernels.precompile import can_compile_ahead
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
@@ -23,7 +24,7 @@ from legato.server.graphs.captures import kept_rows, mixed_sizes
 from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
 from legato.server.memory import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
-from legato.server.warmup import decode_step, first_step, full_step, ordinary_steps
+from legato.server.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
 from legato.vision.rules import image_rules
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Model:
         self.image_rules = image_rules(loaded.files)
         self._engine: Engine | None = None
         self._capacity: Capacity | None = None
+        self._has_compiled = False
 
     @property
     def engine(self) -> Engine:
@@ -170,11 +172,17 @@ class Model:
         return cache_budget(reading, fraction, graphs)
 
     def _run_largest_steps(self, requested: RequestedLimits) -> None:
-        """The largest step that a router may send, and some common ones, in a temporary engine."""
+        """The largest step that a router may send, and some common ones, in a temporary engine. The common ones launch
+        no kernels the first time, where these can be compiled meanwhile."""
+        if not self._has_compiled and can_compile_ahead() and not self.options.disable_custom_kernels:
+            compile_ahead(self._make_engine(WARMUP_BLOCKS, requested, requested.longest), requested)
+            self._has_compiled, common = True, []
+        else:
+            common = list(ordinary_steps(requested))
         engine = self._make_engine(WARMUP_BLOCKS, requested, requested.longest, graphs=False)
         if engine.vision_encoder is not None:
             engine.vision_encoder.encode_largest(requested.longest)
-        for step in (full_step(requested), *ordinary_steps(requested)):
+        for step in (full_step(requested), *common):
             engine.launch(step).read()
 
     def _make_engine(self, num_blocks: int, requested: RequestedLimits, longest: int, graphs: bool = True) -> Engine:

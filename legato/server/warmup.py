@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import torch
+
+from legato.kernels.precompile import compiling_ahead
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
 from legato.server.capacity import RESERVED_BLOCKS, Capacity, RequestedLimits
 from legato.server.memory import largest_step
+
+if TYPE_CHECKING:
+    from legato.server.engine import Engine
 
 # All parameters that take memory for each row and each token of the vocabulary.
 COSTLY = pb.NextTokenChooserParameters(
@@ -42,8 +49,8 @@ def full_step(requested: RequestedLimits) -> pb.StepRequest:
     )
 
 
-def ordinary_steps(requested: RequestedLimits) -> Iterator[pb.StepRequest]:
-    """Short prompts for all rows, decodes of few and of many rows, then longer prompts beside decodes.
+def ordinary_steps(requested: RequestedLimits, decodes: list[int] | None = None) -> Iterator[pb.StepRequest]:
+    """Short prompts for all rows, decodes of few and of many rows (or `decodes`), then longer prompts beside decodes.
 
     Our kernels are compiled anew and libraries choose other ones for other sizes. For whatever is compiled or loaded
     here no request has to wait: it may take a second. All rows share one block, as in the largest step.
@@ -52,15 +59,29 @@ def ordinary_steps(requested: RequestedLimits) -> Iterator[pb.StepRequest]:
         return
     all_rows = range(requested.max_rows)
     yield _step(requested, prompts=all_rows, length=max(1, min(PROMPT, requested.step_tokens // requested.max_rows)))
-    for count in _ladder(requested.max_rows):
+    for count in _ladder(requested.max_rows) if decodes is None else decodes:
         yield _step(requested, decodes=all_rows[:count])
     size = requested.step_tokens
     while size >= SMALL_STEP:
         count = max(1, min(size // PROMPT, requested.max_rows // 2))
         yield _step(requested, prompts=all_rows[:count], length=PROMPT)
-        if decodes := all_rows[count : 2 * count]:
-            yield _step(requested, prompts=all_rows[: count - 1], length=PROMPT, decodes=decodes)
+        if others := all_rows[count : 2 * count]:
+            yield _step(requested, prompts=all_rows[: count - 1], length=PROMPT, decodes=others)
         size //= 2
+
+
+def compile_ahead(engine: Engine, requested: RequestedLimits) -> None:
+    """Compile on several threads what `ordinary_steps` and the first CUDA graphs launch."""
+    graphs, engine.graphs = engine.graphs, None  # the steps are to run eagerly
+    decodes = _ladder(requested.max_rows) if graphs is None else []
+    with compiling_ahead(), torch.inference_mode():
+        for step in ordinary_steps(requested, decodes):
+            engine.launch(step).read()
+            engine.rows.last_tokens.zero_()  # nothing has chosen them, and the next step looks them up
+        for kind in [] if graphs is None else graphs.kinds:
+            for size in kind.policy.at_start:
+                kind.dry_run(size)
+                engine.rows.last_tokens.zero_()
 
 
 def _ladder(highest: int) -> list[int]:

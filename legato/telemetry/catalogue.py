@@ -20,8 +20,8 @@ METHODS = ("prefill", "decode")
 FAILURES: tuple[str, ...] = ("overloaded", "validation", "template", "incomplete", "dropped", "generation")
 FAILURES += ("internal", "timeout", "tool_error", "draining")
 CONCAT_REASONS = ("backpressure", "chunking", "wait_exceeded")
-# The processes that are restarted, and those that have an event loop.
-RESTARTED = ("shard", "router", "http_worker")
+# The processes that are restarted, and those that have an event loop. A new router counts from zero anyway.
+RESTARTED = ("shard", "http_worker")
 LOOPS = ("scheduler", "http_worker")
 
 DURATION_BUCKETS = tuple(0.0001 * 1.5**n for n in range(1, 36))

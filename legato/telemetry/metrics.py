@@ -53,6 +53,8 @@ class StepFigures:
     num_tokens: int
     num_gaps: int
     gap: float
+    # Tokens computed, prompts and decodes together.
+    num_computed: int
     # Of the admitted prompts: all tokens, and those that were in the cache.
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -184,7 +186,7 @@ class Metrics:
 
     # ---- processes ------------------------------------------------------------------------------------------------
 
-    def restarted(self, process: Literal["shard", "router", "http_worker"]) -> None:
+    def restarted(self, process: Literal["shard", "http_worker"]) -> None:
         self._counters["legato_restarts"].inc(process)
 
     def replayed(self, num_requests: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -21,13 +21,12 @@ from legato import __version__
 from legato.telemetry.tracing import Attribute, Span, SpanKind
 
 _KINDS = {
-    SpanKind.INTERNAL: pb.Span.SPAN_KIND_INTERNAL,
-    SpanKind.SERVER: pb.Span.SPAN_KIND_SERVER,
-    SpanKind.CLIENT: pb.Span.SPAN_KIND_CLIENT,
+    SpanKind.INTERNAL: int(pb.Span.SPAN_KIND_INTERNAL),
+    SpanKind.SERVER: int(pb.Span.SPAN_KIND_SERVER),
+    SpanKind.CLIENT: int(pb.Span.SPAN_KIND_CLIENT),
 }
 # Spans to encode before other threads have a turn: those of a request or two.
 SPANS_PER_TURN = 16
-_FAILED = pb.Status(code=pb.Status.STATUS_CODE_ERROR)
 
 
 class OtlpExporter(OTLPSpanExporter):
@@ -41,22 +40,22 @@ class OtlpExporter(OTLPSpanExporter):
     # The base class passes what `export` got to `_translate_data` and knows nothing else about it.
 
     def send(self, spans: Sequence[Span]) -> bool:
-        return bool(self.export(spans) is SpanExportResult.SUCCESS)  # type: ignore[arg-type]
+        return self.export(cast(Any, spans)) is SpanExportResult.SUCCESS
 
-    def _translate_data(self, data: Sequence[Span]) -> ExportTraceServiceRequest:  # type: ignore[override]
-        """What the base class sends; called once for each attempt."""
+    def _translate_data(self, data: Any) -> ExportTraceServiceRequest:
+        """Our spans as the base class sends them; called once for each attempt."""
         scope = pb.ScopeSpans(scope=InstrumentationScope(name="legato", version=__version__))
         for number, span in enumerate(data):
-            scope.spans.append(_message(span))
+            _add(scope.spans, span)
             if number % SPANS_PER_TURN == 0:
                 time.sleep(0)  # let the event loop have the interpreter lock
         resource = Resource(attributes=self._resource_attributes)
         return ExportTraceServiceRequest(resource_spans=[pb.ResourceSpans(resource=resource, scope_spans=[scope])])
 
 
-def _message(span: Span) -> Any:
-    attributes = span.attributes if span.error is None else {**span.attributes, "error.type": span.error}
-    message = pb.Span(
+def _add(messages: Any, span: Span) -> None:
+    """In place: a message that is appended would be copied."""
+    message = messages.add(
         name=span.name,
         trace_id=span.context.trace_id.to_bytes(16),
         span_id=span.context.span_id.to_bytes(8),
@@ -64,12 +63,15 @@ def _message(span: Span) -> Any:
         kind=_KINDS[span.kind],
         start_time_unix_nano=span.start_ns,
         end_time_unix_nano=span.end_ns,
-        attributes=_attributes(attributes),
-        status=None if span.error is None else _FAILED,
     )
+    if span.attributes:
+        message.attributes.extend(_attributes(span.attributes))
+    if span.error is not None:
+        message.attributes.append(_attribute("error.type", span.error))
+        message.status.code = pb.Status.STATUS_CODE_ERROR
     for event in span.events:
-        message.events.add(name=event.name, time_unix_nano=event.time_ns, attributes=_attributes(event.attributes))
-    return message
+        added = message.events.add(name=event.name, time_unix_nano=event.time_ns)
+        added.attributes.extend(_attributes(event.attributes))
 
 
 def _attributes(attributes: dict[str, Attribute]) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 # Steps to remember: minutes of them.
 MAX_STEPS = 1 << 15
 # Groups of steps in an answer: events of a span.
-MAX_GROUPS = 8
+MAX_GROUPS = 4
 
 
 class StepGroup(NamedTuple):

@@ -12,8 +12,8 @@ import legato
 from legato.common.option import table
 from legato.common.options import PROGRAMS
 
-DEFINITIONS = {"option.py", "options.py"}
-PROPERTIES = "options.py"  # options that are read together are properties beside their definition
+# Options that are read together are properties beside their definition.
+DEFINITIONS = {"options.py", "frontend.py"}
 
 
 def attributes_of_options(file: Path) -> Iterator[str]:
@@ -23,7 +23,7 @@ def attributes_of_options(file: Path) -> Iterator[str]:
             continue
         owner = node.value
         name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
-        if "options" in name or (name == "self" and file.name == PROPERTIES):
+        if "options" in name or (name == "self" and file.name in DEFINITIONS):
             yield node.attr
 
 

@@ -98,6 +98,9 @@ class FakeBackend:
         if task is not None:
             task.cancel()
 
+    async def observe(self) -> bytes:
+        return b'{"num_running":2}'
+
     async def prepare(self, grammar: Grammar) -> None:
         self.prepared.append(grammar)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import random
+import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +23,7 @@ from legato.common.throttled_log import ThrottledLog
 from legato.http.connections import accepting, lingering_close
 from legato.http.connections.accepting import Acceptor
 from legato.http.connections.limits import MAX_CONNECTIONS, ConnectionLimits
-from legato.http.connections.protocol import READ_SIZE
+from legato.http.connections.protocol import HEAD_PIECE
 from tests.clock import FakeClock
 from tests.http.asgi import app_for
 from tests.http.test_server import HOST, Running, running, until, whole
@@ -113,6 +116,45 @@ def test_the_limits_are_100_headers_and_64_kb_in_total(
         assert statuses(whole(connection)) == [status]
 
 
+def test_all_requests_that_were_sent_in_advance_are_answered_in_order() -> None:
+    """Without bodies, with bodies, and in pieces of any size."""
+
+    async def echo(scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while (message := await receive()).get("more_body"):
+            body += message["body"]
+        body = scope["path"].encode() + b" " + str(len(body + message["body"])).encode() + b";"
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]}
+        )
+        await send({"type": "http.response.body", "body": body})
+
+    rng = random.Random(4)
+    sizes = [rng.choice([0, 0, 0, 0, 10, 5000, 40_000]) for _ in range(300)]
+    requests = [
+        b"POST /%d HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (number, size) + b"x" * size
+        for number, size in enumerate(sizes)
+    ]
+    data = b"".join(requests)
+    with running(echo) as server, server.connect() as connection:
+        sending = threading.Thread(target=send_in_pieces, args=(connection, data, rng))
+        sending.start()
+        answers = b""
+        while answers.count(b";") < len(sizes):
+            answers += connection.recv(65536)
+        sending.join()
+    assert re.findall(rb"/(\d+) (\d+);", answers) == [
+        (str(number).encode(), str(size).encode()) for number, size in enumerate(sizes)
+    ]
+
+
+def send_in_pieces(connection: socket.socket, data: bytes, rng: random.Random) -> None:
+    while data:
+        size = rng.choice([1, 50, 1000, 20_000, 100_000])
+        connection.sendall(data[:size])
+        data = data[size:]
+
+
 def test_requests_sent_in_advance_wait_outside() -> None:
     """Each answer may let one buffer of requests in only when all of the buffer before are answered."""
     with running() as server, server.connect() as connection:
@@ -125,7 +167,7 @@ def test_requests_sent_in_advance_wait_outside() -> None:
                 protocols = list(server.server.server_state.connections)
                 worst = max([worst, *(len(protocol.pipeline) for protocol in protocols)])
                 connection.recv(1000)
-        assert 0 < worst <= READ_SIZE // len(request) + 1
+        assert 0 < worst <= HEAD_PIECE // len(request) + 2
 
 
 # ---- deadlines -------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import pytest
 
 from legato.api.native import GenerateParameters
 from legato.http.app import _routes, create_app
-from legato.http.docs_page import PAGE
 from legato.http.inference import Inference
 from legato.http.openapi import OPERATIONS, document
+from legato.http.pages.docs import PAGE
 from legato.telemetry.metrics import Metrics
 from tests.http.asgi import LIMITS, SETTINGS, FakeBackend, get, post, tokenizer
 from tests.http.routes.openai.fakes import FakeTemplate

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 JSON = dict[str, Any]
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from legato.launcher.processes import SAME_SIGNAL_SECONDS
 from tests.integration.client import text_of
 from tests.integration.processes import Launched, launched, until
 
@@ -107,6 +108,7 @@ def test_a_second_signal_ends_everything_now(start: Start) -> None:
     next(events)
     server.send(signal.SIGTERM)
     until(lambda: is_refused(server), "new connections are refused")
+    time.sleep(SAME_SIGNAL_SECONDS + 0.1)
     server.send(signal.SIGTERM)
     assert server.wait() == 128 + signal.SIGTERM
     assert server.leftovers() == []

@@ -56,6 +56,8 @@ def test_one_death_after_the_other_ends_the_server_in_words_and_until_then_other
         until(lambda: len(workers(server)) == 2, "there are two workers again")
         kill_one(server)
         assert server.client.get("/health").status == 200
+    until(lambda: len(workers(server)) == 2, "there are two workers again")
+    assert server.client.metric('legato_restarts{process="http_worker"}') == MAX_RESTARTS
     assert server.process.poll() is None
     until(lambda: len(workers(server)) == 2, "there are two workers again")
     kill_one(server)

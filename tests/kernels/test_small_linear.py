@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from legato.kernels import small_linear as linear
+from legato.kernels.activation import _gate_and_mul_triton
 from legato.kernels.arrival import arrival_counters
 from legato.kernels.few_linear import FewConfig, few_config, few_linear
 from legato.kernels.small_linear import LinearConfig
@@ -63,6 +64,16 @@ def test_counters_are_zero_again_after_a_split(randn, device, assert_close):
 def test_the_chosen_configs_equal_torch(randn, assert_close, out_features):
     for rows, config in ((1, linear.linear_config(out_features, 256)), (4, few_config(4, out_features, 2048))):
         check_against_torch(assert_close, randn(rows, 256), scaled(randn(40, 256)), config)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_gate_and_up_in_one_kernel_are_bit_identical(randn, device, config, activation):
+    """20 features: the last tile is not full."""
+    x, weight = randn(2 if isinstance(config, FewConfig) else 1, 70), scaled(randn(40, 70))
+    run = few_linear if isinstance(config, FewConfig) else linear._small_linear_triton
+    product = run(x, weight, None, config)
+    assert torch.equal(run(x, weight, None, config, activation), _gate_and_mul_triton(product, activation))
 
 
 def test_long_matrices_of_few_rows_are_split():

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from legato.common.progress import LOADING_WEIGHTS, WARMED_UP, WARMING_UP
-from legato.launcher.startup import ProgressBars, ProgressLines
+from legato.launcher.startup import ProgressBars, ProgressLines, StageRelay
 from tests.launcher.conftest import Launched
 
 Launch = Callable[..., Launched]
@@ -135,3 +135,13 @@ def test_a_second_warm_up_replaces_the_first() -> None:
     view.filter(record(WARMING_UP))
     view.filter(record(WARMING_UP))
     assert len(progress.tasks) == 1
+
+
+def test_stages_are_those_of_the_slowest_shard() -> None:
+    told: list[tuple[str, float]] = []
+    relay = StageRelay(lambda stage, progress: told.append((stage, progress)), num_shards=2)
+    for program, percent in (("shard-0", 50), ("shard-1", 10), ("shard-0", 60), ("shard-1", 70)):
+        assert relay.filter(record(LOADING_WEIGHTS, program, percent=percent))
+    assert relay.filter(record(WARMING_UP, "shard-0"))
+    assert relay.filter(record("anything else", "shard-0"))
+    assert told == [(LOADING_WEIGHTS, each) for each in (0, 0.1, 0.1, 0.6)] + [(WARMING_UP, 0)]

@@ -8,10 +8,11 @@ from typing import Any, cast
 import pytest
 
 from legato.ipc.messages import ServerState
+from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.running import RouterProcess
 from legato.router.workers import WorkerProcess
-from legato.telemetry.metrics import Metrics
+from legato.telemetry.metrics import Figures, Metrics
 from tests.http.asgi import LIMITS, SETTINGS, FakeBackend
 
 
@@ -53,6 +54,9 @@ class EarlyClient:
     async def drain(self, grace: float) -> None:
         pass
 
+    async def figures(self) -> Figures:
+        return {}
+
     def tell(self, state: ServerState, now: float) -> None: ...
 
     def kill_hung(self, now: float, timeout: float) -> None: ...
@@ -65,7 +69,7 @@ def test_steps_go_to_the_shards_before_the_first_client_comes(monkeypatch: pytes
         backend = Steps()
         workers, listeners = EarlyClient(backend), Listeners("127.0.0.1", 0, 2)
         router = RouterProcess(
-            cast(Any, backend), cast(Any, None), Metrics(LIMITS), cast(Any, workers), SETTINGS, hang_timeout=30
+            cast(Any, backend), cast(Any, None), Metrics(LIMITS), cast(Any, workers), SETTINGS, 30, StepHistory()
         )
         running = asyncio.create_task(router.run(listeners, grace=1))
         await workers.all_serve.wait()

@@ -18,6 +18,7 @@ import pytest
 
 from legato.common.errors import EndpointInUse
 from legato.common.sockets import is_answered
+from legato.grammar.kinds import Grammar, GrammarKind
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.pb import unpack_token_ids
@@ -96,6 +97,19 @@ async def connected(folder: Path, *changes: dict[str, int]) -> AsyncIterator[tup
         shards = await GrpcShards.connect(str(sockets[0]), timeout=10)
         stack.push_async_callback(shards.close)
         yield shards, told
+
+
+class SilentShard(Shard):
+    """Answers `Health` until it is connected, and then nothing."""
+
+    async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
+        if self.num_questions:
+            await asyncio.sleep(60)
+        return pb.HealthResponse()
+
+    async def PrepareGrammar(self, request: pb.PrepareGrammarRequest, context: Context) -> pb.PrepareGrammarResponse:
+        await asyncio.sleep(60)
+        return pb.PrepareGrammarResponse()
 
 
 def plan(number: int, **changes: Any) -> StepPlan:
@@ -353,3 +367,26 @@ def test_prompt_logprobs_are_not_asked_for_a_second_time_after_preemption(tmp_pa
     admission = Admission(3, request, [5, 6, 7, 8], num_generated=1, num_cached=0, blocks=[])
     (told,) = sent(tmp_path, plan(1, admitted=[admission])).admitted
     assert (told.num_generated, told.prompt_logprobs) == (1, False)
+
+
+def test_questions_that_wait_when_the_shards_are_closed_are_answered(tmp_path: Path) -> None:
+    """gRPC cancels the calls of a channel that is closed. Whoever waits for one is not cancelled: it would take the
+    idle check of the health monitor, or the request that waits for its grammar, with it."""
+
+    async def scenario() -> None:
+        socket = tmp_path / "shard-0"
+        async with listening(socket, SilentShard([f"unix://{socket}"])):
+            shards = await GrpcShards.connect(str(socket), timeout=10)
+            health = asyncio.create_task(shards.healthy(60))
+            grammar = asyncio.create_task(shards.prepare(Grammar(GrammarKind.REGEX, "a+")))
+            cancelled = asyncio.create_task(shards.prepare(Grammar(GrammarKind.REGEX, "b+")))
+            await asyncio.sleep(0.1)
+            cancelled.cancel()
+            await asyncio.wait([cancelled], timeout=10)
+            await shards.close()
+            await asyncio.wait([health, grammar], timeout=10)
+            assert not health.cancelled() and not health.result()
+            assert not grammar.cancelled() and isinstance(grammar.exception(), ShardsLost)
+            assert cancelled.cancelled()
+
+    asyncio.run(scenario())

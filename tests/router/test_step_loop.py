@@ -474,3 +474,24 @@ def test_a_grammar_fails_when_no_shards_come_back() -> None:
             await bench.loop.prepare(Grammar(GrammarKind.REGEX, "a+"))
 
     bench(test)
+
+
+def test_a_grammar_does_not_outlast_the_server() -> None:
+    """Found by the simulation: hung shards never answer, and workers are killed soon after the requests end."""
+
+    async def test(bench: Bench) -> None:
+        async def hang(grammar: Grammar) -> None:
+            await asyncio.Event().wait()
+
+        bench.shards.prepare = hang  # type: ignore[method-assign]
+        waiting, gone = (asyncio.create_task(bench.loop.prepare(Grammar(GrammarKind.REGEX, "a+"))) for _ in range(2))
+        await turns()
+        bench.task.cancel()
+        await turns(1)
+        gone.cancel()
+        await turns()
+        assert waiting.done() and isinstance(waiting.exception(), ShardsLost)
+        assert str(waiting.exception()) == "the server is shutting down"
+        assert gone.cancelled()
+
+    bench(test, recovers=True)

@@ -17,6 +17,7 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.http.scheduler import DELIVERIES_PER_TURN, NO_STATE, STATE_SECONDS, SchedulerClient
 from legato.http.throttle import AcceptThrottle
+from legato.http.worker import HttpWorker
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
 from legato.router.listening import KERNEL_SPREADS, Listeners
@@ -24,7 +25,7 @@ from legato.router.port import Port
 from legato.router.workers import MAX_UNREAD, WorkerFailed, WorkerProcess, Workers
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from legato.telemetry.metrics import Metrics, add_up
-from tests.http.asgi import LIMITS, FakeBackend, outputs_of, until
+from tests.http.asgi import LIMITS, SETTINGS, FakeBackend, outputs_of, until
 from tests.telemetry.test_metrics import samples
 
 
@@ -56,7 +57,7 @@ class Pair:
         async def scrape() -> bytes:
             return b"all metrics"
 
-        self.port = Port(steps, scrape, lambda: b"all requests", self._scheduler_link.send)
+        self.port = Port(steps, scrape, scrape, lambda: b"all requests", self._scheduler_link.send)
 
     async def open(self) -> None:
         ours, theirs = socket.socketpair()
@@ -300,7 +301,7 @@ def test_few_requests_begin_in_one_turn_and_in_order() -> None:
 @pytest.mark.parametrize("num", [1, 3])
 def test_a_port_that_somebody_listens_on_is_refused(num: int) -> None:
     first = Listeners("127.0.0.1", 0, num)
-    first.listen()
+    first.listen_first().close()
     with pytest.raises(EndpointInUse, match="--port"):
         Listeners("127.0.0.1", first.port, num)
     first.close()
@@ -310,9 +311,9 @@ def test_a_port_that_somebody_listens_on_is_refused(num: int) -> None:
 def test_of_two_that_bound_a_port_the_second_to_listen_learns_of_the_first(num: int) -> None:
     first = Listeners("127.0.0.1", 0, num)
     second = Listeners("127.0.0.1", first.port, num)
-    first.listen()
+    first.listen_first().close()
     with pytest.raises(EndpointInUse, match="--port"):
-        second.listen()
+        second.listen_first()
     first.close()
     second.close()
 
@@ -428,3 +429,17 @@ def test_a_worker_that_does_not_read_is_hung_before_its_messages_fill_the_memory
         raise AssertionError(worker._link.num_buffered)
 
     loading(test)
+
+
+def test_a_worker_that_loaded_for_long_says_what_it_was_told_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legato.http.worker.create_app", lambda *args: None)
+
+    async def main() -> None:
+        with socket.socket() as listener:
+            worker = HttpWorker(listener)
+            worker._on_message(msg.ServerState(restarting=True))
+            serve = msg.Serve(LIMITS, SETTINGS, 1, 1.0, msg.ServerState(healthy=True, live=True, ready=True))
+            worker._app(serve, None, None, None)  # type: ignore[arg-type]
+            assert worker._scheduler is not None and worker._scheduler.state == msg.ServerState(restarting=True)
+
+    asyncio.run(main())

@@ -150,6 +150,20 @@ def test_the_budget_settles_where_a_step_takes_as_long_as_it_should() -> None:
     assert 0.049 < 0.030 + budget.prompt_tokens(256) * 20e-6 < 0.051
 
 
+def test_the_budget_counts_attention() -> None:
+    """Prompts of 32,768 tokens on a device where attention doubles the cost of a token behind 27,000 others: every step
+    from the second prompt on takes about as long as it should, whatever comes before its tokens."""
+    budget = StepBudget(StepSizes(8192, 2048, 0.050))
+    for prompt in range(3):
+        context_len = 0
+        while context_len < 32_768:
+            tokens = min(budget.prompt_tokens(64, context_len), 32_768 - context_len)
+            seconds = 0.007 + tokens * 22e-6 * (1 + (context_len + tokens / 2) / 27_000)
+            assert prompt == 0 or seconds < 0.055
+            budget.learn(tokens, seconds, context_len)
+            context_len += tokens
+
+
 def test_one_slow_step_is_forgiven_soon() -> None:
     budget = StepBudget(StepSizes(8192, 2048, 0.050))
     budget.learn(2048, 5.0)
@@ -171,6 +185,18 @@ def test_prompts_get_on_however_slow_the_device_is() -> None:
     for _ in range(20):
         budget.learn(budget.prompt_tokens(1), 3.0)
     assert budget.prompt_tokens(1) == FEWEST_MIXED_TOKENS
+
+
+def test_steps_behind_a_long_context_do_not_stay_small_after_slow_ones() -> None:
+    """Below some size a step takes what the host needs for its launches, however few tokens it has."""
+    budget = StepBudget(StepSizes(8192, 2048, 0.050))
+    for _ in range(20):
+        budget.learn(budget.prompt_tokens(64, 30_000), 0.5, 30_000)
+    assert budget.prompt_tokens(64, 30_000) == FEWEST_MIXED_TOKENS
+    for _ in range(20):
+        tokens = budget.prompt_tokens(64, 30_000)
+        budget.learn(tokens, max(0.045, 0.007 + tokens * 46e-6), 30_000)
+    assert budget.prompt_tokens(64, 30_000) > 850
 
 
 def test_without_a_time_to_aim_at_the_budget_stays() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -33,8 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
-def serve_one_step(folder: Path, meeting: str, rank: int) -> None:
+def serve_one_step(folder: Path, meeting: str, rank: int, errors: Path) -> None:
     """One of two shards. The second runs out of memory in the middle of its first forward after warm-up."""
+    with errors.open("ab") as file:  # the stderr of a fork server is that of the test which needed one first
+        os.dup2(file.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     shard, files = Shard(rank, 2), ModelFiles.open(folder)
@@ -51,13 +55,11 @@ def serve_one_step(folder: Path, meeting: str, rank: int) -> None:
     )
 
 
-def test_a_shard_without_memory_ends_and_with_it_its_peers(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shard_without_memory_ends_and_with_it_its_peers(folder: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    meeting = f"file://{tmp_path}/meeting"
-    shards = [context.Process(target=serve_one_step, args=(folder, meeting, rank), daemon=True) for rank in (0, 1)]
+    arguments = [(folder, f"file://{tmp_path}/meeting", rank, tmp_path / "errors") for rank in (0, 1)]
+    shards = [context.Process(target=serve_one_step, args=each, daemon=True) for each in arguments]
     for shard in shards:
         shard.start()
     deadline = time.monotonic() + 60
@@ -67,7 +69,7 @@ def test_a_shard_without_memory_ends_and_with_it_its_peers(
     for shard in shards:
         shard.kill()
     assert codes == [1, 1]
-    assert "error: shard 1 failed in step 7: Out of memory" in capfd.readouterr().err
+    assert "error: shard 1 failed in step 7: Out of memory" in (tmp_path / "errors").read_text()
 
 
 class Peers(Shard):

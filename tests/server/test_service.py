@@ -328,7 +328,7 @@ from legato.modelfiles.files import ModelFiles
 from legato.server import service
 from tests.server.shard import OPTIONS, warmup
 
-async def serve(service, path):
+async def serve(service, path, spans):
     for _ in range(2):
         await service.Warmup(warmup(), None)
         print(gc.get_freeze_count())

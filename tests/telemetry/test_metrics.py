@@ -26,6 +26,7 @@ STEP = StepFigures(
     num_tokens=5,
     num_gaps=3,
     gap=0.02,
+    num_computed=103,
     num_prompt_tokens=100,
     num_cached_tokens=64,
     num_preempted=1,

@@ -29,7 +29,7 @@ class ConnectionLimits:
     body_seconds: float = 10.0
     body_rate: float = 4096.0
     # Bytes of all incomplete bodies together; a few bodies of the longest kind always fit.
-    incomplete_bytes: int = 32 << 20
+    incomplete_bytes: int = 24 << 20
     max_connections: int = MAX_CONNECTIONS
     max_lingering: int = MAX_LINGERING
 
@@ -48,7 +48,7 @@ class RefusedByServer(RequestError):
     """Refused before any route sees the request."""
 
 
-class RequestTimeout(RefusedByServer):
+class RequestTooSlow(RefusedByServer):
     status, error_type = 408, "timeout"
 
 

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from legato.api.errors import RequestError
 from legato.common.throttled_log import ThrottledLog
-from legato.http.connections.limits import ConnectionLimits, HeadersTooLarge, RequestTimeout, UriTooLong
+from legato.http.connections.limits import ConnectionLimits, HeadersTooLarge, RequestTooSlow, UriTooLong
 from legato.http.connections.lingering_close import LingeringConnections, LingeringTransport
 from legato.http.connections.shortage import BodyMemory, IdleConnections
 from legato.http.exchange import ABORT
@@ -28,6 +28,8 @@ READ_SIZE = 16 * 1024
 # Bytes to discard of a body that is not read, besides as many as the application takes: what was under way when the
 # answer was written.
 SLACK = 2 * READ_SIZE
+# Bytes of a head to parse at once: few requests fit in it.
+HEAD_PIECE = 1024
 # Bodies of the largest size that a worker receives at once, however large that is.
 FEWEST_BODIES = 8
 # Of a header line, besides name and value.
@@ -87,6 +89,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._body_began = 0.0
         self._refusal: RequestError | None = None
+        # What came behind requests that wait for the answers to others.
+        self._unparsed = b""
 
     # ---- the connection --------------------------------------------------------------------------------------------
 
@@ -121,6 +125,20 @@ class HttpProtocol(HttpToolsProtocol):
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        """Heads are parsed in small pieces: a client that sends hundreds of requests in advance waits for its answers,
+        and so does what it has sent."""
+        while data:
+            size = len(data) if self._in_body else HEAD_PIECE
+            self._feed(data[:size])
+            data = data[size:]
+            if self.transport.is_closing():
+                return
+            if self.pipeline and data:
+                self._unparsed = data
+                self.flow.pause_reading()
+                return
+
+    def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._num_fed += len(data)
         try:
@@ -195,16 +213,27 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._context.bodies.end(self)
         super().on_response_complete()
-        if self.pipeline:
+        if self.pipeline or self._unparsed:
             self.flow.pause_reading()  # or every answer would let another buffer full of requests in
-        elif not self.transport.is_closing():
-            self._context.idle.add(self)
+        if not (self.pipeline or self.transport.is_closing()):
+            if self._unparsed:
+                self.loop.call_soon(self._go_on)
+            else:
+                self._context.idle.add(self)
+
+    def _go_on(self) -> None:
+        """Parse what was left when requests began to wait for their answers."""
+        if self.pipeline or not self._unparsed or self.transport.is_closing():
+            return
+        data, self._unparsed = self._unparsed, b""
+        self.flow.resume_reading()
+        self.data_received(data)
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 
     def refuse_body(self) -> None:
         self._context.log.warning("Request bodies come too slowly and take too much memory: the oldest are refused")
-        self._refuse(RequestTimeout("The body of the request came too slowly for a busy server"))
+        self._refuse(RequestTooSlow("The body of the request came too slowly for a busy server"))
 
     def _stop_parsing(self, refusal: RequestError) -> None:
         self._refusal = refusal
@@ -247,7 +276,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._expect_within(self._limits.header_seconds)
         elif self._in_body or self._in_head:
             part = "body" if self._in_body else "headers"
-            self._refuse(RequestTimeout(f"The {part} of the request did not arrive in time"))
+            self._refuse(RequestTooSlow(f"The {part} of the request did not arrive in time"))
         else:
             self.transport.close()
 

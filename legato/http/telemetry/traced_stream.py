@@ -45,7 +45,7 @@ class TracedStream(Stream):
             queued.error = error
             return [queued]
         decode = None if num_tokens < 2 or first is None else self._decode(clock, first, now)
-        attributes: dict[str, Attribute] = {"legato.request_id": self._request.id, "legato.num_tokens": num_tokens}
+        attributes: dict[str, Attribute] = {"legato.num_tokens": num_tokens}
         end_ns = clock.ns(now) if decode is None or error is not None else decode.end_ns
         infer = Span("infer", self._infer, self._parent.span_id, admitted_ns, end_ns, attributes=attributes)
         infer.error = error
@@ -60,7 +60,7 @@ class TracedStream(Stream):
             "legato.num_tokens": chunk.num_tokens,
             "legato.num_cached_tokens": chunk.num_cached,
             "legato.batch_size": chunk.batch_size,
-            "legato.forward_time": chunk.forward_ns / 1e9,
+            "legato.forward_time": round(chunk.forward_ns / 1e9, 5),
         }
         context = TraceContext(self._infer.trace_id, chunk.span_id)
         return Span("prefill", context, self._infer.span_id, chunk.start_ns, chunk.end_ns, SpanKind.CLIENT, attributes)
@@ -70,7 +70,9 @@ class TracedStream(Stream):
         groups = [] if steps is None else steps.after(first, self.transcript.num_tokens - 1)
         events = [
             SpanEvent(
-                "step", clock.ns(group.at), {"legato.num_steps": group.num, "legato.longest_gap": group.longest_gap}
+                "step",
+                clock.ns(group.at),
+                {"legato.num_steps": group.num, "legato.longest_gap": round(group.longest_gap, 4)},
             )
             for group in groups
         ]

@@ -105,7 +105,7 @@ class RequestTrace:
         shown = path if route else ""
         attributes: dict[str, Attribute] = {"http.request.method": method, "http.response.status_code": self.status}
         if shown:
-            attributes |= {"http.route": shown, "url.path": shown}
+            attributes["http.route"] = shown
         error = str(self.status) if self.status >= 500 else None
         times = self.clock.ns(self._started), self.clock.ns(time.monotonic())
         name = f"{method} {shown}".rstrip()
@@ -149,8 +149,7 @@ class HandlerTrace:
             "gen_ai.usage.output_tokens": sum(stream.transcript.num_tokens for stream in streams),
             "gen_ai.usage.cache_read.input_tokens": self._streams[0].num_cached,
             "gen_ai.response.finish_reasons": reasons,
-            "gen_ai.response.model": model,
-            "legato.time_to_first_token": timings.to_first_token,
+            "legato.time_to_first_token": round(timings.to_first_token, 4),
         }
 
     def failed(self, error: RequestError) -> None:
@@ -179,9 +178,10 @@ def _gen_ai(request: ValidRequest, model: str, name: str) -> dict[str, Attribute
         "gen_ai.provider.name": "legato",
         "gen_ai.request.model": model,
         "gen_ai.request.max_tokens": request.max_new_tokens,
-        "gen_ai.request.frequency_penalty": chooser.frequency_penalty,
-        "gen_ai.request.presence_penalty": chooser.presence_penalty,
     }
+    if chooser.frequency_penalty or chooser.presence_penalty:
+        attributes["gen_ai.request.frequency_penalty"] = chooser.frequency_penalty
+        attributes["gen_ai.request.presence_penalty"] = chooser.presence_penalty
     if chooser.do_sample:
         attributes |= {
             "gen_ai.request.temperature": chooser.temperature,

@@ -7,21 +7,23 @@ themselves, so the grid needs no lengths, and a few tiles too many return at onc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from legato.kernels.attention.hopper import hopper_attention, suits
+from legato.kernels.attention.tiles import find_tile
+from legato.kernels.device import DEFAULT, AttentionTile, GpuLimits, limits_of
 from legato.kernels.language import (
     Pointer,
     Scalar,
     constexpr,
     jit,
     jit_for_any,
+    kernel_or_torch,
     next_power_of_two,
     padded,
-    runs_triton,
     tl,
 )
 from legato.kernels.overlap import launch_options, wait_for_previous
@@ -46,13 +48,43 @@ class ChunkConfig:
     num_stages: int
 
 
-def chunk_config(rows_per_sequence: int, head_dim: int) -> ChunkConfig:
+def chunk_config(
+    rows_per_sequence: int, group: int, head_dim: int, itemsize: int = 2, limits: GpuLimits = DEFAULT
+) -> ChunkConfig:
     """By the rows that an average sequence brings: short chunks would leave a large tile empty.
 
     Weights are rounded relative to the largest score so far. With 128 keys at a time, from the first one on, that is
     what cuDNN does, and so transformers: the results are the same, bit for bit. 64 at a time would be faster by a
-    fifth, which is half a percent of a step, and would cost one token in forty in bfloat16.
+    fifth, which is half a percent of a step, and would cost one token in forty in bfloat16. So a device with less
+    shared memory gets fewer rows first, then fewer keys.
     """
+    config = _preferred(rows_per_sequence, head_dim, itemsize)
+    fewest_rows = next_power_of_two(group, 16)
+    while True:
+        block_m = max(config.block_m, fewest_rows)
+        if AttentionTile(block_m, config.block_n, head_dim, itemsize, config.num_stages).fits(limits):
+            return config
+        if block_m > max(64, fewest_rows):
+            config = replace(config, block_m=64, num_warps=4)
+        elif config.num_stages > 2:
+            config = replace(config, num_stages=2)
+        elif config.block_n > 32:
+            config = replace(config, block_n=config.block_n // 2)
+        elif config.num_stages > 1:
+            config = replace(config, num_stages=1)
+        elif block_m > fewest_rows:
+            config = replace(config, block_m=config.block_m // 2)
+        elif config.block_n > 16:
+            config = replace(config, block_n=16)
+        else:
+            return config  # it does not fit, and `kernel_or_torch` takes torch
+
+
+def _preferred(rows_per_sequence: int, head_dim: int, itemsize: int) -> ChunkConfig:
+    if itemsize > 2:  # multiplied without matrix units: larger tiles do not fit the registers and compile for a minute
+        if head_dim > 128:
+            return ChunkConfig(block_m=16, block_n=32, num_warps=4, num_stages=2)
+        return ChunkConfig(block_m=64 if rows_per_sequence > 16 else 16, block_n=32, num_warps=4, num_stages=2)
     if head_dim > 128:
         return ChunkConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
     if rows_per_sequence <= 16:
@@ -78,12 +110,33 @@ def chunk_attention(
     check_queries(q, kv)
     assert cu_seqlens_q.shape == (kv.num_sequences + 1,), (cu_seqlens_q.shape, kv.num_sequences)
     assert out is None or (out.shape == q.shape and out.is_contiguous()), "out must be contiguous and shaped like q"
-    if runs_triton(q):
-        if config is None and suits(q, kv, scoring):
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-            return hopper_attention(q, kv, cu_seqlens_q, scoring, out)
-        return _chunk_attention_triton(q, kv, cu_seqlens_q, scoring, out, config)
+    run = kernel_or_torch(q, _chunk_attention_triton, _chunk_attention_torch)
+    if config is None and suits(q, kv, scoring):
+        run = kernel_or_torch(q, _hopper_attention, run)
+    return run(q, kv, cu_seqlens_q, scoring, out, config)
+
+
+def _chunk_attention_torch(
+    q: Tensor,
+    kv: PagedKV,
+    cu_seqlens_q: Tensor,
+    scoring: Scoring,
+    out: Tensor | None = None,
+    config: ChunkConfig | None = None,
+) -> Tensor:
     return ragged_attention_torch(q, kv, cu_seqlens_q, scoring, out)
+
+
+def _hopper_attention(
+    q: Tensor,
+    kv: PagedKV,
+    cu_seqlens_q: Tensor,
+    scoring: Scoring,
+    out: Tensor | None = None,
+    config: ChunkConfig | None = None,
+) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    return hopper_attention(q, kv, cu_seqlens_q, scoring, out)
 
 
 def _chunk_attention_triton(
@@ -99,7 +152,8 @@ def _chunk_attention_triton(
     if num_tokens == 0:
         return out
     group = num_heads // num_kv_heads
-    config = config or chunk_config(num_tokens * group // kv.num_sequences, head_dim)
+    rows_per_sequence = num_tokens * group // kv.num_sequences
+    config = config or chunk_config(rows_per_sequence, group, head_dim, q.element_size(), limits_of(q))
     block_m = max(config.block_m, next_power_of_two(group))
     num_tiles = num_tokens // (block_m // group) + kv.num_sequences
     _chunk_kernel[(num_kv_heads, num_tiles)](
@@ -120,7 +174,7 @@ def _chunk_attention_triton(
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
+        num_warps=max(config.num_warps, block_m // 16),
         num_stages=config.num_stages,
         **launch_options(q),
     )
@@ -158,7 +212,7 @@ def _chunk_kernel(
     # The last tiles of a sequence have the longest contexts: they start first, so that no long one is left to the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     tokens: tl.constexpr = BLOCK_M // GROUP
-    sequence, first_query, num_queries, first_token = _find_tile(tile, cu_seqlens_q, num_sequences, tokens)
+    sequence, first_query, num_queries, first_token = find_tile(tile, cu_seqlens_q, num_sequences, tokens)
     context_len = tl.load(context_lens + sequence)
     if (first_token >= num_queries) | (context_len == 0):
         return
@@ -189,25 +243,6 @@ def _chunk_kernel(
         WIDE,
     )
     tl.store(out + (query * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM + d, mixed.to(out.dtype.element_ty), mask=inside)
-
-
-@jit
-def _find_tile(tile: Scalar, cu_seqlens_q: Pointer, num_sequences: Scalar, TOKENS: constexpr) -> Scalar:
-    """The tile's sequence, that sequence's first query and number of queries, and the tile's first token among them.
-
-    Sequence i begins with tile first_query // TOKENS + i, which leaves each at least the tiles it needs. Counting all
-    beginnings at once costs one round trip to memory where a binary search costs several.
-    """
-    base = tl.load(cu_seqlens_q)
-    found = 0
-    for first in range(0, num_sequences, 128):
-        i = first + tl.arange(0, 128)
-        start = tl.load(cu_seqlens_q + i, mask=i < num_sequences, other=1 << 30) - base
-        found += tl.sum((start // TOKENS + i <= tile).to(tl.int32), axis=0)
-    sequence = found - 1
-    first_query = tl.load(cu_seqlens_q + sequence) - base
-    num_queries = tl.load(cu_seqlens_q + sequence + 1) - base - first_query
-    return sequence, first_query, num_queries, (tile - first_query // TOKENS - sequence) * TOKENS
 
 
 @jit

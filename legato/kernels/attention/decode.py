@@ -10,14 +10,26 @@ finish merges the parts of the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
 from legato.kernels.attention.splits import choose_split_len, find_sequence, shortest_split_len, splits_before, visible
-from legato.kernels.language import Pointer, Scalar, compile_time, constexpr, jit, jit_for_any, padded, runs_triton, tl
+from legato.kernels.device import AttentionTile, GpuLimits, limits_of
+from legato.kernels.language import (
+    Pointer,
+    Scalar,
+    compile_time,
+    constexpr,
+    jit,
+    jit_for_any,
+    kernel_or_torch,
+    next_power_of_two,
+    padded,
+    tl,
+)
 from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.paged_kv import (
     PagedKV,
@@ -47,8 +59,7 @@ def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
     The best of a sweep on an H200 (`python -m benchmarks.kernels --sweep --only decode_attention`).
     """
     programs = num_sequences * num_kv_heads
-    # So many programs besides that all of them are on the chip at once, four or eight to a multiprocessor. A kernel is
-    # compiled for each number of them, so there are few.
+    # So many programs besides that all of them are on the chip at once, four or eight to a multiprocessor.
     if programs <= 64:
         extra = max((480 if programs <= 32 else 960) // num_kv_heads, 1)
         return DecodeConfig(extra, min_split_len=64, block_n=64, num_warps=4, num_stages=2)
@@ -64,6 +75,24 @@ def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
     return DecodeConfig(extra, min_split_len=1024, block_n=32, num_warps=1, num_stages=3)
 
 
+def fitting(config: DecodeConfig, group: int, head_dim: int, itemsize: int, limits: GpuLimits) -> DecodeConfig:
+    """With fewer stages, then fewer keys per iteration, as far as the shared memory of the device requires; with more
+    warps for many query heads, whose sums are in registers."""
+    rows = next_power_of_two(group, 16)
+    num_warps = min(rows * next_power_of_two(head_dim, 16) * itemsize // 8192, 8)
+    config = replace(config, num_warps=max(config.num_warps, num_warps))
+    while not AttentionTile(rows, config.block_n, head_dim, itemsize, config.num_stages).fits(limits):
+        if config.num_stages > 2:
+            config = replace(config, num_stages=2)
+        elif config.block_n > 16:
+            config = replace(config, block_n=config.block_n // 2)
+        elif config.num_stages > 1:
+            config = replace(config, num_stages=1)
+        else:
+            break
+    return config
+
+
 def decode_attention(
     q: Tensor, kv: PagedKV, scoring: Scoring, out: Tensor | None = None, config: DecodeConfig | None = None
 ) -> Tensor:
@@ -71,14 +100,14 @@ def decode_attention(
     check_queries(q, kv)
     assert q.shape[0] == kv.num_sequences, (q.shape, kv.num_sequences)
     assert out is None or (out.shape == q.shape and out.is_contiguous()), "out must be contiguous and shaped like q"
-    if runs_triton(q):
-        return _decode_attention_triton(q, kv, scoring, out, config)
-    mixed = _decode_attention_torch(q, kv, scoring)
+    return kernel_or_torch(q, _decode_attention_triton, _decode_attention_torch)(q, kv, scoring, out, config)
+
+
+def _decode_attention_torch(
+    q: Tensor, kv: PagedKV, scoring: Scoring, out: Tensor | None = None, config: DecodeConfig | None = None
+) -> Tensor:
+    mixed = ragged_attention_torch(q, kv, torch.arange(q.shape[0] + 1), scoring)
     return mixed if out is None else out.copy_(mixed)
-
-
-def _decode_attention_torch(q: Tensor, kv: PagedKV, scoring: Scoring) -> Tensor:
-    return ragged_attention_torch(q, kv, torch.arange(q.shape[0] + 1), scoring)
 
 
 def _decode_attention_triton(
@@ -90,6 +119,7 @@ def _decode_attention_triton(
         return out
     assert num_sequences * num_kv_heads <= NUM_COUNTERS, (num_sequences, num_kv_heads)
     config = config or decode_config(num_sequences, num_kv_heads)
+    config = fitting(config, num_heads // num_kv_heads, head_dim, q.element_size(), limits_of(q))
     num_splits = num_sequences + config.extra_splits
     # A part is the sum of values, then the largest score and the sum of weights; 4 more keep its rows aligned.
     num_parts = num_splits * num_heads if config.extra_splits > 0 else 0
@@ -107,11 +137,12 @@ def _decode_attention_triton(
         num_sequences,
         q.stride(0),
         kv.block_tables.stride(0),
+        config.extra_splits,
+        config.min_split_len,
         **kv.constants(),
         **scoring.constants(),
         GROUP=num_heads // num_kv_heads,
-        EXTRA_SPLITS=config.extra_splits,
-        MIN_SPLIT_LEN=config.min_split_len,
+        CAN_SPLIT=config.extra_splits > 0,
         BLOCK_N=config.block_n,
         # Lengths at a time: few are known to every warp, without asking the others.
         SCAN=32 if num_sequences <= 32 else 128,
@@ -123,7 +154,8 @@ def _decode_attention_triton(
     return out
 
 
-@jit_for_any("context_lens", "rows", "num_sequences")
+# Numbers of splits are arguments, so that fewer variants are compiled.
+@jit_for_any("context_lens", "rows", "num_sequences", "extra_splits", "min_split_len")
 def _decode_kernel(
     out: Pointer,
     q: Pointer,
@@ -138,13 +170,14 @@ def _decode_kernel(
     num_sequences: Scalar,
     q_stride: Scalar,
     table_stride: Scalar,
+    extra_splits: Scalar,
+    min_split_len: Scalar,
     NUM_KV_HEADS: constexpr,
     GROUP: constexpr,
     HEAD_DIM: constexpr,
     BLOCK_SIZE: constexpr,
     BLOCK_N: constexpr,
-    EXTRA_SPLITS: constexpr,
-    MIN_SPLIT_LEN: constexpr,
+    CAN_SPLIT: constexpr,
     SCAN: constexpr,
     SINGLE: constexpr,
     SCALE: constexpr,
@@ -158,15 +191,15 @@ def _decode_kernel(
     sequence = tl.program_id(1)
     split = 0
     split_len = 1 << 30
-    if SINGLE and EXTRA_SPLITS > 0:  # a lone stream: nothing to look up, which is a microsecond a layer
+    if SINGLE and CAN_SPLIT:  # a lone stream: nothing to look up, which is a microsecond a layer
         sequence = 0
         split = tl.program_id(1)
         length = visible(tl.load(context_lens), WINDOW)
-        split_len = shortest_split_len(length, EXTRA_SPLITS, MIN_SPLIT_LEN, BLOCK_N)
+        split_len = shortest_split_len(length, extra_splits, min_split_len, BLOCK_N)
         if (split > 0) & (split * split_len >= length):
             return
-    elif EXTRA_SPLITS > 0:
-        split_len = choose_split_len(context_lens, num_sequences, EXTRA_SPLITS, MIN_SPLIT_LEN, BLOCK_N, WINDOW, SCAN)
+    elif CAN_SPLIT:
+        split_len = choose_split_len(context_lens, num_sequences, extra_splits, min_split_len, BLOCK_N, WINDOW, SCAN)
         if sequence >= num_sequences:
             place = sequence - num_sequences
             sequence, first_place = find_sequence(place, context_lens, num_sequences, split_len, WINDOW, SCAN)
@@ -197,11 +230,11 @@ def _decode_kernel(
         SOFT_CAP,
         WIDE,
     )
-    if (EXTRA_SPLITS == 0) or (visible_len <= split_len):
+    if (not CAN_SPLIT) or (visible_len <= split_len):
         _store_whole(out, pair, mixed, total, GROUP, HEAD_DIM)
     else:
         # Parts are where the programs are in the grid.
-        parts += kv_head * (num_sequences + EXTRA_SPLITS) * GROUP * (HEAD_DIM + 4)
+        parts += kv_head * (num_sequences + extra_splits) * GROUP * (HEAD_DIM + 4)
         _store_part(parts, tl.program_id(1), mixed, maximum, total, GROUP, HEAD_DIM)
         num_parts = tl.cdiv(visible_len, split_len)
         if arrives_last(counters + pair, num_parts):

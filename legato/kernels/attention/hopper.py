@@ -12,11 +12,11 @@ compile it everywhere and run it where there is such a GPU.
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 from torch import Tensor
 
+from legato.kernels.attention.hopper_tile import find_tile, hide_unknown, rows_of_tile, store_part, weigh
+from legato.kernels.attention.tiles import MIN_BLOCKS, merge_parts, new_parts, split_plan
+from legato.kernels.device import limits_of
 from legato.kernels.gluon import (
     TensorDescriptor,
     fence_async_shared,
@@ -60,13 +60,8 @@ def suits(q: Tensor, kv: PagedKV, scoring: Scoring) -> bool:
         and num_heads // num_kv_heads <= BLOCK_M
         and num_tokens * (num_heads // num_kv_heads) >= FEWEST_ROWS * kv.num_sequences
         and gl is not None
-        and _is_hopper(q.device)
+        and limits_of(q).sm == 90
     )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def hopper_attention(q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring: Scoring, out: Tensor) -> Tensor:
@@ -81,8 +76,12 @@ def hopper_attention(q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring: Scor
         TensorDescriptor.from_tensor(cache.view(-1, num_kv_heads * head_dim), [page, 64], layout)
         for cache in (kv.k_cache, kv.v_cache)
     )
-    _hopper_kernel[(num_kv_heads, num_tokens // (BLOCK_M // group) + kv.num_sequences)](
+    num_tiles = num_tokens // (BLOCK_M // group) + kv.num_sequences
+    plan = split_plan(num_tiles, num_kv_heads, limits_of(q).num_multiprocessors)
+    parts = new_parts(plan, num_kv_heads, BLOCK_M, head_dim, q.device)
+    _hopper_kernel[(num_kv_heads, num_tiles - plan.num_tiles + plan.num_parts)](
         out,
+        parts,
         q,
         k_pages,
         v_pages,
@@ -91,6 +90,8 @@ def hopper_attention(q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring: Scor
         kv.rows,
         cu_seqlens_q,
         kv.num_sequences,
+        plan.num_tiles,
+        plan.num_splits,
         q.stride(0),
         kv.block_tables.stride(0),
         SCALE=scoring.scale * LOG2E,
@@ -101,15 +102,19 @@ def hopper_attention(q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring: Scor
         PAGE=page,
         BLOCK_N=block_n,
         STAGES=STAGES,
+        MIN_BLOCKS=MIN_BLOCKS,
         num_warps=4,
         **launch_options(q),
     )
+    if plan.num_tiles:
+        merge_parts(parts, plan, kv, cu_seqlens_q, out, BLOCK_M, block_n)
     return out
 
 
-@gluon_jit("context_lens", "rows", "cu_seqlens_q", "num_sequences")
+@gluon_jit("context_lens", "rows", "cu_seqlens_q", "num_sequences", "num_split_tiles", "num_splits")
 def _hopper_kernel(
     out: Pointer,
+    parts: Pointer,
     q: Pointer,
     k_pages: Pointer,
     v_pages: Pointer,
@@ -118,6 +123,8 @@ def _hopper_kernel(
     rows: Pointer,
     cu_seqlens_q: Pointer,
     num_sequences: Scalar,
+    num_split_tiles: Scalar,
+    num_splits: Scalar,
     q_stride: Scalar,
     table_stride: Scalar,
     SCALE: constexpr,
@@ -128,6 +135,7 @@ def _hopper_kernel(
     PAGE: constexpr,
     BLOCK_N: constexpr,
     STAGES: constexpr,
+    MIN_BLOCKS: constexpr,
     OVERLAP: constexpr,
 ) -> None:
     if OVERLAP:
@@ -135,9 +143,17 @@ def _hopper_kernel(
         gdc_wait()
     kv_head = gl.program_id(0)
     # The last tiles of a sequence have the longest contexts: they start first, so that no long one is left to the end.
-    tile = gl.num_programs(1) - 1 - gl.program_id(1)
+    place = gl.program_id(1)
+    num_whole = gl.num_programs(1) - num_split_tiles * num_splits
+    tile = num_whole + num_split_tiles - 1 - place
+    split = 0
+    splits = 1
+    if place >= num_whole:
+        tile = num_split_tiles - 1 - (place - num_whole) // num_splits
+        split = (place - num_whole) % num_splits
+        splits = num_splits
     tokens: gl.constexpr = 128 // GROUP
-    sequence, first_query, num_queries, first_token = _find_tile(tile, cu_seqlens_q, num_sequences, tokens)
+    sequence, first_query, num_queries, first_token = find_tile(tile, cu_seqlens_q, num_sequences, tokens)
     context_len = gl.load(context_lens + sequence)
     if (first_token >= num_queries) | (context_len == 0):
         return
@@ -147,6 +163,18 @@ def _hopper_kernel(
     block_table = block_tables + row.to(gl.int64) * table_stride
     first_position = context_len - num_queries + first_token
     last_position = first_position + gl.minimum(tokens, num_queries - first_token) - 1
+
+    # Blocks of keys [begin, end) are this program's. `part` is where their sums go; negative: they are the whole tile.
+    num_blocks = last_position // BLOCK_N + 1
+    part = -1
+    if num_blocks < MIN_BLOCKS * splits:
+        if split > 0:
+            return
+        splits = 1
+    elif splits > 1:
+        part = (tile * num_splits + split) * NUM_KV_HEADS + kv_head
+    begin = num_blocks * split // splits
+    end = num_blocks * (split + 1) // splits
 
     # A tile lies in shared memory in bands of 64 columns, one behind the other, as the matrix units want it.
     bands: gl.constexpr = HEAD_DIM // 64
@@ -169,40 +197,24 @@ def _hopper_kernel(
     gl.warp_specialize(
         [
             (_compute, (
-                out, q, q_tiles.index(0), k_bands, v_bands, k_ready, v_ready, k_free, v_free, kv_head, first_query,
-                num_queries, first_token, first_position, last_position, q_stride,
+                out, parts, q, q_tiles.index(0), k_bands, v_bands, k_ready, v_ready, k_free, v_free, kv_head,
+                first_query, num_queries, first_token, first_position, last_position, begin, end, part, q_stride,
                 0, SCALE, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, STAGES,
             )),
             (_compute, (
-                out, q, q_tiles.index(1), k_bands, v_bands, k_ready, v_ready, k_free, v_free, kv_head, first_query,
-                num_queries, first_token, first_position, last_position, q_stride,
+                out, parts, q, q_tiles.index(1), k_bands, v_bands, k_ready, v_ready, k_free, v_free, kv_head,
+                first_query, num_queries, first_token, first_position, last_position, begin, end, part, q_stride,
                 1, SCALE, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, STAGES,
             )),
             (_fetch, (
                 k_pages, v_pages, k_bands, v_bands, k_ready, v_ready, k_free, v_free, block_table, kv_head,
-                last_position, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_N, STAGES,
+                last_position, begin, end, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_N, STAGES,
             )),
         ],
         [4, 1],  # warps of the second group and of the one that fetches
         [232, 40],  # their registers
     )
     # fmt: on
-
-
-@gluon_jit()
-def _find_tile(tile: Scalar, cu_seqlens_q: Pointer, num_sequences: Scalar, TOKENS: constexpr) -> Scalar:
-    """As in `chunk_attention`, which explains it."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    base = gl.load(cu_seqlens_q)
-    found = 0
-    for first in range(0, num_sequences, 128):
-        i = first + gl.arange(0, 128, layout=layout)
-        start = gl.load(cu_seqlens_q + i, mask=i < num_sequences, other=1 << 30) - base
-        found += gl.sum((start // TOKENS + i <= tile).to(gl.int32), axis=0)
-    sequence = found - 1
-    first_query = gl.load(cu_seqlens_q + sequence) - base
-    num_queries = gl.load(cu_seqlens_q + sequence + 1) - base - first_query
-    return sequence, first_query, num_queries, (tile - first_query // TOKENS - sequence) * TOKENS
 
 
 @gluon_jit()
@@ -218,6 +230,8 @@ def _fetch(
     block_table: Pointer,
     kv_head: Scalar,
     last_position: Scalar,
+    begin: Scalar,
+    end: Scalar,
     HEAD_DIM: constexpr,
     BLOCK_SIZE: constexpr,
     PAGE: constexpr,
@@ -225,11 +239,11 @@ def _fetch(
     STAGES: constexpr,
 ) -> None:
     column = kv_head * HEAD_DIM
-    for i in range(last_position // BLOCK_N + 1):
+    for i in range(end - begin):
         stage = i % STAGES
         # The first round waits for the phase before the first, which counts as over.
         before = ((i // STAGES) & 1) ^ 1
-        first_page = i * (BLOCK_N // PAGE)
+        first_page = (begin + i) * (BLOCK_N // PAGE)
         last_page = last_position // PAGE
         mbarrier.wait(k_free.index(stage), before)
         _fetch_tile(
@@ -272,10 +286,10 @@ def _fetch_tile(
 # fmt: off
 @gluon_jit()
 def _compute(
-    out: Pointer, q: Pointer, q_tile: Pointer, k_bands: Pointer, v_bands: Pointer,
+    out: Pointer, parts: Pointer, q: Pointer, q_tile: Pointer, k_bands: Pointer, v_bands: Pointer,
     k_ready: Pointer, v_ready: Pointer, k_free: Pointer, v_free: Pointer,
     kv_head: Scalar, first_query: Scalar, num_queries: Scalar, first_token: Scalar,
-    first_position: Scalar, last_position: Scalar, q_stride: Scalar,
+    first_position: Scalar, last_position: Scalar, begin: Scalar, end: Scalar, part: Scalar, q_stride: Scalar,
     WARP_GROUP: constexpr, SCALE: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
     BLOCK_N: constexpr, STAGES: constexpr,
 ) -> None:
@@ -288,7 +302,7 @@ def _compute(
     rows_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
 
-    offsets, inside = _rows_of_tile(
+    offsets, inside = rows_of_tile(
         first_query, num_queries, first_token, kv_head, WARP_GROUP, GROUP, q_stride, HEAD_DIM, load_layout
     )
     q_tile.store(gl.load(q + offsets, mask=inside, other=0.0))
@@ -305,9 +319,11 @@ def _compute(
     dots = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
     dots = warpgroup_mma_wait(0, deps=[dots])
     mbarrier.arrive(k_free.index(0), count=1)
-    weights, _, maximum, total = _weigh(dots, 0, query_position, first_position, maximum, total, SCALE, BLOCK_N)
+    weights, _, maximum, total = weigh(
+        dots, begin * BLOCK_N, query_position, first_position, maximum, total, SCALE, BLOCK_N
+    )
     weights = gl.convert_layout(weights.to(dtype), weights_layout)
-    last = last_position // BLOCK_N
+    last = end - begin - 1
     for i in range(1, last + 1):
         stage = i % STAGES
         before = (i - 1) % STAGES
@@ -317,8 +333,8 @@ def _compute(
         mixing = warpgroup_mma(weights, v_tiles.index(before), mixed, is_async=True)
         dots = warpgroup_mma_wait(1, deps=[dots])
         mbarrier.arrive(k_free.index(stage), count=1)
-        following, decay, maximum, total = _weigh(
-            dots, i * BLOCK_N, query_position, first_position, maximum, total, SCALE, BLOCK_N
+        following, decay, maximum, total = weigh(
+            dots, (begin + i) * BLOCK_N, query_position, first_position, maximum, total, SCALE, BLOCK_N
         )
         # The matrix units read the weights from registers: they are kept until the product is there.
         mixed, weights = warpgroup_mma_wait(0, deps=[mixing, weights])
@@ -326,70 +342,16 @@ def _compute(
         mixed = mixed * gl.convert_layout(decay, gl.SliceLayout(1, mixed_layout))[:, None]
         weights = gl.convert_layout(following.to(dtype), weights_layout)
     mbarrier.wait(v_ready.index(last % STAGES), (last // STAGES) & 1)
-    _hide_unknown(v_bands, last % STAGES, last_position - last * BLOCK_N, HEAD_DIM, BLOCK_N)
+    hide_unknown(v_bands, last % STAGES, last_position - (end - 1) * BLOCK_N, HEAD_DIM, BLOCK_N)
     mixing = warpgroup_mma(weights, v_tiles.index(last % STAGES), mixed, is_async=True)
     mixed, weights = warpgroup_mma_wait(0, deps=[mixing, weights])
 
+    if part >= 0:
+        store_part(parts, part, mixed, maximum, total, WARP_GROUP)
+        return
     mixed = mixed / gl.convert_layout(total, gl.SliceLayout(1, mixed_layout))[:, None]
     stride: gl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
-    offsets, inside = _rows_of_tile(
+    offsets, inside = rows_of_tile(
         first_query, num_queries, first_token, kv_head, WARP_GROUP, GROUP, stride, HEAD_DIM, mixed_layout
     )
     gl.store(out + offsets, mixed.to(dtype), mask=inside)
-
-
-@gluon_jit()
-def _rows_of_tile(
-    first_query: Scalar,
-    num_queries: Scalar,
-    first_token: Scalar,
-    kv_head: Scalar,
-    WARP_GROUP: constexpr,
-    GROUP: constexpr,
-    stride: Scalar,
-    HEAD_DIM: constexpr,
-    LAYOUT: constexpr,
-) -> Scalar:
-    """Offsets of the group's rows from the first query, tokens `stride` apart, and which of them there are."""
-    r = WARP_GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
-    token = first_token + r // GROUP
-    offsets = (first_query + token).to(gl.int64) * stride + (kv_head * GROUP + r % GROUP) * HEAD_DIM
-    inside = (r < 128 // GROUP * GROUP) & (token < num_queries)
-    return offsets[:, None] + d[None, :], inside[:, None]
-
-
-@gluon_jit()
-def _weigh(
-    dots: Scalar,
-    start: Scalar,
-    query_position: Scalar,
-    first_position: Scalar,
-    maximum: Scalar,
-    total: Scalar,
-    SCALE: constexpr,
-    BLOCK_N: constexpr,
-) -> Scalar:
-    """Weights of the keys from `start` on, what the sums so far are worth beside them, largest score, sum of all."""
-    if start + BLOCK_N > first_position + 1:
-        position = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, dots.type.layout))
-        dots = gl.where(position[None, :] <= query_position[:, None], dots, float("-inf"))
-    new_maximum = gl.maximum(maximum, gl.max(dots, axis=1) * SCALE)
-    weights = gl.exp2(dots * SCALE - new_maximum[:, None])
-    decay = gl.exp2(maximum - new_maximum)
-    return weights, decay, new_maximum, total * decay + gl.sum(weights, axis=1)
-
-
-@gluon_jit()
-def _hide_unknown(v_bands: Pointer, stage: Scalar, last: Scalar, HEAD_DIM: constexpr, BLOCK_N: constexpr) -> None:
-    """Slots behind the last key may hold anything, even NaN, and zero times that is NaN: make zeros of them.
-
-    Both groups do so, each before its own product. Neither writes anything but what is there or zero.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if last < BLOCK_N - 1:
-        known = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout)) <= last
-        for band in gl.static_range(HEAD_DIM // 64):
-            place = v_bands.index(stage * (HEAD_DIM // 64) + band)
-            place.store(gl.where(known[:, None], place.load(layout), 0.0))
-        fence_async_shared()

@@ -7,11 +7,13 @@ It wants a rectangle, so neighbouring prompts of equal length go together and ea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Tokens. Attention is a small part of a step of shorter prompts, whichever kernel computes it.
@@ -20,7 +22,6 @@ LONG = 1024
 MOST_CALLS = 2
 # How often lengths must have come before they are expected again, and how many of them are remembered.
 OFTEN, REMEMBERED = 6, 64
-CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 def prompt_attention(
@@ -60,6 +61,8 @@ class RepeatedLengths:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
     queries, keys, values = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
-    with sdpa_kernel(CUDNN_FIRST, set_priority=True):
+    params = SDPAParams(queries, keys, values, None, 0.0, True, True)
+    # Not by priority: to set it once replaces torch's own choice of a backend for the rest of the process.
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda and can_use_cudnn_attention(params) else nullcontext():
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
     return mixed.transpose(1, 2).flatten(0, 1)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from legato.kernels.kv_format import gather
-from legato.kernels.language import Pointer, Scalar, constexpr, jit_for_any, padded, runs_triton, tl
+from legato.kernels.language import Pointer, Scalar, constexpr, jit_for_any, kernel_or_torch, padded, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.paged_kv import PagedKV, cache_offsets, check_queries, find_table, load_heads, lowest_scores
 
@@ -30,7 +30,7 @@ def span_attention(q: Tensor, kv: PagedKV, begins: Tensor | None, bias: Tensor |
     """
     check_queries(q, kv)
     assert q.shape[0] == kv.num_sequences and q.shape[1] == kv.k_cache.shape[2], (q.shape, kv.k_cache.shape)
-    run = _span_attention_triton if runs_triton(q) else _span_attention_torch
+    run = kernel_or_torch(q, _span_attention_triton, _span_attention_torch)
     return run(q, kv, begins, bias)
 
 

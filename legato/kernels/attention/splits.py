@@ -17,16 +17,16 @@ def visible(context_len: Scalar, WINDOW: constexpr) -> Scalar:
 
 
 @jit
-def shortest_split_len(total: Scalar, EXTRA_SPLITS: constexpr, MIN_SPLIT_LEN: constexpr, BLOCK_N: constexpr) -> Scalar:
-    return tl.maximum(tl.cdiv(tl.cdiv(total, EXTRA_SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT_LEN)
+def shortest_split_len(total: Scalar, extra_splits: Scalar, min_split_len: Scalar, BLOCK_N: constexpr) -> Scalar:
+    return tl.maximum(tl.cdiv(tl.cdiv(total, extra_splits), BLOCK_N) * BLOCK_N, min_split_len)
 
 
 @jit
 def choose_split_len(
     context_lens: Pointer,
     num_sequences: Scalar,
-    EXTRA_SPLITS: constexpr,
-    MIN_SPLIT_LEN: constexpr,
+    extra_splits: Scalar,
+    min_split_len: Scalar,
     BLOCK_N: constexpr,
     WINDOW: constexpr,
     SCAN: constexpr,
@@ -36,7 +36,7 @@ def choose_split_len(
     for first in range(0, num_sequences, SCAN):
         i = first + tl.arange(0, SCAN)
         total += tl.sum(visible(tl.load(context_lens + i, mask=i < num_sequences, other=0), WINDOW), axis=0)
-    return shortest_split_len(total, EXTRA_SPLITS, MIN_SPLIT_LEN, BLOCK_N)
+    return shortest_split_len(total, extra_splits, min_split_len, BLOCK_N)
 
 
 @jit

@@ -110,6 +110,11 @@ class Graphs(ABC):
     def _write_padding(self, size: int) -> None:
         """Let a step be of padding only: captures run it."""
 
+    def dry_run(self, size: int) -> None:
+        """Compute a step of padding eagerly, for what it compiles."""
+        self._write_padding(size)
+        self._compute(size)
+
     def _replay(self, size: int) -> Decoded:
         replay, decoded = self._graphs[size]
         replay()

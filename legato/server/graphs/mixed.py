@@ -25,8 +25,9 @@ from legato.server.rows import Rows, RowStep, to_device
 Numbers = TypeVar("Numbers", bound=np.ndarray | torch.Tensor)
 
 MOST_CHUNKS = 64
-# Decode attention is split for full batches here. For one long sequence among few that would be far too coarse.
-LONGEST_DECODE = 4096
+# Longer contexts run eagerly. Attention is split for full batches here: too coarse for one long sequence among few, and
+# such steps keep the device busy for longer than the host needs for their launches.
+LONGEST_CONTEXT = 4096
 
 
 class MixedInputs(Generic[Numbers]):
@@ -68,7 +69,7 @@ class MixedGraphs(Graphs):
     def run(self, parts: list[RowStep]) -> Decoded | None:
         """As `DecodeGraphs.run`, of parts with decodes first. The results are those of the parts that sample."""
         num_decodes = sum(part.decode for part in parts)
-        if len(parts) - num_decodes > MOST_CHUNKS or any(part.start >= LONGEST_DECODE for part in parts[:num_decodes]):
+        if len(parts) - num_decodes > MOST_CHUNKS or any(part.start >= LONGEST_CONTEXT for part in parts):
             return None
         size = self.policy.choose(sum(part.count for part in parts))
         if size is None:

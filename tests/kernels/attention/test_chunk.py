@@ -65,7 +65,7 @@ def test_alibi_and_soft_cap_bend_the_scores(device, assert_close):
 
 @pytest.mark.parametrize("rows", [4, 50, 4000])
 def test_the_chosen_configs_equal_torch(device, assert_close, rows):
-    check_against_torch(chunks(device), assert_close, config=chunk.chunk_config(rows, 64))
+    check_against_torch(chunks(device), assert_close, config=chunk.chunk_config(rows, 1, 64))
 
 
 def test_the_output_may_be_given(device):

@@ -83,14 +83,12 @@ def test_long_chunks_go_there(hopper, monkeypatch):
         (Scoring(0.1), {"block_size": 1}),
     ],
 )
-def test_what_it_cannot_do_goes_elsewhere(monkeypatch, scoring, shape):
-    monkeypatch.setattr("legato.kernels.attention.hopper._is_hopper", lambda device: True)
+def test_what_it_cannot_do_goes_elsewhere(scoring, shape):
     queries = [40]
     case = paged_case(torch.device("cpu"), queries, [50], **({"dtype": torch.bfloat16} | shape))
     assert not suits(case.q, case.kv, scoring)
 
 
-def test_few_rows_go_elsewhere(monkeypatch):
-    monkeypatch.setattr("legato.kernels.attention.hopper._is_hopper", lambda device: True)
+def test_few_rows_go_elsewhere():
     case = paged_case(torch.device("cpu"), [4] * 8, [50] * 8, dtype=torch.bfloat16)
     assert not suits(case.q, case.kv, Scoring(0.1))

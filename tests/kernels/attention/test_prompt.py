@@ -46,3 +46,15 @@ def test_lengths_that_do_not_come_again_are_forgotten():
     for other in range(REMEMBERED):
         repeated.are_worth_a_plan([LONG + 1 + other])
     assert not repeated.are_worth_a_plan([LONG])
+
+
+def test_the_priority_of_backends_is_never_set(monkeypatch, device, randn):
+    """Once it is set, torch no longer prefers cuDNN on Hopper: what else the process computes would change."""
+
+    def refuse(order: list[int]) -> None:
+        raise AssertionError(f"priority set to {order}")
+
+    monkeypatch.setattr(torch._C, "_set_sdp_priority_order", refuse)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (randn(8, heads, 64, dtype=dtype) for heads in (4, 2, 2))
+    prompt_attention(q, k, v, [4, 4], 0.125)

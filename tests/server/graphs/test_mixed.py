@@ -79,7 +79,7 @@ def test_prefixes_that_are_in_the_cache(
     assert server.scheduler.stats.cached_tokens > 0 and server.steps_without == []
 
 
-@pytest.mark.parametrize(("limit", "most"), [("MOST_CHUNKS", 2), ("LONGEST_DECODE", 20)])
+@pytest.mark.parametrize(("limit", "most"), [("MOST_CHUNKS", 2), ("LONGEST_CONTEXT", 20)])
 def test_what_a_graph_has_no_room_for_runs_without(
     model: CausalModel,
     requests: list[GenerationRequest],

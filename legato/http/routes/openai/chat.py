@@ -62,7 +62,8 @@ class ChatRoutes:
     async def chat_tokenize(self, exchange: Exchange) -> None:
         request = await self._read(exchange)
         check_conversation(request)
-        text, tokens = await tokenize_conversation(request, self._inference, self._tooling)
+        async with self._inference.concurrency.validating(exchange.body_size, exchange.tenant):
+            text, tokens = await tokenize_conversation(request, self._inference, self._tooling)
         body = _encode(ChatTokenizeResponse(tokenize_response=tokens, templated_text=text))
         await exchange.respond(body, {"content-type": "application/json"})
 

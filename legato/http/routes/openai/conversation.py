@@ -93,7 +93,7 @@ async def read_conversation(
         text = _render(request, template, tooling, use)
         return text, validator.encode(text, add_special_tokens=False).ids
 
-    text, ids = await validator.in_thread(read)
+    text, ids = await validator.in_thread(read, _size(request))
     if not ids:
         raise InvalidRequest("the chat template makes nothing of `messages`", "messages")
     if validator.images is None:
@@ -116,7 +116,12 @@ async def tokenize_conversation(
         encoding = inference.validator.encode(text, with_offsets=True, add_special_tokens=False)
         return text, token_offsets(encoding, text)
 
-    return await inference.validator.in_thread(read)
+    return await inference.validator.in_thread(read, _size(request))
+
+
+def _size(request: ChatRequest) -> int:
+    """Characters of the texts."""
+    return sum(len(content) for message in request.messages if isinstance(content := message.get("content"), str))
 
 
 def _template(inference: Inference) -> ChatRenderer:

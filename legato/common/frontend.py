@@ -1,0 +1,95 @@
+"""Options of the HTTP side: what a request may ask for, and who may connect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from legato.common.errors import OptionError
+from legato.common.option import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions(Options):
+    """Request limits and features"""
+
+    max_best_of: int = option(2, "Maximum `best_of`.", minimum=1)
+    max_stop_sequences: int = option(4, "Maximum stop sequences per request.")
+    max_top_n_tokens: int = option(5, "Maximum `top_n_tokens`.")
+    max_client_batch_size: int = option(4, "Maximum prompts per completions request.", minimum=1)
+    max_image_fetch_size: int = option(1 << 30, "Maximum size of a fetched image, in bytes.")
+    max_image_bytes: int = option(1 << 24, "Maximum size of an image, sent or fetched, in bytes.", minimum=1)
+    max_image_pixels: int = option(1 << 24, "Maximum size of an image, in pixels.", minimum=1)
+    image_url_allow: tuple[str, ...] = option(
+        (), "Hosts from which images may be fetched, comma-separated or repeated. Default: none."
+    )
+    payload_limit: int = option(2_000_000, "Maximum size of a request body, in bytes.", minimum=1)
+    validation_workers: int = option(2, "Tokenizer threads per HTTP worker.")
+    enable_prefill_logprobs: bool = option(
+        False, "Allow requests for prompt logprobs.", no_effect="Legato always allows them", always_so=True
+    )
+    disable_grammar_support: bool = option(False, "Refuse requests with a grammar or a response format.")
+    schema_lenient: bool = option(
+        False,
+        "Ignore JSON schema keywords that cannot be enforced, with a warning. Default: such schemas are refused.",
+    )
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = option(
+        "auto", "Format of the model's tool calls. `auto` derives it from the chat template."
+    )
+    tokenizer_config_path: str | None = option(
+        None, "Path of a `tokenizer_config.json` whose chat template and special tokens replace the model's."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions(Options):
+    """HTTP"""
+
+    hostname: str = option("0.0.0.0", "IP address to listen on. Other names mean 0.0.0.0, with a warning.")
+    port: int = option(3000, "Port to listen on.", short="p", minimum=1, maximum=65535)
+    http_workers: int | None = option(
+        None,
+        "HTTP worker processes, which also tokenize and detokenize. Default: half the CPU cores, at most 8.",
+        minimum=1,
+    )
+    prometheus_port: int = option(
+        9000,
+        "Port that serves the Prometheus metrics alone, besides `/metrics` on the main port; 0 disables it. If it is"
+        " in use, the server starts without it, with a warning.",
+        minimum=0,
+        maximum=65535,
+    )
+    cors_allow_origin: tuple[str, ...] = option(
+        (), "Origins of web pages that may use the server (CORS), comma-separated or repeated. Default: any."
+    )
+    api_key: tuple[str, ...] = option(
+        (),
+        "API keys, comma-separated or repeated; requests must send one as a bearer token. Default: no authentication.",
+        secret=True,
+    )
+    api_key_file: str | None = option(
+        None,
+        "File with API keys, one per line, `#` for comments. `KEY priority=N` lets requests with that key ask for"
+        " priority N and worse ones. Default: 5 and worse, so that no key overtakes the others.",
+    )
+    ssl_certfile: str | None = option(
+        None, "TLS certificate, with its chain, in PEM format. Default: connections are not encrypted."
+    )
+    ssl_keyfile: str | None = option(
+        None, "Private key of `--ssl-certfile`, not encrypted. Default: in the same file as the certificate."
+    )
+    graceful_termination_timeout: int = option(
+        90, "Seconds that running requests get to finish after a stop signal.", short="g"
+    )
+    ngrok: bool = option(False, "Expose the server through an ngrok tunnel.", later="ngrok tunnels")
+    ngrok_authtoken: str | None = option(None, "ngrok auth token.", later="ngrok tunnels")
+    ngrok_edge: str | None = option(None, "ngrok edge.", later="ngrok tunnels")
+    usage_stats: Literal["on", "off", "no-stack"] = option(
+        "on", "TGI's usage statistics.", no_effect="Legato never sends any", always_so=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # An unset variable in a start script must not disable authentication.
+        if "api_key" in self.given and not self.api_key:
+            raise OptionError("--api-key is empty: give a key, or omit the flag to serve without authentication")

@@ -1,0 +1,53 @@
+"""A step on its way, and its figures when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from legato.scheduling.state import StepPlan, StepResult
+from legato.telemetry.metrics import StepFigures
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """What must be remembered of a step until its result is here."""
+
+    plan: StepPlan
+    sent_at: float
+    planning_time: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_preempted: int
+
+    def figures(
+        self, result: StepResult, arrived: float, gap: float, filter_time: float, num_tokens: int
+    ) -> StepFigures:
+        """`gap` is the time since the result before; `num_tokens` were handed out, which took `filter_time`."""
+        plan = self.plan
+        return StepFigures(
+            method="prefill" if plan.admitted or max(plan.num_tokens) > 1 else "decode",
+            batch_size=len(plan.rows),
+            num_admitted=len(plan.admitted),
+            inference_time=arrived - self.sent_at,
+            forward_time=result.forward_ns / 1e9,
+            decode_time=max(result.total_ns - result.forward_ns, 0) / 1e9,
+            filter_time=filter_time,
+            planning_time=self.planning_time,
+            num_tokens=num_tokens,
+            num_gaps=min(self._num_decodes(), num_tokens),
+            gap=gap,
+            num_computed=sum(plan.num_tokens),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preempted=self.num_preempted,
+            failed=result.error is not None,
+        )
+
+    def _num_decodes(self) -> int:
+        """Rows that go on with a token of the step before."""
+        plan = self.plan
+        count = plan.num_tokens.count(1)
+        if plan.admitted and count:
+            admitted = {admission.row for admission in plan.admitted}
+            count -= sum(row in admitted for row, num in zip(plan.rows, plan.num_tokens, strict=True) if num == 1)
+        return count

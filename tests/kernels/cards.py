@@ -1,0 +1,189 @@
+"""Compiles every kernel in every configuration that may be chosen for a card; needs no GPU.
+
+    python -m tests.kernels.cards 86             # all head sizes and dtypes; one card for each process
+    python -m tests.kernels.cards 86 --quick     # only what needs the most shared memory
+
+Prints a line of JSON for each compiled kernel: its name, card, shape, shared memory, and registers of a program. What
+does not compile is printed with its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+
+from legato.kernels import activation, device, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels.attention import chunk, decode, hopper, span
+from legato.kernels.device import GpuLimits
+from legato.kernels.kv_format import EIGHT_BITS
+from legato.kernels.paged_kv import PagedKV, Scoring
+from tests.kernels.hopper import Driver
+
+# Shared memory of one program, from the compute capability table of the CUDA programming guide.
+CARDS = {
+    sm: GpuLimits(sm, kib * 1024)
+    for sm, kib in ((75, 64), (80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99))
+}
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+KV_HEADS = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    head_dim: int
+    dtype: torch.dtype
+    group: int = 4
+    cache_dtype: torch.dtype | None = None
+
+    def paged(self, sequences: int) -> PagedKV:
+        keys, values = (
+            torch.zeros(4, 16, KV_HEADS, self.head_dim, dtype=self.cache_dtype or self.dtype) for _ in range(2)
+        )
+        tables = torch.zeros(sequences, 4, dtype=torch.int32)
+        return PagedKV(keys, values, tables, torch.ones(sequences, dtype=torch.int32))
+
+    def queries(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, KV_HEADS * self.group, self.head_dim, dtype=self.dtype)
+
+
+def dtypes(limits: GpuLimits) -> tuple[torch.dtype, ...]:
+    """bfloat16 needs 8.0."""
+    return (torch.float32, torch.float16, *((torch.bfloat16,) if limits.sm >= 80 else ()))
+
+
+def shapes(limits: GpuLimits, quick: bool) -> Iterator[Shape]:
+    """Every head size and dtype, Falcon's 71 query heads for one key head, and caches of 8 bits from 8.9 on."""
+    if quick:
+        yield from (Shape(128, torch.float32), Shape(256, torch.float16), Shape(128, torch.float16))
+        return
+    yield from itertools.starmap(Shape, itertools.product(HEAD_DIMS, dtypes(limits)))
+    yield from (Shape(64, dtype, group=71) for dtype in dtypes(limits))
+    if limits.sm >= 89:
+        yield from (Shape(head_dim, torch.bfloat16, 4, eight) for head_dim in (64, 128, 256) for eight in EIGHT_BITS)
+
+
+def attention_launches(shape: Shape, limits: GpuLimits, quick: bool) -> Iterator[Callable[[], Any]]:
+    scoring = Scoring(0.1)
+    for tokens in (512,) if quick else (1, 16, 512):
+        q, starts = shape.queries(tokens), torch.tensor([0, tokens], dtype=torch.int32)
+        yield partial(chunk._chunk_attention_triton, q, shape.paged(1), starts, scoring)
+    for sequences in (64,) if quick else (1, 8, 32, 64, 128, 256):  # one for each case of `decode_config`
+        yield partial(decode._decode_attention_triton, shape.queries(sequences), shape.paged(sequences), scoring)
+    if quick:
+        return
+    q = torch.zeros(2, KV_HEADS, shape.head_dim, dtype=shape.dtype)
+    yield partial(span._span_attention_triton, q, shape.paged(2), None, torch.zeros(KV_HEADS, 129))
+    tokens = 64
+    q, starts = shape.queries(tokens), torch.tensor([0, tokens], dtype=torch.int32)
+    if limits.sm == 90 and hopper.suits(q, shape.paged(1), scoring):
+        yield partial(hopper.hopper_attention, q, shape.paged(1), starts, scoring, torch.empty_like(q))
+
+
+def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[], Any]]:
+    hidden, inner = 4096, 14336
+    x, weight = torch.zeros(2, hidden, dtype=dtype), torch.ones(hidden, dtype=dtype)
+    packed = torch.zeros(2 * inner, hidden, dtype=dtype)
+    yield partial(norm._norm_triton, x, weight, None, 1e-5, False)
+    yield partial(norm._add_norm_triton, x, x.clone(), weight, weight, 1e-5, True, inplace=True)
+    yield partial(activation._gate_and_mul_triton, torch.zeros(2, 2 * inner, dtype=dtype), "gelu")
+    yield partial(sample._greedy_triton, torch.zeros(2, 128256, dtype=dtype))
+    yield partial(small_linear._small_linear_triton, x[:1], packed, None)
+    shape = Shape(128, dtype)
+    kv, places = shape.paged(2), torch.zeros(2, dtype=torch.int64)
+    projection = torch.zeros(2, 6 * KV_HEADS * 128, dtype=dtype)
+    yield partial(
+        rotary._rotary_and_store_triton,
+        projection,
+        places,
+        torch.zeros(8, 128, dtype=dtype),
+        kv.k_cache,
+        kv.v_cache,
+        places,
+    )
+    if limits.overlaps_launches and dtype.itemsize == 2:
+        for rows in (2, 16):
+            yield partial(few_linear.few_linear, torch.zeros(rows, hidden, dtype=dtype), packed)
+    for tokens in (1, 4, 20, 40, 512):
+        ids = torch.tensor([[0, 1]] * tokens)
+        yield partial(
+            grouped_linear._grouped_linear_triton,
+            torch.zeros(tokens, hidden, dtype=dtype),
+            packed.view(2, inner, hidden),
+            grouped_linear._group_rows_torch(ids, 2),
+            torch.ones(2 * tokens),
+        )
+
+
+def registers_of(cubin: bytes) -> int:
+    """Of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return max(int(word[4:]) for word in usage.stdout.split() if word.startswith("REG:"))
+
+
+def record_compiled(compiled: list[CompiledKernel]) -> None:
+    load = CompiledKernel._init_handles
+
+    def load_and_record(kernel: CompiledKernel) -> None:
+        if kernel.module is None:
+            compiled.append(kernel)
+        load(kernel)
+
+    CompiledKernel._init_handles = load_and_record
+
+
+def compile_for(sm: int, quick: bool, part: int, num_parts: int) -> None:
+    device.DEFAULT = limits = CARDS[sm]
+    Driver.get_current_target = lambda self: GPUTarget("cuda", sm, 32)  # type: ignore[method-assign]
+    driver.set_active(Driver())
+    compiled: list[CompiledKernel] = []
+    record_compiled(compiled)
+    launches = [
+        (f"{shape.head_dim} {str(shape.dtype)[6:]} group {shape.group} cache {shape.cache_dtype}", launch)
+        for shape in shapes(limits, quick)
+        for launch in attention_launches(shape, limits, quick)
+    ]
+    if not quick:
+        launches += [(str(dtype)[6:], launch) for dtype in dtypes(limits) for launch in other_launches(dtype, limits)]
+    for shape_name, launch in launches[part::num_parts]:
+        facts: dict[str, Any] = {"card": sm, "shape": shape_name}
+        try:
+            launch()
+        except Exception as error:
+            print(json.dumps(facts | {"error": f"{type(error).__name__}: {error}"[:500]}), flush=True)
+        for kernel in compiled:
+            num_registers = registers_of(kernel.asm["cubin"]) * kernel.metadata.num_warps * 32
+            facts |= {"name": kernel.name, "shared": kernel.metadata.shared, "registers": num_registers}
+            print(json.dumps(facts), flush=True)
+        compiled.clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("card", type=int, choices=CARDS)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("NUMBER", "OF"), help="for parallel runs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    compile_for(options.card, options.quick, *options.part)
+
+
+if __name__ == "__main__":
+    main()

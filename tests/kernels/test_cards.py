@@ -1,0 +1,82 @@
+"""Kernels fit the cards that are not here: compiled for them, they say how much shared memory and registers they need.
+
+`make test-cards` compiles everything; `make test` what needs the most of the cards with the least.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from legato.kernels import language
+from legato.kernels.device import AttentionTile, GpuLimits
+from tests.kernels.test_compile import run_python
+
+triton = pytest.importorskip("triton")
+
+# As in `cards.py`, which cannot be imported here: it needs Triton's compiler, and these tests its interpreter.
+SHARED_MEMORY = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+REGISTERS = 65536
+
+
+def check_card(sm: int, folder, *options: str, timeout: float = 240.0) -> None:
+    output = run_python("-m", "tests.kernels.cards", str(sm), *options, timeout=timeout, TRITON_CACHE_DIR=str(folder))
+    kernels = [json.loads(line) for line in output.splitlines()]
+    assert {kernel["name"] for kernel in kernels if "name" in kernel} >= {"_chunk_kernel", "_decode_kernel"}
+    assert [kernel for kernel in kernels if "error" in kernel] == []
+    assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[sm]] == []
+    assert [kernel for kernel in kernels if kernel["registers"] > REGISTERS] == []
+
+
+@pytest.mark.parametrize("sm", [75, 86])
+def test_attention_fits_the_smallest_cards(sm, tmp_path):
+    check_card(sm, tmp_path, "--quick")
+
+
+@pytest.mark.cards
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("sm", SHARED_MEMORY)
+def test_every_kernel_fits(sm, tmp_path):
+    check_card(sm, tmp_path, timeout=7000)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(language, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(language, "_failed", set())
+
+
+def test_a_kernel_that_does_not_fit_is_replaced_by_torch_with_one_warning(on_gpu, caplog):
+    calls = []
+
+    def kernel(x: int) -> int:
+        calls.append(x)
+        raise triton.runtime.errors.OutOfResources(262144, 101376, "shared memory")
+
+    for _ in range(3):
+        assert language.kernel_or_torch(None, kernel, lambda x: -x)(5) == -5
+    assert calls == [5]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "262144" in caplog.text and "torch" in caplog.text
+    assert not language.is_available(kernel, None)
+
+
+def test_an_error_of_the_device_is_not_hidden(on_gpu):
+    def kernel() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        language.kernel_or_torch(None, kernel, lambda: None)()
+
+
+def test_the_estimate_covers_what_triton_allocated():
+    """Bytes of compiled kernels for 8.6: rows, keys, head size, bytes of a number, stages."""
+    for shape, allocated in (
+        ((128, 128, 128, 2, 2), 131072),
+        ((64, 64, 128, 2, 2), 57600),
+        ((64, 64, 256, 2, 3), 107008),
+        ((64, 32, 128, 4, 2), 73984),
+        ((16, 32, 256, 4, 2), 84032),
+    ):
+        assert AttentionTile(*shape).shared_memory(GpuLimits(86, 101376)) >= allocated
