@@ -25,7 +25,7 @@ class GptqOptions:
     bits: int = 4
     group_size: int = 128  # -1: one group
     act_order: bool = False  # inputs with large activations first
-    sym: bool = True
+    sym: bool = False  # ranges around zero
     damping: float = 0.01  # share of the mean of the Hessian's diagonal that is added to it
 
     @property

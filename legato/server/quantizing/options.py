@@ -21,10 +21,10 @@ class QuantizeOptions(ModelOptions, LogOptions):
     group_size: int = option(
         128, "Inputs that share a scale; `-1` for all of them.", alias="groupsize", env=None, minimum=-1
     )
-    act_order: bool = option(
-        False, "Quantize inputs with large activations first: better at 2 and 3 bits, slower products.", env=None
+    act_order: bool = option(False, "Quantize inputs with large activations first: better, slower products.", env=None)
+    sym: bool = option(
+        False, "Symmetric ranges, without zeros: worse, but some kernels of other servers read nothing else.", env=None
     )
-    sym: bool = option(True, "Symmetric ranges, which most kernels expect.", env=None)
     percdamp: float = option(
         0.01, "Share of the mean of the Hessian's diagonal that is added to it.", env=None, minimum=0
     )

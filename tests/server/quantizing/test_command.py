@@ -61,9 +61,9 @@ def distance(one: Path, other: Path) -> float:
 CASES: dict[str, tuple[Callable[..., Path], list[str], float]] = {
     "llama-8-bit": (base_model, ["--bits=8", "--group-size=64"], 1e-3),
     "llama-4-bit": (base_model, ["--group-size=64"], 0.1),
-    "llama-act-order": (base_model, ["--group-size=32", "--act-order", "--no-sym"], 0.1),
-    "llama-3-bit": (base_model, ["--bits=3", "--group-size=32", "--no-sym"], 0.4),
-    "llama-one-group": (base_model, ["--group-size=-1"], 0.2),
+    "llama-act-order": (base_model, ["--group-size=32", "--act-order"], 0.1),
+    "llama-3-bit": (base_model, ["--bits=3", "--group-size=32"], 0.4),
+    "llama-one-group": (base_model, ["--group-size=-1", "--sym"], 0.2),
     "gpt2": (tiny_gpt2, ["--bits=8", "--group-size=-1"], 0.02),
     "mixtral": (tiny_mixtral, ["--bits=8", "--group-size=-1"], 0.02),
 }
