@@ -40,6 +40,7 @@ from legato.api.openai.responses import (
 )
 from legato.chat.template import TemplateError
 from legato.http.auth import OPEN_PATHS, Unauthorized
+from legato.http.pages.routes import MEDIA_TYPES
 from legato.http.routes import health
 from legato.http.routes.openai import errors as openai_errors
 from legato.http.routes.openai.errors import UnknownModel
@@ -274,7 +275,11 @@ OPERATIONS = [
         response={_JSON: DashboardData},
     ),
     Operation(
-        "get", "/pages/{name}", "A script or style sheet of the pages", response={"text/css": str}, errors=(404,)
+        "get",
+        "/pages/{name}",
+        "A script, style sheet or icon of the pages",
+        response=dict.fromkeys(MEDIA_TYPES.values(), str),
+        errors=(404,),
     ),
     Operation("get", "/api-doc/openapi.json", "This documentation", response={_JSON: dict}),
 ]

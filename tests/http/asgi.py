@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp, Message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from legato.api.dashboard import BlockUse, DashboardData, Distribution
 from legato.grammar.kinds import Grammar
 from legato.http.app import create_app
 from legato.http.scheduler import Receiver
@@ -57,6 +59,33 @@ def outputs_of(text: str, finish: FinishReason = FinishReason.EOS_TOKEN, logprob
     return outputs
 
 
+DASHBOARD = DashboardData(
+    time=1.0,
+    model_id="model",
+    healthy=True,
+    restarting=False,
+    max_rows=4,
+    num_running=2,
+    num_waiting=0,
+    oldest_waiting=0.0,
+    running=[],
+    waiting=[],
+    blocks=BlockUse(block_size=16, total=9, running=4, cached=2, free=3),
+    steps=[],
+    generated_tokens=5,
+    prompt_tokens=7,
+    cached_tokens=0,
+    preemptions=0,
+    requests=2,
+    successes=0,
+    failures={},
+    restarts={},
+    replayed_requests=0,
+    time_to_first_token=Distribution(bounds=[1.0], counts=[1, 0]),
+    inter_token=Distribution(bounds=[1.0], counts=[4, 0]),
+)
+
+
 @dataclass
 class FakeBackend:
     """Says what it was told to say, one output per turn of the event loop, to whoever asks."""
@@ -99,7 +128,7 @@ class FakeBackend:
             task.cancel()
 
     async def observe(self) -> bytes:
-        return b'{"num_running":2}'
+        return msgspec.json.encode(DASHBOARD)
 
     async def prepare(self, grammar: Grammar) -> None:
         self.prepared.append(grammar)
