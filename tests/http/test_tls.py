@@ -109,8 +109,10 @@ def test_whoever_does_not_speak_tls_is_left_and_costs_one_line_of_log(
                 connection.sendall(said)
                 assert b"HTTP" not in _rest(connection)
         until(lambda: not server.server._arriving, "nobody is on the way")
-    (said_once,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "handshake" in said_once
+    # Only what servers say: other tests of this process may have left something that warns when it is collected.
+    ours = [record for record in caplog.records if record.name.startswith("legato.") or "SSL" in record.getMessage()]
+    warnings = [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "handshake" in warnings[0], warnings
 
 
 def _rest(connection: socket.socket) -> bytes:
