@@ -76,7 +76,7 @@ unit-processes: setup
 test-models: setup ## the tests that need real weights, fetched once
 	$(BIN)/pytest -m weights
 
-test-shards: setup ## every architecture and variant in two shards
+test-shards: setup ## every architecture and variant in two shards, some in four
 	$(BIN)/pytest -m shards tests/models
 
 test-pages: setup ## the pages in headless Chromium, with screenshots

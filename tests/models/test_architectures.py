@@ -144,8 +144,12 @@ CASES = [
 
 
 def marks(case: Case, world_size: int) -> list[pytest.MarkDecorator]:
-    """Variants are cut like the model that they are variants of: two shards of every one are for `make test-shards`."""
-    return [pytest.mark.shards] if world_size == 2 and case.shards == (2,) else []
+    """Variants are cut like the model that they are variants of: two shards of every one are for `make test-shards`.
+
+    So are four shards, but for one architecture.
+    """
+    is_variant = world_size == 2 and case.shards == (2,)
+    return [pytest.mark.shards] if is_variant or (world_size == 4 and case.name != "llama") else []
 
 
 @pytest.mark.parametrize(
