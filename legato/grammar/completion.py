@@ -69,7 +69,9 @@ class JsonTokens:
         # Plain text: does not end a string and needs no escape.
         plain = bits_of([i for i, d in tokens.items() if _QUOTE not in d and _BACKSLASH not in d], trie.num_words)
         self.content = plain & _allowed_in_strings(trie)
-        self.samples = sorted(ids_of(self.content), key=lambda i: len(tokens[i]))  # by length
+        # Without parts of characters, which demand more tokens before a string may end.
+        self.whole = self.content & bits_of([i for i, d in tokens.items() if _is_text(d)], trie.num_words)
+        self.samples = sorted(ids_of(self.whole), key=lambda i: len(tokens[i]))  # by length
         longest_first = sorted(tokens, key=lambda i: -len(tokens[i]))
         by_text = {data: i for i, data in sorted(tokens.items(), reverse=True)}
         self.ends_of_values = [i for i in longest_first if not tokens[i].strip(b"]}")]
@@ -207,26 +209,34 @@ class JsonCompletion:
             return
         spare = self._left + self._extra - 1 - len(self._known)
         doubtful = matcher.mask & ~self._tokens.eos
-        if spare >= _SLACK and self._plain_tokens_fit(matcher, matcher.mask & self._tokens.content):
+        plain = self._plain_text_that_fits(matcher, matcher.mask & self._tokens.content, spare) if spare >= 0 else None
+        if plain is not None:
             doubtful &= ~self._tokens.content
+            matcher.mask &= plain | ~self._tokens.content
         fitting = self._fitting(ids_of(doubtful)[:_MAX_TESTED], matcher) if spare >= 0 else []
         matcher.mask &= ~doubtful
         matcher.mask |= bits_of([*fitting, self._known[0]], len(matcher.mask))
 
-    def _plain_tokens_fit(self, matcher: Matcher, plain: Bitmask) -> bool:
-        """Whether any plain text leaves the completion as it is, or nearly. Tested on samples where there are too many
-        tokens to test each."""
+    def _plain_text_that_fits(self, matcher: Matcher, plain: Bitmask, spare: int) -> Bitmask | None:
+        """The tokens of plain text after which a completion fits, tested on samples because there are too many to test
+        each. None where samples do not tell: then each has to be tested."""
         is_free = np.array_equal(plain, self._tokens.content)
         self._lengths = (self._lengths or {}) if is_free else None
         token_ids = self._tokens.samples if is_free else ids_of(plain)
-        if not is_free and len(token_ids) <= _MAX_TESTED // 4:
-            return False
-        for token_id in token_ids[:: 1 + len(token_ids) // _NUM_SAMPLES]:
-            ahead = matcher.position.deep_copy()
-            if not ahead.consume_token(token_id) or not _tail(ahead, self._known, len(self._known) + _SLACK):
-                self._lengths = None
-                return False
-        return True
+        if not is_free and (spare < _SLACK or len(token_ids) <= _MAX_TESTED // 4):
+            return None
+        samples = token_ids[:: 1 + len(token_ids) // _NUM_SAMPLES]
+        fit = [self._fits(token_id, matcher, min(spare, _SLACK)) for token_id in samples]
+        if all(fit):
+            return plain if spare >= _SLACK else self._tokens.whole
+        if is_free and spare < _SLACK and not any(fit):
+            return np.zeros_like(plain)
+        self._lengths = None
+        return None
+
+    def _fits(self, token_id: int, matcher: Matcher, slack: int) -> bool:
+        ahead = matcher.position.deep_copy()
+        return ahead.consume_token(token_id) and _tail(ahead, self._known, len(self._known) + slack) is not None
 
     def _fitting(self, token_ids: list[int], matcher: Matcher) -> list[int]:
         most, searches = self._left + self._extra - 1, _MAX_SEARCHES
@@ -243,6 +253,14 @@ class JsonCompletion:
                 searches -= 1 if found is not None else _FAILED_SEARCH
             lengths[token_id] = math.inf if found is None else len(found)
         return [token_id for token_id in token_ids if lengths[token_id] <= most]
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _tail(position: LLMatcher, known: Sequence[int], most: int) -> list[int] | None:
