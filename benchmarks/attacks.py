@@ -160,9 +160,25 @@ def long_prompts(port: int, stop: Event) -> None:
     _ask_again_and_again(port, stop, request, pause=0.3)
 
 
+def slow_readers(port: int, stop: Event) -> None:
+    """32 streams of which a byte a second is read, with a key."""
+    request = generate_stream("a slow reader", 1000).replace(b"\r\n", b"\r\n" + KEY, 1)
+    streams: list[socket.socket] = []
+    while not stop.is_set():
+        for stream in list(streams):
+            try:
+                stream.recv(1)
+            except OSError:  # it was cut off
+                streams.remove(stream)
+        while len(streams) < 32:
+            streams.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+            streams[-1].sendall(request)
+        stop.wait(1.0)
+
+
 ATTACKS: list[Attack] = [
     endless_headers, endless_url, slow_headers, slow_bodies, garbage, connections, pipelined, many_tools, flood,
-    long_prompts,
+    long_prompts, slow_readers,
 ]  # fmt: skip
 
 

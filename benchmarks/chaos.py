@@ -10,115 +10,27 @@ anything behind.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.processes import HOST, launched, leave_nothing_behind
+from benchmarks.mixed_load import OPTIONS, REQUEST_SECONDS, Reply, Server, ask, expected_replies, requests, until
+from benchmarks.processes import launched, leave_nothing_behind
 from legato.benchmark.report import environment, percentile
 
 HANG_TIMEOUT = 3.0
 # What a restart may take, besides --hang-timeout: far more than it should.
 READY_SECONDS = 60.0
-REQUEST_SECONDS = 180.0
-NUM_WORKERS = 2
-MAX_NEW_TOKENS = 48
-OPTIONS = (
-    f"--http-workers={NUM_WORKERS}",
-    f"--hang-timeout={HANG_TIMEOUT:g}",
-    "--max-restarts=1000000",
-    "--max-best-of=4",
-    "--logger-level=error",
-)
-PROMPTS = [f"The number {number} is known for" for number in range(3)]
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer", "minimum": 1}},
-    "required": ["name", "age"],
-}
-
-
-def generate(prompt: str, **parameters: Any) -> tuple[str, dict[str, Any]]:
-    return "/generate_stream", {"inputs": prompt, "parameters": {"max_new_tokens": MAX_NEW_TOKENS, **parameters}}
-
-
-def requests() -> list[tuple[str, dict[str, Any]]]:
-    """One of each kind for every prompt."""
-    found = []
-    for seed, prompt in enumerate(PROMPTS):
-        sampled = {"do_sample": True, "temperature": 0.8, "seed": seed}
-        several = {"prompt": prompt, "max_tokens": MAX_NEW_TOKENS, "n": 2, "temperature": 0.8, "seed": seed}
-        messages = [{"role": "user", "content": prompt}]
-        chat = {"messages": messages, "max_tokens": MAX_NEW_TOKENS, "stream": True, "logprobs": True}
-        found += [
-            generate(prompt),
-            generate(prompt, **sampled, repetition_penalty=1.2, frequency_penalty=0.2),
-            generate(prompt, top_n_tokens=3, decoder_input_details=False),
-            generate(prompt, grammar={"type": "json", "value": SCHEMA}),
-            generate(prompt, stop=["the the", "\n\n\n"]),
-            ("/v1/completions", several),
-            ("/v1/chat/completions", chat),
-        ]
-    return found
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The texts of all choices, a typed error, or neither if the connection broke off."""
-
-    texts: tuple[str, ...] = ()
-    error_type: str | None = None
-    broke_off: bool = False
-    refused: bool = False
-
-
-def ask(port: int, path: str, body: dict[str, Any]) -> Reply:
-    connection = http.client.HTTPConnection(HOST, port, timeout=REQUEST_SECONDS)
-    try:
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        data = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        if isinstance(error, TimeoutError):
-            raise
-        return Reply(broke_off=True, refused=isinstance(error, ConnectionRefusedError))
-    finally:
-        connection.close()
-    if response.getheader("content-type", "").startswith("text/event-stream"):
-        return read_events(data)
-    answer = json.loads(data)
-    if "error_type" in answer:
-        return Reply(error_type=answer["error_type"])
-    return Reply(tuple(choice["text"] for choice in answer["choices"]))
-
-
-def read_events(data: bytes) -> Reply:
-    events = [line[5:].strip() for line in data.split(b"\n") if line.startswith(b"data:")]
-    parsed = [json.loads(event) for event in events if event != b"[DONE]"]
-    if not parsed:
-        return Reply(broke_off=True)
-    last = parsed[-1]
-    if "error_type" in last:
-        return Reply(error_type=last["error_type"])
-    if "token" in last:  # TGI's stream: the last event has the whole text, which must be that of the tokens
-        text = last["generated_text"]
-        return Reply(broke_off=True) if text is None else Reply((text,))
-    if b"[DONE]" not in events:
-        return Reply(broke_off=True)
-    return Reply(("".join(event["choices"][0]["delta"].get("content") or "" for event in parsed if event["choices"]),))
 
 
 @dataclass
@@ -168,59 +80,6 @@ class Load:
         self._stopping.set()
 
 
-class Server:
-    def __init__(self, port: int, launcher: subprocess.Popen[bytes]) -> None:
-        self.port = port
-        self._launcher = psutil.Process(launcher.pid)
-
-    def processes(self) -> dict[str, list[psutil.Process]]:
-        found: dict[str, list[psutil.Process]] = {"shard": [], "router": [], "worker": []}
-        for child in self._launcher.children(recursive=True):
-            try:
-                words = child.cmdline()
-                if child.status() == psutil.STATUS_ZOMBIE:
-                    continue
-            except psutil.NoSuchProcess:
-                continue
-            if "serve" in words:
-                found["shard"].append(child)
-            elif "legato.http.worker" in words:
-                found["worker"].append(child)
-            elif any(word.startswith("--master-shard-uds-path") for word in words):
-                found["router"].append(child)
-        return found
-
-    def is_ready(self) -> bool:
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=2)
-        try:
-            connection.request("GET", "/readyz")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
-
-    def is_complete(self) -> bool:
-        found = self.processes()
-        return bool(found["shard"] and found["router"]) and len(found["worker"]) == NUM_WORKERS and self.is_ready()
-
-    def memory_mb(self) -> dict[str, float]:
-        found = self.processes()
-        return {
-            "launcher": self._launcher.memory_info().rss / 1e6,
-            **{role: sum(each.memory_info().rss for each in members) / 1e6 for role, members in found.items()},
-        }
-
-
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def hit(server: Server, load: Load, number: signal.Signals, rng: random.Random) -> dict[str, Any]:
     """Signal a random process and wait until another has its place. Seconds are None if that never happened."""
     role = rng.choice(["shard", "shard", "router", "worker"])
@@ -264,14 +123,12 @@ def summary(hits: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(options.seed)
-    model = [f"--model-id={options.model_id}"] if options.model_id else []
-    with launched(*OPTIONS, *model, *options.extra) as (port, launcher):
+    words = [*OPTIONS, f"--hang-timeout={HANG_TIMEOUT:g}", "--max-restarts=1000000"]
+    words += [f"--model-id={options.model_id}"] if options.model_id else []
+    with launched(*words, *options.extra) as (port, launcher):
         server = Server(port, launcher)
         asked = requests()
-        # Twice: what differs without any fault, because sums depend on the neighbours, is not the faults' doing.
-        with ThreadPoolExecutor(options.clients) as pool:
-            replies = list(pool.map(lambda each: ask(port, *each), asked * 2))
-        expected = {number: {replies[number], replies[number + len(asked)]} for number in range(len(asked))}
+        expected = expected_replies(port, asked, options.clients)
         unstable = sum(len(each) > 1 for each in expected.values())
         print(f"{len(asked)} requests, {unstable} of which differ without faults", file=sys.stderr, flush=True)
         load = Load(port, expected, asked)

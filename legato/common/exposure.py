@@ -27,7 +27,7 @@ def exposure_warnings(options: HttpOptions) -> list[str]:
     if options.api_key or options.api_key_file is not None:
         return []
     warnings = []
-    if not _is_loopback(options.hostname):
+    if not is_loopback(options.hostname):
         warnings.append(
             f"There is no API key: whoever reaches {options.hostname} port {options.port} can use this server;"
             " give --api-key-file, or listen on this machine alone with --hostname 127.0.0.1"
@@ -62,8 +62,10 @@ def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | N
     return context
 
 
-def _is_loopback(hostname: str) -> bool:
+def is_loopback(hostname: str) -> bool:
     try:
-        return ipaddress.ip_address(hostname).is_loopback
+        address = ipaddress.ip_address(hostname)
     except ValueError:
         return hostname == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return address.is_loopback or (mapped is not None and mapped.is_loopback)

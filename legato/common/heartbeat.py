@@ -1,7 +1,8 @@
-"""A socket pair between the launcher and a child: the child shows every second that its event loop runs, and hears how
-far the start of the other processes has come.
+"""A socket pair between the launcher and a child. The launcher names the child's end in a variable; without it nobody
+watches and nobody tells.
 
-The launcher names the child's end in a variable. Without the variable nobody watches and nobody tells.
+The router shows every second that its event loop runs, and hears how far the start of the shards has come. A shard
+shows that it gets on while it loads and warms up, and says when that is done: then the router watches its steps.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
 VARIABLE = "LEGATO_HEARTBEAT_FD"
 BEAT_SECONDS = 1.0
 BEAT = b"\n"
+DONE = "done"
 
 
 async def send_heartbeats(on_stage: Callable[[str, float], None]) -> None:
@@ -34,6 +37,33 @@ async def send_heartbeats(on_stage: Callable[[str, float], None]) -> None:
         return
     finally:
         loop.remove_reader(fd)
+
+
+class LoadingReports:
+    """A shard's. `advance` may be called for every tensor: a beat a second is sent at most."""
+
+    def __init__(self) -> None:
+        self._fd = int(os.environ.pop(VARIABLE, "-1"))
+        self._sent_at = -BEAT_SECONDS
+        if self._fd >= 0:
+            os.set_blocking(self._fd, False)
+
+    def advance(self) -> None:
+        """Something was loaded, computed or compiled."""
+        now = time.monotonic()
+        if now - self._sent_at >= BEAT_SECONDS:
+            self._sent_at = now
+            self._send(BEAT)
+
+    def done(self) -> None:
+        """Until the next `advance` nothing is loaded."""
+        self._sent_at = -BEAT_SECONDS
+        self._send(DONE.encode() + BEAT)
+
+    def _send(self, line: bytes) -> None:
+        if self._fd >= 0:
+            with suppress(BlockingIOError, BrokenPipeError):
+                os.write(self._fd, line)
 
 
 def stage_line(stage: str, progress: float) -> bytes:

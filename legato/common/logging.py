@@ -93,10 +93,10 @@ def parse(line: str) -> logging.LogRecord | None:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Ignores a closed stream: there is nowhere to report it."""
+    """Ignores a closed stream and a full disk: there is nowhere to report it, and the program goes on."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exception(), BrokenPipeError):
+        if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
 

@@ -269,6 +269,12 @@ class LauncherOptions(
         "Unix socket path prefix of the shards; each appends `-RANK`. Unless the option is given, the sockets are in a"
         " new folder that only this user can enter.",
     )
+    load_timeout: float = option(
+        600.0,
+        "Seconds without progress (no tensor loaded, no step of warm-up finished) after which a shard that starts is"
+        " killed and started again. 0 sets no limit.",
+        minimum=0.0,
+    )
     env: bool = option(False, "Print the environment (versions, platform, GPUs) and exit.", env=None, short="e")
 
 

@@ -133,7 +133,7 @@ class Endpoint:
 
 def _routes(inference: Inference) -> list[Route]:
     settings, scheduler = inference.settings, inference.scheduler
-    generate, health = GenerateRoutes(inference), HealthRoutes(scheduler)
+    generate, health = GenerateRoutes(inference), HealthRoutes(scheduler, has_keys=bool(settings.api_keys))
     names = TokenNames(inference.tokenizer, inference.vocabulary)
     completions, chat, models = CompletionRoutes(inference, names), ChatRoutes(inference, names), ModelRoutes(settings)
     info = msgspec.json.encode(_info(settings, scheduler.limits))

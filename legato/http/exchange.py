@@ -14,6 +14,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from legato.api.errors import ClientGone, CompressedBody, InvalidRequest, MalformedBody, PayloadTooLarge
+from legato.common.exposure import is_loopback
 
 if TYPE_CHECKING:
     from legato.http.telemetry.tracing import RequestTrace
@@ -32,6 +33,8 @@ TENANT = "legato.tenant"
 ROUTE = "legato.route"
 # ... and the trace that the request belongs to, if it is traced.
 TRACE = "legato.trace"
+# Headers of requests that a web page or a proxy sends for somebody else.
+INDIRECT = frozenset({b"origin", b"forwarded", b"x-forwarded-for"})
 # Seconds for a client to take what is sent to it. A write waits only when a few hundred kilobytes are on the way.
 WRITE_PATIENCE = 60.0
 # Characters of what a client sent that an error repeats.
@@ -116,6 +119,13 @@ class Exchange:
         self.body_size = 0
         # Since when something is being written; None while nothing is.
         self._writing_since: float | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """A program on this machine sent it: not a web page in a browser there, and not a proxy."""
+        client = self._scope.get("client")
+        names = {name for name, _ in self._scope["headers"]}
+        return client is not None and is_loopback(client[0]) and not names & INDIRECT
 
     async def json(self, decoder: msgspec.json.Decoder[T], limit: int) -> T:
         """The request's body. No content type is asked for: curl's default says form data."""

@@ -58,6 +58,7 @@ _TOO_LONG = "The request took longer than 60 seconds (--request-timeout)"
 _ERRORS = {
     400: ("The body is not JSON", "validation", "Failed to parse the request body as JSON: ..."),
     401: ("No API key, or a wrong one", "unauthorized", "The API key is not valid"),
+    403: ("The server has no API keys, and another machine asks", "unauthorized", str(health.LocalOnly())),
     404: ("No such file", "not_found", "There is no such file"),
     413: ("The body is too large", "validation", "The request body is larger than the limit of 2000000 bytes"),
     415: ("The body is compressed", "validation", str(CompressedBody("gzip"))),
@@ -259,8 +260,10 @@ OPERATIONS = [
         "post",
         "/drain",
         "Admit no more requests",
-        "Running requests finish; new ones get 503. The server stays up until it is stopped.",
+        "Running requests finish; new ones get 503. The server stays up until it is stopped. Without API keys only"
+        " programs on the server's machine may ask for it.",
         response={_JSON: health.DrainResponse},
+        errors=(403,),
     ),
     Operation("get", "/info", "The model and the limits of this server", response={_JSON: Info}),
     Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": str}),

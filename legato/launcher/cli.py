@@ -66,6 +66,7 @@ async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str])
             plan,
             options.max_restarts,
             options.hang_timeout,
+            options.load_timeout,
             remove_sockets=lambda: endpoints.remove_sockets(sockets),
             startup=lambda tell: _log_startup(options, sockets, tell),
             ready_again=lambda tell: _log_restart(options, sockets, tell),

@@ -53,7 +53,7 @@ def _shard(options: LauncherOptions, rank: int, world_size: int, environ: dict[s
         "MASTER_ADDR": options.master_addr,
         "MASTER_PORT": str(options.master_port),
     }
-    return ProcessCommand(f"shard-{rank}", words, _with_huge_pages(environ) | ranks)
+    return ProcessCommand(f"shard-{rank}", words, _with_huge_pages(environ) | ranks, beats=True, loads=True)
 
 
 def _with_huge_pages(environ: dict[str, str]) -> dict[str, str]:

@@ -52,6 +52,8 @@ class ProcessCommand:
     shows_stderr: bool = False
     # Whether it sends heartbeats (`common/heartbeat.py`).
     beats: bool = False
+    # Whether it has to show progress from its start until it says that it is done.
+    loads: bool = False
 
 
 class Child:
@@ -61,8 +63,11 @@ class Child:
         self.name = command.name
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.stderr: deque[str] = deque(maxlen=KEPT_LINES)
-        # When it last gave a sign of life; None before the first.
-        self.beat_at: float | None = None
+        # When it last gave a sign of life; None before the first, and while it need not give any.
+        self.beat_at: float | None = time.monotonic() if command.loads else None
+        # Whether it was done with loading once, and why it was killed if it hung.
+        self.has_loaded = False
+        self._hung: str | None = None
         ours, theirs = socket.socketpair() if command.beats else (None, None)
         heartbeat = {} if theirs is None else {heartbeats.VARIABLE: str(theirs.fileno())}
         try:
@@ -109,6 +114,15 @@ class Child:
             with suppress(OSError):
                 os.write(self._heart.fileno(), heartbeats.stage_line(stage, progress))
 
+    def kill_hung(self, why: str) -> None:
+        self._hung = why
+        logger.error("%s is hung: %s", self.name, why)
+        self.kill()
+
+    @property
+    def is_hung(self) -> bool:
+        return self._hung is not None
+
     def terminate(self) -> None:
         """Send SIGTERM to the process, which stops its own children."""
         if self.is_running:
@@ -122,7 +136,9 @@ class Child:
     def describe_exit(self) -> str:
         """`shard-0 exited with code 1: the last line it wrote to stderr`"""
         code = self.exited.result()
-        if code < 0:
+        if self._hung is not None:
+            how = f"was hung and killed: {self._hung}"
+        elif code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
             how += ", perhaps because memory ran out" if -code == signal.SIGKILL else ""
         else:
@@ -149,6 +165,8 @@ class Child:
 
     def _take_beat(self, line: str) -> None:
         self.beat_at = time.monotonic()
+        if line == heartbeats.DONE:
+            self.beat_at, self.has_loaded = None, True
 
     def _take_stderr(self, line: str) -> None:
         self.stderr.append(line)

@@ -5,8 +5,8 @@
     the router      is started again; the shards keep their weights, and clients have to ask again
     ends
 
-Until the server was ready for the first time, a failure ends it: wrong options and broken files do not go away. So does
-a failure beyond `--max-restarts`.
+Until the server was ready for the first time, a failure ends it: wrong options and broken files do not go away. A shard
+that hangs while it loads may. A failure beyond `--max-restarts` ends the server, too.
 """
 
 from __future__ import annotations
@@ -90,12 +90,14 @@ class ServerProcesses:
         plan: LaunchPlan,
         max_restarts: int,
         hang_timeout: float,
+        load_timeout: float,
         remove_sockets: Callable[[], None],
         startup: Callable[[Tell], Awaitable[None]],
         ready_again: Callable[[Tell], Awaitable[None]],
     ) -> None:
         self._supervisor = supervisor
         self._hang_timeout = hang_timeout
+        self._load_timeout = load_timeout
         self._startup = startup
         self._ready_again = ready_again
         self._was_ready = False
@@ -124,7 +126,9 @@ class ServerProcesses:
         """Restart a group whenever one of its processes ends. Returns the process that ended for good."""
         while True:
             dead = await group.first_exit()
-            is_final = not self._was_ready or dead.exited.result() == EXIT_NO_RESTART
+            # A router that warms up shards for the first time ends with them.
+            may_restart = self._was_ready or (dead.is_hung and not dead.has_loaded)
+            is_final = not may_restart or dead.exited.result() == EXIT_NO_RESTART
             if is_final or not await group.restart(dead):
                 return dead
             readiness = asyncio.ensure_future(self._log_ready(group))
@@ -140,7 +144,8 @@ class ServerProcesses:
             child.tell(stage, progress)
 
     async def _watch_heartbeats(self) -> None:
-        """Kill a process whose event loop has stopped. Shards are watched by the router, which sees their steps."""
+        """Kill a router whose event loop has stopped, and a shard that gets nowhere while it loads. Shards that have
+        loaded are watched by the router, which sees their steps."""
         checked_at = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
@@ -148,16 +153,25 @@ class ServerProcesses:
             was_late, checked_at = now - checked_at > 2 * BEAT_SECONDS, now
             if was_late:  # we were stopped ourselves: beats may be waiting for us
                 continue
-            for child in self.router.children:
-                if child.is_running and child.beat_at is not None and now - child.beat_at > self._hang_timeout:
-                    logger.error("%s is hung: no heartbeat for %g s (--hang-timeout)", child.name, self._hang_timeout)
-                    child.kill()
+            for child in silent(self.router.children, now - self._hang_timeout):
+                child.kill_hung(f"no heartbeat for {self._hang_timeout:g} s (--hang-timeout)")
+            if self._load_timeout:
+                # One of several is enough, the one that stopped first: the others wait for it, and end with it.
+                for child in silent(self.shards.children, now - self._load_timeout)[:1]:
+                    doing = "warming up" if child.has_loaded else "loading"
+                    child.kill_hung(f"no progress in {doing} for {self._load_timeout:g} s (--load-timeout)")
 
     async def _log_ready(self, group: ProcessGroup) -> None:
         started = time.monotonic()
         await self._ready_again(self._tell)
         group.is_ready = True
         logger.info("Ready again %.1f s after a restart of %s", time.monotonic() - started, group.name)
+
+
+def silent(children: Sequence[Child], since: float) -> list[Child]:
+    """Those that should have given a sign of life since then and have not, the most silent first."""
+    beats = [(child.beat_at, child) for child in children if child.is_running and child.beat_at is not None]
+    return [child for beat_at, child in sorted(beats, key=lambda each: each[0]) if beat_at < since]
 
 
 def first_cause(ended: Sequence[Child]) -> Child:

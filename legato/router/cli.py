@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 import sys
 import time
 from collections.abc import Mapping
@@ -58,17 +59,19 @@ def run(options: RouterOptions) -> None:
     # Before anything slow: a port in use ends at once.
     listeners = Listeners(options.hostname, options.port, num_workers(options))
     api_keys = read_keys(options.api_key, options.api_key_file)
-    tls_context(options.ssl_certfile, options.ssl_keyfile)  # the workers read the files again
+    tls = tls_context(options.ssl_certfile, options.ssl_keyfile)  # the workers read the files again
     for warning in (*command_line_warnings(), *exposure_warnings(options)):
         logger.warning(warning)
     import uvloop
 
-    uvloop.run(serve(options, listeners, api_keys))
+    uvloop.run(serve(options, listeners, api_keys, tls))
 
 
-async def serve(options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int]) -> None:
+async def serve(
+    options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int], tls: ssl.SSLContext | None
+) -> None:
     workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
-    startup = StartupResponder()
+    startup = StartupResponder(tls)
     heartbeat = asyncio.create_task(send_heartbeats(startup.enter))
     try:
         await startup.open(listeners)

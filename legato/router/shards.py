@@ -1,7 +1,7 @@
 """The shards behind their sockets: every plan goes to all of them, the answers of the first are used.
 
 All shards of a model compute the same step and sample the same token from the same gathered logits, so one answer is
-as good as another; the others are read all the same, because one that falls silent has failed.
+as good as another; the others are read and compared (`answers.py`): one that differs or falls silent has failed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from legato.grammar.wire import grammar_type
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.pb import pack_token_ids
+from legato.router.answers import StepAnswers
 from legato.router.peer import PeerProcess
 from legato.scheduling.state import Admission, StepPlan, StepResult
 
@@ -39,7 +40,7 @@ CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_se
 
 
 class ShardsLost(LegatoError):
-    """A shard ended or cannot be reached."""
+    """A shard ended, cannot be reached, or answers what nobody asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class GrpcShards:
         self._processes = processes
         self._stubs = [_stub(channel) for channel in channels]
         self._outboxes: list[asyncio.Queue[pb.StepRequest]] = []
+        self._answers = StepAnswers(len(channels))
 
     @classmethod
     async def connect(
@@ -156,15 +158,17 @@ class GrpcShards:
     def send(self, plan: StepPlan) -> None:
         """Hand a plan to every shard without waiting for any."""
         request = _to_pb(plan)
+        self._answers.ask(plan.id)
         for outbox in self._outboxes:
             outbox.put_nowait(request)
 
     async def run(self, on_result: Callable[[StepResult], None]) -> None:
         """Keep the streams open and report every result, in order, until a shard is lost."""
         self._outboxes = [asyncio.Queue() for _ in self._stubs]
+        self._answers = StepAnswers(len(self._stubs))
         streams = [stub.Tokens(_drain(box)) for stub, box in zip(self._stubs, self._outboxes, strict=True)]
         readers = [
-            asyncio.ensure_future(_read(rank, stream, on_result if rank == 0 else None))
+            asyncio.ensure_future(_read(rank, stream, self._answers, on_result if rank == 0 else None))
             for rank, stream in enumerate(streams)
         ]
         try:
@@ -221,11 +225,16 @@ async def _until_ready(stub: pb_grpc.TextGenerationServiceStub, path: str, hang_
 
 
 async def _read(
-    rank: int, stream: AsyncIterator[pb.StepResponse], on_result: Callable[[StepResult], None] | None
+    rank: int,
+    stream: AsyncIterator[pb.StepResponse],
+    answers: StepAnswers,
+    on_result: Callable[[StepResult], None] | None,
 ) -> None:
     """Never returns: a stream ends only when its shard does."""
     try:
         async for response in stream:
+            if (problem := answers.problem(rank, response)) is not None:
+                raise ShardsLost(problem)
             if on_result is not None:
                 on_result(_from_pb(response))
     except grpc.aio.AioRpcError as error:

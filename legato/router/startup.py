@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 from contextlib import suppress
 
 from legato.router.listening import Listeners
@@ -22,7 +23,9 @@ MAX_CONNECTIONS = 256
 
 
 class StartupResponder:
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` where the workers will speak it."""
+        self._tls = tls
         self._stage, self._progress = "starting", 0.0
         self._server: asyncio.Server | None = None
         self._num_connections = 0
@@ -32,7 +35,15 @@ class StartupResponder:
         self._stage, self._progress = stage, progress
 
     async def open(self, listeners: Listeners) -> None:
-        self._server = await asyncio.start_server(self._respond, sock=listeners.listen_first(), limit=MAX_REQUEST)
+        handshake = None if self._tls is None else REQUEST_SECONDS
+        self._server = await asyncio.start_server(
+            self._respond,
+            sock=listeners.listen_first(),
+            limit=MAX_REQUEST,
+            ssl=self._tls,
+            ssl_handshake_timeout=handshake,
+            ssl_shutdown_timeout=handshake,
+        )
 
     def close(self) -> None:
         """From now on connections wait for the workers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -36,16 +36,20 @@ class LoadedModel:
     shard: Shard = field(default_factory=Shard)
 
 
-def load(files: ModelFiles, options: ServerOptions) -> LoadedModel:
-    """Cheap checks first: a wrong configuration or flag ends in milliseconds, not after the weights are read."""
+def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] = lambda: None) -> LoadedModel:
+    """Cheap checks first: a wrong configuration or flag ends in milliseconds, not after the weights are read. `advance`
+    is called for every tensor."""
     with _naming(files):
         config = _config(files, options)
         enable_triton(not options.disable_custom_kernels)
         device = choose_device(options.device, options.rank, options.world_size)
         dtype = choose_dtype(options.dtype, files.config(), device)
+        advance()
         shard = join(options, device)
+        advance()
         started = time.perf_counter()
-        progress = LoadProgress(FINE_STEP if options.json_output else STEP) if options.load_format == "auto" else None
+        step = FINE_STEP if options.json_output else STEP
+        progress = LoadProgress(step, advance) if options.load_format == "auto" else None
         dummy = options.load_format == "dummy"
         trusted = options.trust_remote_code
         model = get_model(
@@ -106,13 +110,15 @@ def choose_dtype(name: str | None, config: dict[str, object], device: torch.devi
 
 
 class LoadProgress:
-    """Logs a line for every `step` percent of the weights."""
+    """Logs a line for every `step` percent of the weights, and calls `advance` for every tensor."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, advance: Callable[[], None] = lambda: None) -> None:
         self._step = step
+        self._advance = advance
         self._next = step
 
     def __call__(self, done: int, total: int) -> None:
+        self._advance()
         percent = min(100, done * 100 // total) if total else 0
         if percent >= self._next:
             self._next = (percent // self._step + 1) * self._step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import grpc
@@ -40,8 +41,10 @@ class NotWarm(RequestRefused):
 
 
 class Model:
-    def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
+    def __init__(self, loaded: LoadedModel, options: ServerOptions, advance: Callable[[], None] = lambda: None) -> None:
+        """`advance` is called after every step of warm-up."""
         self.loaded = loaded
+        self._advance = advance
         self.options = options
         self.block_size = options.block_size
         self.eos_token_ids = loaded.files.eos_token_ids()
@@ -116,6 +119,7 @@ class Model:
         """Size the KV cache by the memory that is left, allocate it, and run the first steps."""
         started = time.perf_counter()
         logger.info(WARMING_UP)
+        self._advance()
         if self._engine is not None:  # a second warm-up replaces the first cache
             unfreeze_gc()
         self._engine = self._capacity = None
@@ -177,6 +181,7 @@ class Model:
         if not self._has_compiled and can_compile_ahead() and not self.options.disable_custom_kernels:
             compile_ahead(self._make_engine(WARMUP_BLOCKS, requested, requested.longest), requested)
             self._has_compiled, common = True, []
+            self._advance()
         else:
             common = list(ordinary_steps(requested))
         engine = self._make_engine(WARMUP_BLOCKS, requested, requested.longest, graphs=False)
@@ -184,6 +189,7 @@ class Model:
             engine.vision_encoder.encode_largest(requested.longest)
         for step in (full_step(requested), *common):
             engine.launch(step).read()
+            self._advance()
 
     def _make_engine(self, num_blocks: int, requested: RequestedLimits, longest: int, graphs: bool = True) -> Engine:
         cache = KVCache(self.kv_shape, num_blocks, self.block_size, self.loaded.device)
@@ -213,6 +219,7 @@ class Model:
         """One prompt, one decode and the first CUDA graphs: everything has run once before the first request."""
         self.engine.launch(first_step(capacity, self.block_size)).read()
         self.engine.launch(decode_step()).read()
+        self._advance()
         if self.engine.graphs is not None:
             self.engine.graphs.capture_first()
         if self.loaded.device.type == "cuda":

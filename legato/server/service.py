@@ -13,6 +13,7 @@ import grpc
 
 from legato.common.errors import LegatoError
 from legato.common.gc import freeze_gc
+from legato.common.heartbeat import LoadingReports
 from legato.common.options import ServerOptions
 from legato.grammar.errors import GrammarError
 from legato.grammar.wire import from_pb
@@ -46,8 +47,10 @@ class TextGenerationService(StepStreamService):
         server_urls: list[str],
         engine: ThreadPoolExecutor | None = None,
         when_warm: Callable[[], None] = lambda: None,
+        reports: LoadingReports | None = None,
     ) -> None:
         super().__init__(server_urls)
+        self._reports = reports
         self._model = model
         self._when_warm = when_warm
         # The one thread that computes, model loading included: on a CPU a second one that ever did would bring a second
@@ -81,7 +84,11 @@ class TextGenerationService(StepStreamService):
         self._warm = None
         if self._capturing is not None:
             self._capturing.cancel()
-        capacity = await self._on_engine("Warmup", lambda: self._model.warmup(request))
+        try:
+            capacity = await self._on_engine("Warmup", lambda: self._model.warmup(request))
+        finally:
+            if self._reports is not None:
+                self._reports.done()
         self._when_warm()
         self._unary = None
         if self._model.alone and self._model.engine.graphs is not None:
@@ -215,7 +222,9 @@ def _failed(step_id: int, error: Exception) -> pb.StepResponse:
 def run(files: ModelFiles, options: ServerOptions) -> None:
     """A shard as a process: load, then serve."""
     keep_freed_memory()
-    engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
-    model = engine.submit(lambda: Model(load(files, options), options)).result()
-    service = TextGenerationService(model, socket_urls(options), engine, when_warm=freeze_gc)
+    engine, reports = ThreadPoolExecutor(1, thread_name_prefix="engine"), LoadingReports()
+    reports.advance()  # torch is imported
+    model = engine.submit(lambda: Model(load(files, options, reports.advance), options, reports.advance)).result()
+    service = TextGenerationService(model, socket_urls(options), engine, when_warm=freeze_gc, reports=reports)
+    reports.done()
     asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))

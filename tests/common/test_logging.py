@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -194,10 +195,11 @@ def test_other_lines_are_not_parsed_as_records(line: str) -> None:
     assert parse(line) is None
 
 
-def test_a_closed_stream_is_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "No space left on device")])
+def test_a_closed_stream_and_a_full_disk_are_ignored(capsys: pytest.CaptureFixture[str], error: OSError) -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
-            raise BrokenPipeError
+            raise error
 
     logged(stream=Broken())
     logging.getLogger("legato").error("x")

@@ -97,6 +97,7 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "max-image-pixels": 1 << 24,
     "image-url-allow": (),
     "hang-timeout": 30.0,
+    "load-timeout": 600.0,
     "max-restarts": 10,
 }
 

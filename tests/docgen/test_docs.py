@@ -39,3 +39,22 @@ def test_targets_of_the_makefile_are_in_the_table_of_contributing() -> None:
     assert phony is not None
     listed = re.findall(r"^\| `make ([a-z-]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert set(listed) == set(phony[1].split()) - {"help"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_tests_and_commands_that_are_named_exist(document: Path) -> None:
+    text = document.read_text()
+    for file, name in re.findall(r"`(tests/[\w/.]+\.py)(?:::(\w+))?`", text):
+        assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).exists(), (file, name)
+    for module in re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= set(targets)
+
+
+def test_every_fault_has_a_row() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \|.*\| `(?:tests/|make ).*\|$", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE
+    )
+    assert [int(row) for row in rows] == [*range(1, 7), *range(30, 44), *range(49, 54)]

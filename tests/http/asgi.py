@@ -166,6 +166,7 @@ class Call:
         path: str,
         body: Iterable[bytes] = (b"",),
         headers: dict[str, str] | None = None,
+        client: str = "127.0.0.1",
     ) -> None:
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         chunks = list(body)
@@ -184,7 +185,7 @@ class Call:
             "root_path": "",
             "scheme": "http",
             "server": ("test", 80),
-            "client": ("test", 1),
+            "client": (client, 1),
             "headers": [(k.lower().encode(), v.encode()) for k, v in ({"host": "test"} | (headers or {})).items()],
         }
         self.task: asyncio.Task[None] = asyncio.create_task(app(scope, self._inbox.get, self._send))  # type: ignore[arg-type]
@@ -216,9 +217,11 @@ async def call(app: ASGIApp, method: str, path: str, **request: Any) -> Answer:
     return await Call(app, method, path, **request).answer()
 
 
-async def post(app: ASGIApp, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
+async def post(
+    app: ASGIApp, path: str, body: Any, headers: dict[str, str] | None = None, client: str = "127.0.0.1"
+) -> Answer:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return await call(app, "POST", path, body=[data], headers=headers)
+    return await call(app, "POST", path, body=[data], headers=headers, client=client)
 
 
 async def get(app: ASGIApp, path: str, headers: dict[str, str] | None = None) -> Answer:

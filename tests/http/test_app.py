@@ -265,6 +265,38 @@ def test_only_those_with_a_key_may_drain() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("client", "headers", "may"),
+    [
+        ("127.0.0.1", {}, True),
+        ("::1", {}, True),
+        ("::ffff:127.0.0.1", {}, True),
+        ("10.0.0.7", {}, False),
+        ("::ffff:10.0.0.7", {}, False),
+        ("127.0.0.1", {"x-forwarded-for": "10.0.0.7"}, False),
+        ("127.0.0.1", {"forwarded": "for=10.0.0.7"}, False),
+        ("127.0.0.1", {"origin": "http://evil.example"}, False),
+    ],
+)
+def test_without_keys_only_programs_on_this_machine_may_drain(client: str, headers: dict[str, str], may: bool) -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        answer = await post(app_for(backend), "/drain", {}, headers, client)
+        assert (answer.status, backend.draining) == ((200, True) if may else (403, False))
+
+    asyncio.run(main())
+
+
+def test_with_a_key_any_machine_may_drain() -> None:
+    async def main() -> None:
+        backend = FakeBackend()
+        headers = {"authorization": "Bearer key"}
+        assert (await post(app_for(backend, api_keys=("key",)), "/drain", {}, headers, "10.0.0.7")).status == 200
+        assert backend.draining
+
+    asyncio.run(main())
+
+
 def test_info() -> None:
     assert asyncio.run(get(app_for(version="1.2.3"), "/info")).json() == {
         "model_id": "tiny",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -100,6 +101,19 @@ def test_without_restarts_a_dead_shard_ends_the_streams_with_an_error_and_the_la
     assert server.stderr.startswith("error: shard-0 was killed by SIGKILL")
     assert server.stderr.count("\n") == 1
     assert server.leftovers() == []
+
+
+def test_files_that_are_deleted_while_it_runs_are_missed_by_a_restart_alone(tmp_path: Path, model: Path) -> None:
+    copied, folder = tmp_path / "copied", tmp_path / "server"
+    folder.mkdir()
+    shutil.copytree(model, copied)
+    with launched(folder, copied, "--fake", "--max-restarts=1") as server:
+        shutil.rmtree(copied)
+        assert server.client.generate("a", max_new_tokens=3)["generated_text"]
+        server.shard().kill()
+        assert server.wait() == 1
+        assert server.stderr.startswith("error: shard-0 exited with code 1:") and str(copied) in server.stderr
+        assert server.leftovers() == []
 
 
 def test_a_second_signal_ends_everything_now(start: Start) -> None:

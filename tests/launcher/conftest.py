@@ -60,6 +60,13 @@ journal.write(f"{name} started {os.getpid()}\\n")
 on_stop(name, behaviour)
 if behaviour == "die once" and started_before:
     sys.exit("error: no memory")
+if behaviour == "hang while it loads" and not started_before:
+    os.write(int(os.environ["LEGATO_HEARTBEAT_FD"]), b"\\n")
+    time.sleep(60)
+if behaviour == "load slowly":
+    for _ in range(8):
+        os.write(int(os.environ["LEGATO_HEARTBEAT_FD"]), b"\\n")
+        time.sleep(0.5)
 if behaviour == "crash":
     print("Traceback (most recent call last):", "  in load", "ValueError: bad weights", sep="\\n", file=sys.stderr)
     sys.exit(3)
@@ -78,6 +85,7 @@ listener.bind(flag("--uds-path") + "-" + os.environ["RANK"])
 listener.listen()
 say("WARN", "loaded", rank=0)
 print("plain words", flush=True)
+os.write(int(os.environ["LEGATO_HEARTBEAT_FD"]), b"done\\n")
 if behaviour in ("die", "die once"):
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -153,8 +153,33 @@ def test_a_router_that_dies_is_restarted_and_the_shards_are_not(launch: Launch) 
 def test_a_router_whose_heart_stops_is_replaced(launch: Launch) -> None:
     launched = launch("--hang-timeout=1", FAKE_ROUTER="hang")
     launched.until_logged("ERROR launcher: router is hung: no heartbeat for 1 s (--hang-timeout)")
-    launched.until_logged("router was killed by SIGKILL")
+    launched.until_logged("router was hung and killed: no heartbeat for 1 s (--hang-timeout): restarting the router")
     launched.until(lambda: sum("router started" in line for line in launched.journal) == 2)
+
+
+def test_a_shard_that_hangs_while_it_loads_is_started_again(launch: Launch) -> None:
+    launched = launch("--load-timeout=1", FAKE_SHARD="hang while it loads")
+    hung = "no progress in loading for 1 s (--load-timeout)"
+    launched.until_logged(f"ERROR launcher: shard-0 is hung: {hung}")
+    launched.until_logged(f"shard-0 was hung and killed: {hung}: restarting the shards in 1 s")
+    launched.until_logged("Listening on")
+    assert sum("shard-0 started" in line for line in launched.journal) == 2
+    assert sum("router started" in line for line in launched.journal) == 1
+
+
+def test_a_shard_that_always_hangs_while_it_loads_ends_the_server_in_words(launch: Launch) -> None:
+    code, stderr = launch("--load-timeout=1", "--max-restarts=0", FAKE_SHARD="hang while it loads").wait()
+    assert (code, stderr) == (
+        1,
+        "error: shard-0 was hung and killed: no progress in loading for 1 s (--load-timeout)\n",
+    )
+
+
+def test_a_shard_that_loads_slowly_or_has_loaded_is_not_hung(launch: Launch) -> None:
+    launched = launch("--load-timeout=2", FAKE_SHARD="load slowly")
+    launched.until_logged("Listening on")
+    time.sleep(3)
+    assert "is hung" not in launched.log
 
 
 def test_one_restart_too_many_ends_everything_with_an_error(launch: Launch) -> None:

@@ -22,6 +22,7 @@ from legato.grammar.kinds import Grammar, GrammarKind
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.pb import unpack_token_ids
+from legato.router.answers import MAX_BEHIND, StepAnswers
 from legato.router.peer import PeerProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.scheduling.state import Admission, StepPlan, StepResult
@@ -32,7 +33,7 @@ LIMITS = WarmupLimits(None, None, 64, None, 8)
 
 
 class Shard(rpc.TextGenerationServiceServicer):
-    """Writes down what it is told. Answers each step with a token that is its id and `rank`."""
+    """Writes down what it is told. Answers each step with a token that is its id, and `rank` as its logprob."""
 
     def __init__(
         self, urls: list[str], rank: int = 0, num_blocks: int = 9, num_answers: int = 1000, num_steps: int = 0
@@ -70,7 +71,7 @@ class Shard(rpc.TextGenerationServiceServicer):
             if len(self.steps) == self._num_answers:
                 return
             self.steps.append(step)
-            yield pb.StepResponse(id=step.id, token_ids=[step.id, self._rank], logprobs=[-0.5, -1.5])
+            yield pb.StepResponse(id=step.id, token_ids=[step.id], logprobs=[self._rank])
 
 
 @asynccontextmanager
@@ -275,7 +276,9 @@ def test_every_plan_goes_to_every_shard_and_the_first_ones_answers_count(tmp_pat
             return await results_of(shards, told, [plan(number) for number in range(1, 6)]), told
 
     results, told = asyncio.run(run())
-    assert [(result.id, result.token_ids) for result in results] == [(n, [n, 0]) for n in range(1, 6)]
+    assert [(result.id, result.token_ids, result.logprobs) for result in results] == [
+        (number, [number], [0.0]) for number in range(1, 6)
+    ]
     assert [step.id for step in told[0].steps] == [step.id for step in told[1].steps] == [1, 2, 3, 4, 5]
 
 
@@ -324,6 +327,74 @@ def test_a_bug_in_whoever_hears_of_a_result_comes_through(tmp_path: Path) -> Non
                 await asyncio.wait_for(stream, 10)
 
     asyncio.run(run())
+
+
+class WrongShard(Shard):
+    """Answers step 2 as `answers` says."""
+
+    def __init__(self, urls: list[str], *answers: pb.StepResponse) -> None:
+        super().__init__(urls)
+        self._answers = answers
+
+    async def Tokens(
+        self, request_iterator: AsyncIterator[pb.StepRequest], context: Context
+    ) -> AsyncIterator[pb.StepResponse]:
+        async for step in request_iterator:
+            for answer in self._answers if step.id == 2 else [pb.StepResponse(id=step.id, token_ids=[7])]:
+                yield answer
+            if step.id == 3:  # not the end of a stream is what the router finds
+                await asyncio.sleep(60)
+
+
+SECOND = pb.StepResponse(id=2, token_ids=[7])
+
+
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        ([SECOND, SECOND], "shard 1 answered step 2, but the next one is step 3"),
+        ([SECOND, pb.StepResponse(id=3), SECOND], "shard 1 sampled other tokens in step 3 than shard 0"),
+        ([SECOND, pb.StepResponse(id=3, token_ids=[7]), SECOND], "shard 1 answered step 2, but no step is to be"),
+        ([pb.StepResponse(id=1, token_ids=[7])], "shard 1 answered step 1, but the next one is step 2"),
+        ([pb.StepResponse(id=2, token_ids=[8])], "shard 1 sampled other tokens in step 2 than shard 0"),
+        ([pb.StepResponse(id=2, error="out of memory")], "shard 1 sampled other tokens in step 2 than shard 0"),
+    ],
+    ids=["twice", "too few tokens", "too late", "again", "another token", "an error of its own"],
+)
+def test_a_shard_that_answers_what_nobody_asked_or_disagrees_is_lost_and_named(
+    tmp_path: Path, answers: list[pb.StepResponse], problem: str
+) -> None:
+    sockets = [tmp_path / f"shard-{rank}" for rank in range(2)]
+    urls = [f"unix://{socket}" for socket in sockets]
+
+    async def run() -> None:
+        async with listening(sockets[0], WrongShard(urls, SECOND)), listening(sockets[1], WrongShard(urls, *answers)):
+            shards = await GrpcShards.connect(str(sockets[0]), timeout=10)
+            stream = asyncio.create_task(shards.run(lambda result: None))
+            await asyncio.sleep(0)
+            for number in (1, 2, 3):
+                shards.send(plan(number))
+            with pytest.raises(ShardsLost, match=problem):
+                await asyncio.wait_for(stream, 10)
+            await shards.close()
+
+    asyncio.run(run())
+
+
+def test_a_row_that_failed_on_the_first_shard_may_have_any_token_on_others() -> None:
+    answers = StepAnswers(2)
+    answers.ask(1)
+    failed = [pb.RowError(index=1, message="no mask")]
+    assert answers.problem(0, pb.StepResponse(id=1, token_ids=[5, 0], row_errors=failed)) is None
+    assert answers.problem(1, pb.StepResponse(id=1, token_ids=[5, 9])) is None
+
+
+def test_a_shard_that_falls_behind_is_named() -> None:
+    answers = StepAnswers(2)
+    for number in range(MAX_BEHIND + 1):
+        answers.ask(number)
+    problems = [answers.problem(0, pb.StepResponse(id=number)) for number in range(MAX_BEHIND + 1)]
+    assert problems == [None] * MAX_BEHIND + [f"shard 1 has not answered {MAX_BEHIND} steps that shard 0 has"]
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

@@ -52,6 +52,13 @@ class RequestTooSlow(RefusedByServer):
     status, error_type = 408, "timeout"
 
 
+class SeveralHosts(RefusedByServer):
+    status, error_type = 400, "validation"
+
+    def __init__(self) -> None:
+        super().__init__("The request has more than one Host header; exactly one is expected")
+
+
 class UriTooLong(RefusedByServer):
     status, error_type = 414, "validation"
 

@@ -16,7 +16,13 @@ from uvicorn.server import ServerState
 
 from legato.api.errors import RequestError
 from legato.common.throttled_log import ThrottledLog
-from legato.http.connections.limits import ConnectionLimits, HeadersTooLarge, RequestTooSlow, UriTooLong
+from legato.http.connections.limits import (
+    ConnectionLimits,
+    HeadersTooLarge,
+    RequestTooSlow,
+    SeveralHosts,
+    UriTooLong,
+)
 from legato.http.connections.lingering_close import LingeringConnections, LingeringTransport
 from legato.http.connections.shortage import BodyMemory, IdleConnections
 from legato.http.exchange import ABORT
@@ -80,6 +86,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_body = False
         # Whether a request has begun whose headers are not complete.
         self._in_head = False
+        self._has_host = False
         # Bytes of the request line, headers and trailers of the current request that the parser has reported, and
         # bytes that it was given since it last reported a complete head or a piece of a body.
         self._head_size = 0
@@ -166,7 +173,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # scopes may have more keys
         self._num_read = self._head_size = 0
-        self._in_head = True
+        self._in_head, self._has_host = True, False
         self._expect_within(self._limits.header_seconds)
 
     def on_url(self, url: bytes) -> None:
@@ -178,6 +185,11 @@ class HttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Trailers come here too, and count."""
         super().on_header(name, value)
+        if len(name) == 4 and name.lower() == b"host":
+            # RFC 9112, 3.2: a proxy in front of us may have looked at the other one.
+            if self._has_host:
+                self._stop_parsing(SeveralHosts())
+            self._has_host = True
         self._head_size += len(name) + len(value) + LINE_OVERHEAD
         if self._head_size > self._limits.header_bytes or len(self.headers) > self._limits.num_headers:
             self._stop_parsing(HeadersTooLarge(self._limits))

@@ -14,7 +14,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from legato.api.errors import Unhealthy
+from legato.api.errors import RequestError, Unhealthy
 from legato.http.exchange import Exchange
 from legato.http.scheduler import NO_STATE, SchedulerClient
 
@@ -47,9 +47,19 @@ class DrainResponse(Struct, kw_only=True):
     queued: int
 
 
+class LocalOnly(RequestError):
+    """Without keys anybody who reaches the port could ask for it."""
+
+    status, error_type = 403, "unauthorized"
+
+    def __init__(self) -> None:
+        super().__init__("A server without API keys is drained from its own machine only: set a key, or call it there")
+
+
 class HealthRoutes:
-    def __init__(self, scheduler: SchedulerClient) -> None:
+    def __init__(self, scheduler: SchedulerClient, *, has_keys: bool) -> None:
         self._scheduler = scheduler
+        self._has_keys = has_keys
 
     async def health(self, request: Request) -> Response:
         if not self._scheduler.state.healthy:
@@ -77,6 +87,8 @@ class HealthRoutes:
         return _json(Startup(stage="ready", progress=1.0))
 
     async def drain(self, exchange: Exchange) -> None:
+        if not self._has_keys and not exchange.is_local:
+            raise LocalOnly
         await exchange.respond(await self._scheduler.drain(), {"content-type": JSON})
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from legato.common.errors import ModelFileError
+from legato.common.heartbeat import LoadingReports
 from legato.common.options import ServerOptions
 from legato.common.progress import WARMED_UP
 from legato.grammar.wire import from_pb
@@ -196,4 +197,5 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
     cost = StepCost(options.fake_step_ms / 1e3, options.fake_token_ms / 1e3)
     model, urls = FakeModel.read(files), socket_urls(options)
     service = FakeService(model, urls, cost, options.block_size, options.prefix_caching)
+    LoadingReports().done()
     asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))
