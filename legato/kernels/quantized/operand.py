@@ -1,0 +1,132 @@
+"""A quantized matrix as kernels see it, and how they read numbers and scales.
+
+Kernels know five forms of numbers. Whatever the form, groups of columns share a scale; a row may be one group.
+
+int4     codes of 4 bits, two in a byte: (code - zero) · scale
+table    codes of 4 bits, two in a byte: table[code] · scale
+codes    uint8: (code - zero) · scale
+int8     number · scale
+fp8      number · scale
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, tl
+
+Form = Literal["int4", "table", "codes", "int8", "fp8"]
+
+# Columns whose codes of 4 bits share 64 bytes: byte j has those of columns j and j + 64.
+UNIT = 128
+# Columns of a group are a multiple of it, so that 16 bytes of a row, the lower or the upper halves, are of one group.
+LEAST_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """[out_features, in_features], on a GPU."""
+
+    form: Form
+    numbers: Tensor  # [out, in] of 8 bits; packed: [out, 64 for each 128 columns] uint8, zeros beyond the last column
+    scale: Tensor  # [out, groups], floating point
+    in_features: int
+    group_size: int
+    zero: Tensor | None = None  # [out, groups] uint8, of codes; None: half of their range
+    table: Tensor | None = None  # [16] float32
+
+    @property
+    def out_features(self) -> int:
+        return self.numbers.shape[0]
+
+    @property
+    def is_packed(self) -> bool:
+        return self.form in ("int4", "table")
+
+    @property
+    def num_groups(self) -> int:
+        return ceil_div(self.in_features, self.group_size)
+
+    @property
+    def has_one_scale(self) -> bool:
+        """For a row."""
+        return self.num_groups == 1
+
+    @property
+    def middle(self) -> int:
+        """The code of zero, where there are no zeros of groups."""
+        return 8 if self.form == "int4" else 128
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """[out, in] by torch: what kernels are tested against."""
+        numbers = self.numbers
+        if self.is_packed:
+            units = numbers.unflatten(1, (-1, UNIT // 2))
+            numbers = torch.stack((units & 15, units >> 4), dim=2).flatten(1)[:, : self.in_features]
+        if self.table is not None:
+            wide = self.table.to(dtype)[numbers.int()]
+        else:
+            wide = numbers.to(dtype)
+        group = torch.arange(self.in_features, device=numbers.device) // self.group_size
+        if self.form in ("int4", "codes"):
+            wide = wide - (self.middle if self.zero is None else self.zero.to(dtype)[:, group])
+        return wide * self.scale.to(dtype)[:, group]
+
+
+def supports(operand: Operand) -> bool:
+    """Whether the kernels know the scale of a piece of a row, and rows begin at whole words."""
+    aligned = operand.numbers.shape[1] % 16 == 0
+    return aligned and (operand.has_one_scale or operand.group_size % LEAST_GROUP == 0)
+
+
+@jit
+def number_of_word(word: Scalar, K: constexpr, FORM: constexpr, UPPER: constexpr) -> Scalar:
+    """The number in byte K of int32 words as float32; packed: in its lower or upper half.
+
+    Conversions are slow. The integers up to 2 ** 24 are float32 numbers, too: tiny ones, multiples of 2 ** -149. So the
+    bits of a code, wherever they are, are a number that only needs the right power of two, and `factor_of_column` gives
+    that to x, which meets many rows. The bits of fp8 become a number of float32 in the same way.
+    """
+    bit: tl.constexpr = 8 * K + 4 * UPPER
+    if FORM == "fp8":
+        # The sign, and behind four copies of it the bits of the number.
+        value = ((word << (24 - bit)) >> 4) & -0x78100000
+    else:
+        mask: tl.constexpr = 15 if FORM == "int4" else 255
+        if FORM == "int8":
+            word = word ^ -0x7F7F7F80  # each byte is the number plus 128
+        if bit <= 20 - 4 * (FORM != "int4"):
+            value = word & (mask << bit)
+        else:
+            value = (word >> 8) & (mask << (bit - 8))
+    return value.to(tl.float32, bitcast=True)
+
+
+@jit
+def factor_of_column(K: constexpr, FORM: constexpr, UPPER: constexpr) -> Scalar:
+    """What x is multiplied with that meets `number_of_word`: all products are then 2 ** -49 of what they should be, with
+    fp8 2 ** -60."""
+    bit: tl.constexpr = 8 * K + 4 * UPPER
+    if FORM == "fp8":
+        factor: tl.constexpr = 2.0**60
+    elif bit <= 20 - 4 * (FORM != "int4"):
+        factor: tl.constexpr = 2.0 ** (100 - bit)
+    else:
+        factor: tl.constexpr = 2.0 ** (108 - bit)
+    return factor
+
+
+@jit
+def undo_number(sums: Scalar, totals: Scalar, zero: Scalar, FORM: constexpr) -> Scalar:
+    """Sums of products of such x and numbers -> sums of products with the numbers less their zero. `totals` are the
+    sums of x alone."""
+    if FORM == "fp8":
+        sums = sums * (2.0**60)
+    elif FORM != "table":
+        middle: tl.constexpr = 8 if FORM == "int4" else 128
+        sums = sums * (2.0**49) - totals * (middle if zero is None else zero)
+    return sums
