@@ -15,6 +15,7 @@ from legato.kernels.activation import Activation, gate_and_up, weight_rows
 from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
 from legato.kernels.quantized.operand import Operand, factor_of_column, number_of_word, undo_number
+from legato.kernels.quantized.table import table_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def one_row_linear(
         operand.numbers.view(torch.int32),
         operand.scale,
         operand.zero,
-        operand.table,
+        operand.table_tensor,
         bias,
         FORM=operand.form,
         DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16,
@@ -59,6 +60,8 @@ def one_row_linear(
         NUM_GROUPS=operand.num_groups,
         TILE_ROWS=config.tile_rows,
         WORDS=config.num_words,
+        IS_WHOLE=operand.in_features % (config.num_words * (8 if operand.is_packed else 4)) == 0,
+        TABLE_CODE=operand.lookup_code,
         ACTIVATION=activation,
         num_warps=config.num_warps,
         **launch_options(x),
@@ -84,6 +87,8 @@ def _one_row_kernel(
     NUM_GROUPS: constexpr,
     TILE_ROWS: constexpr,
     WORDS: constexpr,
+    IS_WHOLE: constexpr,
+    TABLE_CODE: constexpr,
     ACTIVATION: constexpr,
     OVERLAP: constexpr,
 ) -> None:
@@ -103,12 +108,18 @@ def _one_row_kernel(
         if FORM == "int4" or FORM == "table":
             # Sixteen words have the codes of 128 columns, the upper halves those of the second 64.
             four = word // 16 * 32 + word % 16
-            lower, lower_sum = _products(loaded, x, four, FORM, 0, table, IN_FEATURES, DTYPE)
-            upper, upper_sum = _products(loaded, x, four + 16, FORM, 1, table, IN_FEATURES, DTYPE)
+            below = _load_columns(x, four, IN_FEATURES, IS_WHOLE)
+            above = _load_columns(x, four + 16, IN_FEATURES, IS_WHOLE)
+            if FORM == "int4":
+                lower, lower_sum = _products(loaded, below, FORM, 0, DTYPE)
+                upper, upper_sum = _products(loaded, above, FORM, 1, DTYPE)
+            else:
+                lower, upper = _table_products(loaded, below, above, table, TABLE_CODE, DTYPE)
+                lower_sum, upper_sum = None, None
             if GROUP_SIZE % 128 == 0 or NUM_GROUPS == 1:
                 group = (start // 16 + tl.arange(0, WORDS // 16)) * 128 // GROUP_SIZE
-                both, both_sum = lower + upper, lower_sum + upper_sum
-                product += _of_groups(both, both_sum, scales, zeros, group, 16, FORM, NUM_GROUPS)
+                both_sum = lower_sum if lower_sum is None else lower_sum + upper_sum
+                product += _of_groups(lower + upper, both_sum, scales, zeros, group, 16, FORM, NUM_GROUPS)
             else:
                 size: tl.constexpr = GROUP_SIZE // 4  # words
                 share: tl.constexpr = 16 // size  # groups of 64 columns
@@ -117,7 +128,7 @@ def _one_row_kernel(
                 product += _of_groups(lower, lower_sum, scales, zeros, group, size, FORM, NUM_GROUPS)
                 product += _of_groups(upper, upper_sum, scales, zeros, group + share, size, FORM, NUM_GROUPS)
         else:
-            each, each_sum = _products(loaded, x, word, FORM, 0, table, IN_FEATURES, DTYPE)
+            each, each_sum = _products(loaded, _load_columns(x, word, IN_FEATURES, IS_WHOLE), FORM, 0, DTYPE)
             if NUM_GROUPS == 1 and zero is None:
                 sums += undo_number(each, each_sum[None, :], None, FORM)
             else:
@@ -146,30 +157,46 @@ def _load_words(rows: Pointer, start: Scalar, ROW_WORDS: constexpr, WORDS: const
 
 
 @jit
-def _products(
-    words: Scalar,
-    x: Pointer,
-    four: Scalar,
-    FORM: constexpr,
-    UPPER: constexpr,
-    table: Pointer,
-    IN_FEATURES: constexpr,
-    DTYPE: constexpr,
-) -> Scalar:
-    """Sums [rows, words] of the products of the numbers in each word, as `number_of_word` has them, with columns of x,
-    and sums [words] of these columns. `four` is the number of 64 bits that has a word's columns."""
-    if IN_FEATURES % (words.shape[1] * (8 if FORM == "int4" or FORM == "table" else 4)) == 0:
+def _load_columns(x: Pointer, four: Scalar, IN_FEATURES: constexpr, IS_WHOLE: constexpr) -> Scalar:
+    """Numbers of 64 bits with four columns each; zeros beyond the last column."""
+    if IS_WHOLE:
         inputs = tl.load(x + four, eviction_policy="evict_last")
     else:
         inputs = tl.load(x + four, mask=four * 4 < IN_FEATURES, other=0, eviction_policy="evict_last")
+    return inputs
+
+
+@jit
+def _column(inputs: Scalar, K: constexpr, DTYPE: constexpr) -> Scalar:
+    return (inputs >> (16 * K)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@jit
+def _products(words: Scalar, inputs: Scalar, FORM: constexpr, UPPER: constexpr, DTYPE: constexpr) -> Scalar:
+    """Sums [rows, words] of the products of the numbers in each word, as `number_of_word` has them, with columns of x,
+    and sums [words] of these columns."""
     total = tl.zeros(inputs.shape, dtype=tl.float32)
     sums = tl.zeros(words.shape, dtype=tl.float32)
     for k in tl.static_range(4):
-        value = (inputs >> (16 * k)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        value = _column(inputs, k, DTYPE)
         total += value
         value *= factor_of_column(k, FORM, UPPER)
         sums += number_of_word(words, k, FORM, UPPER) * value[None, :]
     return sums, total
+
+
+@jit
+def _table_products(
+    words: Scalar, below: Scalar, above: Scalar, table: Pointer, CODE: constexpr, DTYPE: constexpr
+) -> Scalar:
+    """The same for lower and upper halves."""
+    numbers = table_numbers(words, table, CODE)
+    lower = tl.zeros(words.shape, dtype=tl.float32)
+    upper = tl.zeros(words.shape, dtype=tl.float32)
+    for k in tl.static_range(4):
+        lower += numbers[k] * _column(below, k, DTYPE)[None, :]
+        upper += numbers[k + 4] * _column(above, k, DTYPE)[None, :]
+    return lower, upper
 
 
 @jit
@@ -186,7 +213,7 @@ def _of_groups(
     """[rows, words] -> [rows]: sums of SIZE words each, scaled with the scales of their groups."""
     count: tl.constexpr = sums.shape[1] // SIZE
     each = tl.sum(tl.reshape(sums, (sums.shape[0], count, SIZE)), axis=2)
-    total = tl.sum(tl.reshape(totals, (count, SIZE)), axis=1)[None, :]
+    total = totals if totals is None else tl.sum(tl.reshape(totals, (count, SIZE)), axis=1)[None, :]
     there = (group < NUM_GROUPS)[None, :]
     zero = zeros if zeros is None else tl.load(zeros + group[None, :], mask=there, other=0).to(tl.float32)
     scale = tl.load(scales + group[None, :], mask=there, other=0.0).to(tl.float32)

@@ -11,13 +11,14 @@ fp8      number · scale
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, tl
+from legato.kernels.language import Scalar, ceil_div, constexpr, is_interpreted, jit, tl
+from legato.kernels.quantized.table import lookup_code, pair_code
 
 Form = Literal["int4", "table", "codes", "int8", "fp8"]
 
@@ -37,7 +38,7 @@ class Operand:
     in_features: int
     group_size: int
     zero: Tensor | None = None  # [out, groups] uint8, of codes; None: half of their range
-    table: Tensor | None = None  # [16] float32
+    table: tuple[float, ...] | None = None  # of 16 numbers
 
     @property
     def out_features(self) -> int:
@@ -61,6 +62,25 @@ class Operand:
         """The code of zero, where there are no zeros of groups."""
         return 8 if self.form == "int4" else 128
 
+    @property
+    def lookup_code(self) -> str | None:
+        return None if self.table is None or is_interpreted() else lookup_code(self.table)
+
+    def pair_code(self, dtype: torch.dtype) -> str | None:
+        return None if self.table is None or is_interpreted() else pair_code(self.table, dtype)
+
+    @property
+    def table_tensor(self) -> Tensor | None:
+        """For the interpreter, which has no code for tables."""
+        if self.table is None or not is_interpreted():
+            return None
+        return torch.tensor(self.table, device=self.numbers.device)
+
+    def rows(self, first: int, last: int) -> Operand:
+        """Some outputs."""
+        zero = None if self.zero is None else self.zero[first:last]
+        return replace(self, numbers=self.numbers[first:last], scale=self.scale[first:last], zero=zero)
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """[out, in] by torch: what kernels are tested against."""
         numbers = self.numbers
@@ -68,7 +88,7 @@ class Operand:
             units = numbers.unflatten(1, (-1, UNIT // 2))
             numbers = torch.stack((units & 15, units >> 4), dim=2).flatten(1)[:, : self.in_features]
         if self.table is not None:
-            wide = self.table.to(dtype)[numbers.int()]
+            wide = torch.tensor(self.table, dtype=dtype, device=numbers.device)[numbers.int()]
         else:
             wide = numbers.to(dtype)
         group = torch.arange(self.in_features, device=numbers.device) // self.group_size
