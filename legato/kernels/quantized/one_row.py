@@ -104,31 +104,14 @@ def _one_row_kernel(
     wait_for_previous(OVERLAP)
     for start in range(0, ROW_WORDS, WORDS):
         following = _load_words(rows, start + WORDS, ROW_WORDS, WORDS)
-        word = start + tl.arange(0, WORDS)
         if FORM == "int4" or FORM == "table":
-            # Sixteen words have the codes of 128 columns, the upper halves those of the second 64.
-            four = word // 16 * 32 + word % 16
-            below = _load_columns(x, four, IN_FEATURES, IS_WHOLE)
-            above = _load_columns(x, four + 16, IN_FEATURES, IS_WHOLE)
-            if FORM == "int4":
-                lower, lower_sum = _products(loaded, below, FORM, 0, DTYPE)
-                upper, upper_sum = _products(loaded, above, FORM, 1, DTYPE)
-            else:
-                lower, upper = _table_products(loaded, below, above, table, TABLE_CODE, DTYPE)
-                lower_sum, upper_sum = None, None
-            if GROUP_SIZE % 128 == 0 or NUM_GROUPS == 1:
-                group = (start // 16 + tl.arange(0, WORDS // 16)) * 128 // GROUP_SIZE
-                both_sum = lower_sum if lower_sum is None else lower_sum + upper_sum
-                product += _of_groups(lower + upper, both_sum, scales, zeros, group, 16, FORM, NUM_GROUPS)
-            else:
-                size: tl.constexpr = GROUP_SIZE // 4  # words
-                share: tl.constexpr = 16 // size  # groups of 64 columns
-                index = start // size + tl.arange(0, WORDS // size)
-                group = index // share * (2 * share) + index % share
-                product += _of_groups(lower, lower_sum, scales, zeros, group, size, FORM, NUM_GROUPS)
-                product += _of_groups(upper, upper_sum, scales, zeros, group + share, size, FORM, NUM_GROUPS)
+            product += _packed_products(
+                loaded, x, scales, zeros, table, start, FORM, IN_FEATURES, GROUP_SIZE, NUM_GROUPS, WORDS, IS_WHOLE,
+                TABLE_CODE, DTYPE,
+            )  # fmt: skip
         else:
-            each, each_sum = _products(loaded, _load_columns(x, word, IN_FEATURES, IS_WHOLE), FORM, 0, DTYPE)
+            columns = _load_columns(x, start + tl.arange(0, WORDS), IN_FEATURES, IS_WHOLE)
+            each, each_sum = _products(loaded, columns, FORM, 0, DTYPE)
             if NUM_GROUPS == 1 and zero is None:
                 sums += undo_number(each, each_sum[None, :], None, FORM)
             else:
@@ -141,6 +124,49 @@ def _one_row_kernel(
     if bias is not None:
         product += tl.load(bias + row).to(tl.float32)
     _store(out, tile, product[:, None], WIDTH, ACTIVATION)
+
+
+@jit
+def _packed_products(
+    words: Scalar,
+    x: Pointer,
+    scales: Pointer,
+    zeros: Pointer,
+    table: Pointer,
+    start: Scalar,
+    FORM: constexpr,
+    IN_FEATURES: constexpr,
+    GROUP_SIZE: constexpr,
+    NUM_GROUPS: constexpr,
+    WORDS: constexpr,
+    IS_WHOLE: constexpr,
+    TABLE_CODE: constexpr,
+    DTYPE: constexpr,
+) -> Scalar:
+    """[rows, words] from word `start` of each row on -> [rows]. Sixteen words have the codes of 128 columns, the upper
+    halves of their bytes those of the second 64."""
+    word = start + tl.arange(0, WORDS)
+    four = word // 16 * 32 + word % 16
+    below = _load_columns(x, four, IN_FEATURES, IS_WHOLE)
+    above = _load_columns(x, four + 16, IN_FEATURES, IS_WHOLE)
+    if FORM == "int4":
+        lower, lower_sum = _products(words, below, FORM, 0, DTYPE)
+        upper, upper_sum = _products(words, above, FORM, 1, DTYPE)
+    else:
+        lower, upper = _table_products(words, below, above, table, TABLE_CODE, DTYPE)
+        lower_sum, upper_sum = None, None
+    if GROUP_SIZE % 128 == 0 or NUM_GROUPS == 1:
+        group = (start // 16 + tl.arange(0, WORDS // 16)) * 128 // GROUP_SIZE
+        both_sum = lower_sum if lower_sum is None else lower_sum + upper_sum
+        product = _of_groups(lower + upper, both_sum, scales, zeros, group, 16, FORM, NUM_GROUPS)
+    else:
+        size: tl.constexpr = GROUP_SIZE // 4  # words
+        share: tl.constexpr = 16 // size  # groups of 64 columns
+        index = start // size + tl.arange(0, WORDS // size)
+        group = index // share * (2 * share) + index % share
+        product = _of_groups(lower, lower_sum, scales, zeros, group, size, FORM, NUM_GROUPS)
+        product += _of_groups(upper, upper_sum, scales, zeros, group + share, size, FORM, NUM_GROUPS)
+    return product
 
 
 @jit

@@ -24,8 +24,8 @@ Form = Literal["int4", "table", "codes", "int8", "fp8"]
 
 # Columns whose codes of 4 bits share 64 bytes: byte j has those of columns j and j + 64.
 UNIT = 128
-# Columns of a group are a multiple of it, so that 16 bytes of a row, the lower or the upper halves, are of one group.
-LEAST_GROUP = 16
+# Sizes of groups that divide 64 columns; others are a multiple of 128, or a whole row.
+SMALL_GROUPS = (16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,9 @@ class Operand:
 
 
 def supports(operand: Operand) -> bool:
-    """Whether the kernels know the scale of a piece of a row, and rows begin at whole words."""
-    aligned = operand.numbers.shape[1] % 16 == 0
-    return aligned and (operand.has_one_scale or operand.group_size % LEAST_GROUP == 0)
+    """Whether rows begin at whole words, and 64 columns have known scales."""
+    is_regular = operand.has_one_scale or operand.group_size in SMALL_GROUPS or operand.group_size % UNIT == 0
+    return is_regular and operand.numbers.shape[1] % 16 == 0
 
 
 @jit
@@ -128,8 +128,8 @@ def number_of_word(word: Scalar, K: constexpr, FORM: constexpr, UPPER: constexpr
 
 @jit
 def factor_of_column(K: constexpr, FORM: constexpr, UPPER: constexpr) -> Scalar:
-    """What x is multiplied with that meets `number_of_word`: all products are then 2 ** -49 of what they should be, with
-    fp8 2 ** -60."""
+    """What x is multiplied with that meets `number_of_word`: all products are then 2 ** -49 of what they should be,
+    with fp8 2 ** -60."""
     bit: tl.constexpr = 8 * K + 4 * UPPER
     if FORM == "fp8":
         factor: tl.constexpr = 2.0**60

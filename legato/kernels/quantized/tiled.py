@@ -1,8 +1,8 @@
 """Rows times a quantized matrix on the matrix units, which multiply in the type of x: 16 bits, fp8 or int8.
 
 Numbers of the matrix stay as they are until they are in registers, where they become exact numbers of that type, 4-bit
-integers in fp8 included. Scales multiply the sums of a group. A program takes some rows of the matrix, which is the left
-operand, and some rows of x; a step of it multiplies 128 columns.
+integers in fp8 included. Scales multiply the sums of a group. A program takes some rows of the matrix, which is the
+left operand, and some rows of x; a step of it multiplies 128 columns.
 """
 
 from __future__ import annotations
@@ -171,53 +171,102 @@ def tile_sums(
     else:
         sums = tl.zeros((TILE_ROWS, ROWS), dtype=tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES, loop_unroll_factor=1):
-        column = step * 128
         if FORM == "int4" or FORM == "table":
-            codes = tl.load(rows + step * 64 + tl.arange(0, 64)[None, :], eviction_policy="evict_first")
-            below = _load_columns(x_rows, column, IN_FEATURES, 64)
-            above = _load_columns(x_rows, column + 64, IN_FEATURES, 64)
-            if FORM == "int4":
-                lower, upper = code_pairs(codes, below.dtype, ASSEMBLE)
-                lower = _less_zero(lower, zero, row, column, 8, below.dtype, GROUP_SIZE, NUM_GROUPS, ASSEMBLE)
-                upper = _less_zero(upper, zero, row, column + 64, 8, below.dtype, GROUP_SIZE, NUM_GROUPS, ASSEMBLE)
-            else:
-                lower, upper = table_pairs(codes, table, below.dtype, TABLE_CODE)
-            if GROUP_SIZE < 64 and NUM_GROUPS > 1:
-                lower = _times_scales(lower, scale, row, column, GROUP_SIZE, NUM_GROUPS)
-                upper = _times_scales(upper, scale, row, column + 64, GROUP_SIZE, NUM_GROUPS)
-                sums = tl.dot(lower, below, sums)
-                sums = tl.dot(upper, above, sums)
-            elif NUM_GROUPS == 1:
-                sums = tl.dot(lower, below, sums)
-                sums = tl.dot(upper, above, sums)
-            elif GROUP_SIZE % 128 == 0:
-                part = tl.dot(upper, above, tl.dot(lower, below))
-                sums += part * _scale_of(scale, row, column, GROUP_SIZE, NUM_GROUPS)
-            else:
-                sums += tl.dot(lower, below) * _scale_of(scale, row, column, GROUP_SIZE, NUM_GROUPS)
-                sums += tl.dot(upper, above) * _scale_of(scale, row, column + 64, GROUP_SIZE, NUM_GROUPS)
+            sums = _add_packed(
+                sums, rows, x_rows, scale, zero, table, row, step, FORM, IN_FEATURES, GROUP_SIZE, NUM_GROUPS,
+                TABLE_CODE, ASSEMBLE,
+            )  # fmt: skip
         else:
-            place = column + tl.arange(0, 128)[None, :]
-            if IN_FEATURES % 128 == 0:
-                raw = tl.load(rows + place, eviction_policy="evict_first")
-            else:
-                raw = tl.load(rows + place, mask=place < IN_FEATURES, other=0.0, eviction_policy="evict_first")
-            values = _load_columns(x_rows, column, IN_FEATURES, 128)
-            left = converted(raw, values.dtype, ASSEMBLE)
-            if FORM == "codes":
-                left = _less_zero(left, zero, row, column, 128, values.dtype, GROUP_SIZE, NUM_GROUPS, ASSEMBLE)
-            if NUM_GROUPS == 1 and x_rows.dtype.element_ty == tl.int8:
-                sums = tl.dot(left, values, sums, out_dtype=tl.int32)
-            elif NUM_GROUPS == 1:
-                sums = tl.dot(left, values, sums)
-            elif GROUP_SIZE % 128 == 0:
-                sums += _dot(left, values).to(tl.float32) * _scale_of(scale, row, column, GROUP_SIZE, NUM_GROUPS)
-            else:
-                sums = tl.dot(_times_scales(left, scale, row, column, GROUP_SIZE, NUM_GROUPS), values, sums)
+            sums = _add_bytes(
+                sums, rows, x_rows, scale, zero, row, step, FORM, IN_FEATURES, GROUP_SIZE, NUM_GROUPS, ASSEMBLE
+            )
     product = sums.to(tl.float32)
     if NUM_GROUPS == 1:
         product *= tl.load(scale + row).to(tl.float32)[:, None]
     return product
+
+
+@jit
+def _add_packed(
+    sums: Scalar,
+    rows: Pointer,
+    x_rows: Pointer,
+    scale: Pointer,
+    zero: Pointer,
+    table: Pointer,
+    row: Scalar,
+    step: Scalar,
+    FORM: constexpr,
+    IN_FEATURES: constexpr,
+    GROUP_SIZE: constexpr,
+    NUM_GROUPS: constexpr,
+    TABLE_CODE: constexpr,
+    ASSEMBLE: constexpr,
+) -> Scalar:
+    """64 bytes of each row: the lower halves are 64 columns, the upper ones the next 64."""
+    column = step * 128
+    codes = tl.load(rows + step * 64 + tl.arange(0, 64)[None, :], eviction_policy="evict_first")
+    below = _load_columns(x_rows, column, IN_FEATURES, 64)
+    above = _load_columns(x_rows, column + 64, IN_FEATURES, 64)
+    if FORM == "int4":
+        lower, upper = code_pairs(codes, below.dtype, ASSEMBLE)
+        lower = _less_zero(lower, zero, row, column, 8, below.dtype, GROUP_SIZE, NUM_GROUPS, ASSEMBLE)
+        upper = _less_zero(upper, zero, row, column + 64, 8, below.dtype, GROUP_SIZE, NUM_GROUPS, ASSEMBLE)
+    else:
+        lower, upper = table_pairs(codes, table, below.dtype, TABLE_CODE)
+    if GROUP_SIZE < 64 and NUM_GROUPS > 1:
+        lower = _times_scales(lower, scale, row, column, GROUP_SIZE, NUM_GROUPS)
+        upper = _times_scales(upper, scale, row, column + 64, GROUP_SIZE, NUM_GROUPS)
+        sums = tl.dot(upper, above, tl.dot(lower, below, sums))
+    elif NUM_GROUPS == 1:
+        sums = tl.dot(upper, above, tl.dot(lower, below, sums))
+    elif GROUP_SIZE % 128 == 0:
+        part = tl.dot(upper, above, tl.dot(lower, below))
+        sums += part * _scale_of(scale, row, column, GROUP_SIZE, NUM_GROUPS)
+    else:
+        sums += tl.dot(lower, below) * _scale_of(scale, row, column, GROUP_SIZE, NUM_GROUPS)
+        sums += tl.dot(upper, above) * _scale_of(scale, row, column + 64, GROUP_SIZE, NUM_GROUPS)
+    return sums
+
+
+@jit
+def _add_bytes(
+    sums: Scalar,
+    rows: Pointer,
+    x_rows: Pointer,
+    scale: Pointer,
+    zero: Pointer,
+    row: Scalar,
+    step: Scalar,
+    FORM: constexpr,
+    IN_FEATURES: constexpr,
+    GROUP_SIZE: constexpr,
+    NUM_GROUPS: constexpr,
+    ASSEMBLE: constexpr,
+) -> Scalar:
+    """128 columns of 8 bits each."""
+    column = step * 128
+    place = column + tl.arange(0, 128)[None, :]
+    if IN_FEATURES % 128 == 0:
+        raw = tl.load(rows + place, eviction_policy="evict_first")
+    else:
+        raw = tl.load(rows + place, mask=place < IN_FEATURES, other=0.0, eviction_policy="evict_first")
+    values = _load_columns(x_rows, column, IN_FEATURES, 128)
+    left = converted(raw, values.dtype, ASSEMBLE)
+    if FORM == "codes":
+        left = _less_zero(left, zero, row, column, 128, values.dtype, GROUP_SIZE, NUM_GROUPS, ASSEMBLE)
+    if NUM_GROUPS == 1 and left.dtype == tl.int8:
+        sums = tl.dot(left, values, sums, out_dtype=tl.int32)
+    elif NUM_GROUPS == 1:
+        sums = tl.dot(left, values, sums)
+    elif GROUP_SIZE % 128 != 0:
+        sums = tl.dot(_times_scales(left, scale, row, column, GROUP_SIZE, NUM_GROUPS), values, sums)
+    elif left.dtype == tl.int8:
+        part = tl.dot(left, values, out_dtype=tl.int32)
+        sums += part.to(tl.float32) * _scale_of(scale, row, column, GROUP_SIZE, NUM_GROUPS)
+    else:
+        sums += tl.dot(left, values) * _scale_of(scale, row, column, GROUP_SIZE, NUM_GROUPS)
+    return sums
 
 
 @jit
@@ -277,15 +326,6 @@ def _times_scales(
     group = tl.minimum((column + tl.arange(0, numbers.shape[1])) // GROUP_SIZE, NUM_GROUPS - 1)
     scales = tl.load(scale + row[:, None] * NUM_GROUPS + group[None, :]).to(tl.float32)
     return (numbers.to(tl.float32) * scales).to(numbers.dtype)
-
-
-@jit
-def _dot(left: Scalar, right: Scalar) -> Scalar:
-    if left.dtype == tl.int8:
-        part = tl.dot(left, right, out_dtype=tl.int32)
-    else:
-        part = tl.dot(left, right)
-    return part
 
 
 @jit
