@@ -42,7 +42,7 @@ def code_pairs(codes: Scalar, DTYPE: constexpr, ASSEMBLE: constexpr) -> Scalar:
     """Bytes with two codes each -> 128 + code in bfloat16 of the lower and of the upper halves; if that is not the type
     of x, 1024 + code in float16."""
     if ASSEMBLE:
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             pairs = tl.inline_asm_elementwise(
                 BF16_CODES, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )
@@ -50,7 +50,7 @@ def code_pairs(codes: Scalar, DTYPE: constexpr, ASSEMBLE: constexpr) -> Scalar:
             pairs = tl.inline_asm_elementwise(
                 F16_CODES, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
             )
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         pairs = (
             ((codes & 15).to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True),
             ((codes >> 4).to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True),
@@ -66,7 +66,7 @@ def code_pairs(codes: Scalar, DTYPE: constexpr, ASSEMBLE: constexpr) -> Scalar:
 @jit
 def converted(numbers: Scalar, DTYPE: constexpr, ASSEMBLE: constexpr) -> Scalar:
     """Numbers of 8 bits in the type of x, exactly."""
-    if DTYPE == tl.bfloat16 and numbers.dtype == tl.float8e4nv and ASSEMBLE:
+    if tl.bfloat16 == DTYPE and numbers.dtype == tl.float8e4nv and ASSEMBLE:
         small = tl.inline_asm_elementwise(
             FP8_CODE, "=r,=r,r", [numbers.to(tl.uint8, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=4
         )

@@ -173,10 +173,7 @@ def _packed_products(
 def _load_words(rows: Pointer, start: Scalar, ROW_WORDS: constexpr, WORDS: constexpr) -> Scalar:
     """[rows, words] from word `start` of each row on, read once and by this program alone; zeros behind the end."""
     word = (start + tl.arange(0, WORDS))[None, :]
-    if ROW_WORDS % WORDS == 0:
-        inside = start < ROW_WORDS
-    else:
-        inside = word < ROW_WORDS
+    inside = start < ROW_WORDS if ROW_WORDS % WORDS == 0 else word < ROW_WORDS
     # Two words for a thread, as many as it reads columns of x at once.
     pointers = tl.multiple_of(rows + word, (1, 8))
     return tl.load(pointers, mask=inside, other=0, eviction_policy="evict_first")

@@ -119,10 +119,8 @@ def number_of_word(word: Scalar, K: constexpr, FORM: constexpr, UPPER: constexpr
         mask: tl.constexpr = 15 if FORM == "int4" else 255
         if FORM == "int8":
             word = word ^ -0x7F7F7F80  # each byte is the number plus 128
-        if bit <= 20 - 4 * (FORM != "int4"):
-            value = word & (mask << bit)
-        else:
-            value = (word >> 8) & (mask << (bit - 8))
+        is_low: tl.constexpr = bit <= (20 if FORM == "int4" else 16)
+        value = word & (mask << bit) if is_low else (word >> 8) & (mask << (bit - 8))
     return value.to(tl.float32, bitcast=True)
 
 
@@ -133,7 +131,7 @@ def factor_of_column(K: constexpr, FORM: constexpr, UPPER: constexpr) -> Scalar:
     bit: tl.constexpr = 8 * K + 4 * UPPER
     if FORM == "fp8":
         factor: tl.constexpr = 2.0**60
-    elif bit <= 20 - 4 * (FORM != "int4"):
+    elif bit <= (20 if FORM == "int4" else 16):
         factor: tl.constexpr = 2.0 ** (100 - bit)
     else:
         factor: tl.constexpr = 2.0 ** (108 - bit)

@@ -102,7 +102,7 @@ def table_pairs(codes: Scalar, table: Pointer, DTYPE: constexpr, CODE: constexpr
     if CODE is None:
         wide = codes.to(tl.int32)
         pairs = tl.load(table + (wide & 15)).to(DTYPE), tl.load(table + (wide >> 4)).to(DTYPE)
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         pairs = tl.inline_asm_elementwise(
             CODE, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )

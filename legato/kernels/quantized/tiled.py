@@ -16,8 +16,8 @@ from legato.kernels.activation import Activation, gate_and_up, weight_rows
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
 from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, is_interpreted, jit, jit_for_any, tl
 from legato.kernels.overlap import launch_options, wait_for_previous
-from legato.kernels.quantized.operand import Operand
 from legato.kernels.quantized.assembly import code_pairs, converted, minus
+from legato.kernels.quantized.operand import Operand
 from legato.kernels.quantized.table import table_pairs
 
 
