@@ -19,21 +19,27 @@ and.b32 codes, codes, 0x0f0f0f0f;
 prmt.b32 $2, codes, {upper:#x}, 0x4140;
 prmt.b32 $3, codes, {upper:#x}, 0x4342;
 }}"""
-# Sign, exponent and mantissa of fp8 are moved to their places in bfloat16, which gives 2 ** -120 of the number.
-_FP8_PAIRS = """{
+# Sign, exponent and mantissa of fp8 are moved to their places in bfloat16, which gives 2 ** -120 of the number, or in
+# float16, which gives 2 ** -8.
+_FP8_PAIRS = """{{
 .reg .b32 bytes, sign;
 prmt.b32 bytes, $2, 0, 0x1404;
 and.b32 sign, bytes, 0x80008000;
-shr.b32 bytes, bytes, 4;
-lop3.b32 $0, bytes, 0x07f007f0, sign, 0xEA;
+shr.b32 bytes, bytes, {shift};
+lop3.b32 $0, bytes, {mask:#x}, sign, 0xEA;
 prmt.b32 bytes, $2, 0, 0x3424;
 and.b32 sign, bytes, 0x80008000;
-shr.b32 bytes, bytes, 4;
-lop3.b32 $1, bytes, 0x07f007f0, sign, 0xEA;
-}"""
-BF16_CODES, F16_CODES, FP8_CODE = (
+shr.b32 bytes, bytes, {shift};
+lop3.b32 $1, bytes, {mask:#x}, sign, 0xEA;
+}}"""
+BF16_CODES, F16_CODES, FP8_TO_BF16, FP8_TO_F16 = (
     code if tl is None else tl.constexpr(code)
-    for code in (_CODE_PAIRS.format(upper=0x43), _CODE_PAIRS.format(upper=0x64), _FP8_PAIRS)
+    for code in (
+        _CODE_PAIRS.format(upper=0x43),
+        _CODE_PAIRS.format(upper=0x64),
+        _FP8_PAIRS.format(shift=4, mask=0x07F007F0),
+        _FP8_PAIRS.format(shift=1, mask=0x3F803F80),
+    )
 )
 
 
@@ -64,17 +70,21 @@ def code_pairs(codes: Scalar, DTYPE: constexpr, ASSEMBLE: constexpr) -> Scalar:
 
 
 @jit
-def converted(numbers: Scalar, DTYPE: constexpr, ASSEMBLE: constexpr) -> Scalar:
-    """Numbers of 8 bits in the type of x, exactly."""
-    if tl.bfloat16 == DTYPE and numbers.dtype == tl.float8e4nv and ASSEMBLE:
-        small = tl.inline_asm_elementwise(
-            FP8_CODE, "=r,=r,r", [numbers.to(tl.uint8, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=4
-        )
+def converted(numbers: Scalar, FORM: constexpr, DTYPE: constexpr, ASSEMBLE: constexpr) -> Scalar:
+    """Numbers of 8 bits in the type of x, exactly. Those of fp8 come as bytes unless x is fp8, too: devices that do not
+    multiply fp8 do not know the type at all."""
+    if FORM != "fp8" or numbers.dtype != tl.uint8:
+        wide = numbers if numbers.dtype == DTYPE else numbers.to(tl.float32 if not ASSEMBLE else DTYPE).to(DTYPE)
+    elif not ASSEMBLE:
+        bits = numbers.to(tl.int16)
+        small = (((bits & 0x7F) << 4) | ((bits & 0x80) << 8)).to(tl.bfloat16, bitcast=True)
+        wide = (small.to(tl.float32) * (2.0**120)).to(DTYPE)
+    elif tl.bfloat16 == DTYPE:
+        small = tl.inline_asm_elementwise(FP8_TO_BF16, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=4)
         wide = small * tl.full((), 2.0**120, tl.bfloat16)
-    elif ASSEMBLE or numbers.dtype == DTYPE:
-        wide = numbers.to(DTYPE)
     else:
-        wide = numbers.to(tl.float32).to(DTYPE)
+        small = tl.inline_asm_elementwise(FP8_TO_F16, "=r,=r,r", [numbers], dtype=tl.float16, is_pure=True, pack=4)
+        wide = small * tl.full((), 256.0, tl.float16)
     return wide
 
 

@@ -43,7 +43,7 @@ def grouped_quantized_linear(
     _grouped_quantized_kernel[(num_tiles, ceil_div(out_features, config.tile_rows))](
         out,
         x,
-        operand.numbers,
+        operand.numbers_for(x.dtype),
         operand.scale,
         operand.zero,
         operand.table_tensor,

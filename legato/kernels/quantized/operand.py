@@ -69,6 +69,10 @@ class Operand:
     def pair_code(self, dtype: torch.dtype) -> str | None:
         return None if self.table is None or is_interpreted() else pair_code(self.table, dtype)
 
+    def numbers_for(self, dtype: torch.dtype) -> Tensor:
+        """To be multiplied with rows of this type: fp8 as bytes unless these are fp8, too."""
+        return self.numbers.view(torch.uint8) if self.form == "fp8" and dtype.itemsize > 1 else self.numbers
+
     @property
     def table_tensor(self) -> Tensor | None:
         """For the interpreter, which has no code for tables."""

@@ -51,7 +51,7 @@ def tiled_linear(
     _tiled_kernel[(num_parts, num_tiles, split_k)](
         out,
         x,
-        operand.numbers,
+        operand.numbers_for(x.dtype),
         operand.scale,
         operand.zero,
         operand.table_tensor,
@@ -252,7 +252,7 @@ def _add_bytes(
     else:
         raw = tl.load(rows + place, mask=place < IN_FEATURES, other=0.0, eviction_policy="evict_first")
     values = _load_columns(x_rows, column, IN_FEATURES, 128)
-    left = converted(raw, values.dtype, ASSEMBLE)
+    left = converted(raw, FORM, values.dtype, ASSEMBLE)
     if FORM == "codes":
         left = _less_zero(left, zero, row, column, 128, values.dtype, GROUP_SIZE, NUM_GROUPS, ASSEMBLE)
     if NUM_GROUPS == 1 and left.dtype == tl.int8:

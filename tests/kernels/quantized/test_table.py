@@ -93,7 +93,10 @@ def test_codes_become_floats_with_an_offset(word):
 
 
 @pytest.mark.parametrize("word", [word for word in WORDS if 0x7F not in struct.pack("<I", word & 0x7F7F7F7F)])
-def test_bits_of_fp8_are_those_of_a_small_bfloat16(word):
-    text = getattr(assembly.FP8_CODE, "value", assembly.FP8_CODE)
-    numbers = torch.frombuffer(bytearray(struct.pack("<I", word)), dtype=torch.float8_e4m3fn)
-    assert run(text, 2, word) == bits_of((numbers.double() * 2.0**-120).tolist(), torch.bfloat16)
+def test_bits_of_fp8_are_those_of_a_small_number(word):
+    numbers = torch.frombuffer(bytearray(struct.pack("<I", word)), dtype=torch.float8_e4m3fn).double()
+    for code, factor, dtype in (
+        (assembly.FP8_TO_BF16, 2.0**-120, torch.bfloat16),
+        (assembly.FP8_TO_F16, 2.0**-8, torch.float16),
+    ):
+        assert run(getattr(code, "value", code), 2, word) == bits_of((numbers * factor).tolist(), dtype)
