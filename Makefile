@@ -41,7 +41,7 @@ serve: install ## serve the default model on port 3000
 # Two targets at a time with one thread each, because oversubscribed OpenMP threads take twice as long. The longest
 # targets come first.
 test: setup ## everything CI runs
-	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-processes unit-engine unit-models lint imports types unit-texts
+	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-processes unit-models unit-texts unit-engine types lint imports
 
 lint: setup
 	$(BIN)/ruff check legato tests examples
