@@ -77,7 +77,7 @@ class Stream:
 
 def follow(port: int, number: int, num_tokens: int) -> Stream:
     words = " ".join(f"{(number * 7919 + position * 104729) % 100_003}" for position in range(PROMPT_WORDS))
-    body = {"inputs": words, "parameters": {"max_new_tokens": num_tokens}}
+    body = {"inputs": words, "parameters": {"max_new_tokens": num_tokens, "details": True}}
     connection = http.client.HTTPConnection(HOST, port, timeout=120)
     stream = Stream()
     try:
@@ -166,7 +166,9 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512, help="tokens of each stream")
-    parser.add_argument("--after", type=float, default=1.5, help="seconds between the start of the streams and the fault")
+    parser.add_argument(
+        "--after", type=float, default=1.5, help="seconds between the start of the streams and the fault"
+    )
     parser.add_argument("--out", type=Path, help="file for the figures")
     given = parser.parse_args()
     leave_nothing_behind()
