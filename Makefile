@@ -54,7 +54,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 MODELS := tests/kernels tests/models tests/quantization tests/sampling
-ENGINE := tests/server tests/client tests/examples tests/plan tests/grammar
+ENGINE := tests/server tests/client tests/doctor tests/examples tests/plan tests/grammar
 
 TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/simulation \
 	tests/telemetry tests/text tests/vision
@@ -159,8 +159,8 @@ $(AUDIT)/.installed: Makefile
 
 # Generated with the oldest supported tools: stubs work with that version of the library and newer ones.
 proto: setup ## regenerate the stubs from the .proto files
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=legato/pb --pyi_out=legato/pb --grpc_python_out=legato/pb proto/generate.proto
-	sed -i 's/^import generate_pb2 as/from legato.pb import generate_pb2 as/' legato/pb/generate_pb2_grpc.py
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=legato/pb --pyi_out=legato/pb --grpc_python_out=legato/pb proto/*.proto
+	sed -i -E 's/^import (generate\w*)_pb2 as/from legato.pb import \1_pb2 as/' legato/pb/*_pb2_grpc.py
 	$(BIN)/python -m grpc_tools.protoc -Iexamples/route_guide --python_out=examples/route_guide --pyi_out=examples/route_guide --grpc_python_out=examples/route_guide examples/route_guide/route_guide.proto
 
 docs: setup ## regenerate the reference pages
