@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import click
 
 from legato.common.errors import ModelNotFound, OptionError
 from legato.common.logging import setup
-from legato.common.options import DownloadOptions, ServerOptions
+from legato.common.options import SAFETENSORS, DownloadOptions, ServerOptions
 from legato.common.program import command, run_program, with_version
 from legato.common.sockets import claim_socket
+from legato.common.tgi_variables import variable_warnings
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.locate import locate
 from legato.server.quantizing.options import QuantizeOptions
@@ -22,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 def serve(options: ServerOptions) -> None:
     setup(options.logger_level, options.json_output, "text-generation-server")
-    for warning in options.warnings:
+    for warning in (*options.warnings, *variable_warnings(os.environ)):
         logger.warning(warning)
+    if options.is_sharded and not {"rank", "world_size", "master_addr", "master_port"} <= options.given:
+        raise OptionError("--sharded needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which a launcher sets")
     if options.rank >= options.world_size:
         raise OptionError(f"--rank ({options.rank}) must be less than --world-size ({options.world_size})")
     if not options.fake and (options.fake_step_ms or options.fake_token_ms):
@@ -45,6 +49,11 @@ def serve(options: ServerOptions) -> None:
 
 def download_weights(options: DownloadOptions) -> None:
     setup(options.logger_level, options.json_output, "text-generation-server")
+    if options.extension != SAFETENSORS:
+        raise OptionError(
+            f"--extension {options.extension}: Legato serves {SAFETENSORS} files; without the option, download-weights"
+            " converts PyTorch files to them"
+        )
     path = _located(options)
     if options.auto_convert and (path / "config.json").exists() and not any(path.glob("*.safetensors")):
         from legato.server.convert import convert, fetch_pickles  # brings in torch, for the few models that need it
