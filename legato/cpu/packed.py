@@ -102,10 +102,11 @@ class PackedMatrix:
         return out
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` [T] int64 as floats [T, in]: an embedding. Ids must be those of rows."""
+        """Rows `ids` [T] int64 as floats [T, in]: an embedding."""
         out = torch.empty(len(ids), self.in_features)
         ids = ids.contiguous()
-        self._library.rows(self.address, ids.data_ptr(), len(ids), self.in_features, out.data_ptr())
+        if self._library.rows(self.address, ids.data_ptr(), len(ids), self.in_features, out.data_ptr()):
+            raise IndexError(f"a token id is not below {self.out_features}")
         return out
 
 

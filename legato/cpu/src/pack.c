@@ -143,8 +143,11 @@ static void look_up(void *context, int64_t i) {
     unpack(l->m, l->ids[i], l->in_features, l->out + i * l->in_features);
 }
 
-// Rows `ids` of a matrix: an embedding. out [count][in_features].
-EXPORT void legato_rows(const struct matrix *m, const int64_t *ids, int64_t count, int64_t in_features, float *out) {
+// Rows `ids` of a matrix: an embedding. out [count][in_features]. Returns 0, or -1 for an id that is no row.
+EXPORT int legato_rows(const struct matrix *m, const int64_t *ids, int64_t count, int64_t in_features, float *out) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= m->rows) return -1;
     struct lookup l = {m, ids, in_features, out};
     pool_run(look_up, &l, count);
+    return 0;
 }
