@@ -20,8 +20,9 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "src"
 LIBRARY = FOLDER / "legato_cpu.so"
 
+FLAGS = ["-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # Sums must not depend on what the compiler contracts: where a multiply-add is wanted, the kernels say so.
-FLAGS = ["-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall", "-Wextra"]
+FLAGS += ["-fno-math-errno", "-ffp-contract=off"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]
 # Suffix of the kernel table -> flags.
@@ -53,9 +54,7 @@ def build() -> str:
 
 def _compile(compiler: str, folder: Path) -> None:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
-    sets = {
-        suffix: flags for suffix, flags in (X86 if is_x86 else OTHERS).items() if _accepts(compiler, flags, folder)
-    }
+    sets = {suffix: flags for suffix, flags in (X86 if is_x86 else OTHERS).items() if _accepts(compiler, flags, folder)}
     assert "plain" in sets, f"{compiler} compiles nothing"
     has = [f"-DHAS_{suffix.upper()}" for suffix in sets]
     jobs = [(f"kernels_{suffix}", "kernels.c", [*flags, f"-DSUFFIX={suffix}"]) for suffix, flags in sets.items()]

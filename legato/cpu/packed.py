@@ -95,9 +95,7 @@ class PackedMatrix:
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         out = torch.empty(x.shape[0], self.out_features)
         weight = None if norm is None else norm.data_ptr()
-        if self._library.apply(
-            self.address, x.data_ptr(), x.shape[0], self.in_features, weight, eps, out.data_ptr()
-        ):
+        if self._library.apply(self.address, x.data_ptr(), x.shape[0], self.in_features, weight, eps, out.data_ptr()):
             raise MemoryError
         return out
 

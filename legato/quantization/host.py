@@ -1,8 +1,8 @@
 """Weights on a CPU: packed for the C library or, without it, for torch's own int8 product.
 
-    GGUF Q4_0, Q4_1, Q4_K; 4-bit integers of GPTQ and AWQ    4 bits, as they are
-    GGUF Q8_0; int8                                          8 bits, as they are
-    everything else                                          rounded to 8 bits, groups of 32
+GGUF Q4_0, Q4_1, Q4_K; 4-bit integers of GPTQ and AWQ    4 bits, as they are
+GGUF Q8_0; int8                                          8 bits, as they are
+everything else                                          rounded to 8 bits, groups of 32
 """
 
 from __future__ import annotations
