@@ -10,14 +10,18 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-install: $(SERVE_VENV)/.legato ## create .venv with what serving needs
+install: $(SERVE_VENV)/.legato kernels ## create .venv with what serving needs
 
-setup: $(VENV)/.installed ## create .venv-dev with Legato and its development tools
+setup: $(VENV)/.installed kernels ## create .venv-dev with Legato and its development tools
+
+# Says why, and goes on, where there is no compiler.
+kernels: ## compile the kernels for CPUs, if a source is newer
+	@$(PYTHON) legato/cpu/build.py
 
 # constraints.txt pins torch: with the range in pyproject.toml alone pip would download the newest CUDA build first.
 PIP_INSTALL = install --disable-pip-version-check -c constraints.txt
@@ -54,7 +58,7 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
-MODELS := tests/kernels tests/models tests/quantization tests/sampling
+MODELS := tests/cpu tests/kernels tests/models tests/quantization tests/sampling
 ENGINE := tests/server tests/client tests/doctor tests/examples tests/plan tests/grammar
 
 TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/simulation \

@@ -41,9 +41,14 @@ class NoTensors:
 
 class DummyWeights(Weights):
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, shard: Shard | None = None, method: Method = DENSE
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard | None = None,
+        method: Method = DENSE,
+        packs: bool = False,
     ) -> None:
-        super().__init__(NoTensors(), dtype, device, shard, method=method)
+        super().__init__(NoTensors(), dtype, device, shard, method=method, packs=packs)
 
     def __contains__(self, name: str) -> bool:
         return True

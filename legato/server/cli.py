@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 
 import click
@@ -20,6 +21,9 @@ from legato.modelfiles.locate import locate
 from legato.server.quantizing.options import QuantizeOptions
 
 logger = logging.getLogger(__name__)
+
+# How often a thread of OpenMP looks whether its work is there before it sleeps: some ten microseconds.
+OPENMP_SPINS = "3000"
 
 
 def serve(options: ServerOptions) -> None:
@@ -42,9 +46,18 @@ def serve(options: ServerOptions) -> None:
         return
     if options.load_format == "auto":
         files.check_weights()
+    let_openmp_sleep(os.environ)
     from legato.server.service import run  # brings in torch, which takes seconds: wrong flags and files end before
 
     run(files, options)
+
+
+def let_openmp_sleep(environ: MutableMapping[str, str]) -> None:
+    """Have OpenMP's threads, which torch computes with, wait for each other asleep after some ten microseconds: threads
+    that spin take the core from those that they wait for, where another program has the other cores. OpenMP reads the
+    variables when torch is imported. Unless they are set."""
+    if "OMP_WAIT_POLICY" not in environ:
+        environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
 
 
 def download_weights(options: DownloadOptions) -> None:
