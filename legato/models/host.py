@@ -15,7 +15,17 @@ from typing import TypeGuard, TypeVar
 import numpy as np
 import torch
 
-from legato.cpu.library import ACTIVATIONS, GROUP, MAX_HEAD_DIM, LayerPointers, Library, Shape, StepPointers, library
+from legato.cpu.library import (
+    ACTIVATIONS,
+    BLOCK_ROWS,
+    GROUP,
+    MAX_HEAD_DIM,
+    LayerPointers,
+    Library,
+    Shape,
+    StepPointers,
+    library,
+)
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache
 from legato.layers.linear import Head, Linear, PackedEmbedding, RowLinear
@@ -130,7 +140,7 @@ class HostDecoder:
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         context = step.on_host
-        if context is None or cache.layers[0].keys.dtype != torch.float32:
+        if context is None or cache.layers[0].keys.dtype != torch.float32 or cache.block_size % BLOCK_ROWS:
             return self._model.forward(step, cache)
         self._use(cache)
         x = self._embedding.rows(step.input_ids)

@@ -62,23 +62,29 @@ static void norm(const float *x, const float *weight, float eps, int64_t m0, int
 
 // -------------------------------------------------------------------------------------------------------- products
 
+// Of few rows the time is that of reading the weights: they are asked for early, also beyond the end of a page.
+#define FEW_ROWS 4
+#define AHEAD 3072
+
 // out[r][0..15] of R rows. In every group first the integer sums, then the floats, in the order of the groups.
 INLINE void tile_4(const uint8_t *w, int64_t groups, const struct quants *x, int64_t row, const int R, float *out,
                    int64_t stride) {
-    const uint16_t *scales = (const uint16_t *)(w + groups * 256);
     const int64_t width = groups * GROUP;
     const int8_t *q = x->q + row * width;
     const float *scale = x->scale + row * groups, *shift = x->shift + row * groups;
     vf acc[TILE_ROWS];
     for (int r = 0; r < R; r++) acc[r] = vf_set1(0.0f);
-    for (int64_t g = 0; g < groups; g++, w += 256, scales += 32, q += GROUP) {
+    for (int64_t g = 0; g < groups; g++, w += GROUP_BYTES_4, q += GROUP) {
         u4_acc sums[TILE_ROWS];
+        if (R <= FEW_ROWS)
+            for (int i = 0; i < GROUP_BYTES_4; i += 64) __builtin_prefetch(w + AHEAD + i);
         for (int r = 0; r < R; r++) sums[r] = u4_begin();
         for (int i = 0; i < 4; i++) {
             vb codes = vb_load(w + 64 * i), low = vb_low(codes), high = vb_high(codes);
             for (int r = 0; r < R; r++) sums[r] = dot_u4(sums[r], low, q + r * width + 4 * i);
             for (int r = 0; r < R; r++) sums[r] = dot_u4(sums[r], high, q + r * width + 16 + 4 * i);
         }
+        const uint16_t *scales = (const uint16_t *)(w + 256);
         vf by = vf_load_half(scales), least = vf_load_half(scales + LANES);
         for (int r = 0; r < R; r++) {
             acc[r] = vf_fma(vf_from_i(u4_sum(sums[r])), vf_mul(by, vf_set1(scale[r * groups + g])), acc[r]);
@@ -99,6 +105,8 @@ INLINE void tile_8(const uint8_t *w, int64_t groups, const struct quants *x, int
     for (int r = 0; r < R; r++) acc[r] = vf_set1(0.0f);
     for (int64_t g = 0; g < groups; g++, w += 512, scales += LANES, q += GROUP) {
         u8_acc sums[TILE_ROWS];
+        if (R <= FEW_ROWS)
+            for (int i = 0; i < 512; i += 64) __builtin_prefetch(w + AHEAD + i);
         for (int r = 0; r < R; r++) sums[r] = u8_begin(sum[r * groups + g]);
         for (int i = 0; i < 8; i++) {
             vb codes = vb_load(w + 64 * i);
@@ -200,7 +208,7 @@ INLINE void rotate(float *restrict x, const float *restrict cos_sin, int64_t dim
 }
 
 static void head(const struct shape *s, const struct layer *l, const struct quants *x, int64_t head, int64_t m0,
-                 int64_t m1, const int64_t *positions, const int64_t *slots, float *queries) {
+                 int64_t m1, const struct step *t, float *queries) {
     enum { AT_ONCE = 16 };
     float buffer[AT_ONCE * MAX_HEAD_DIM];
     const int64_t dim = s->head_dim, num_blocks = dim / BLOCK_ROWS, kv_heads = s->num_kv_heads;
@@ -221,30 +229,34 @@ static void head(const struct shape *s, const struct layer *l, const struct quan
                 for (int64_t i = 0; i < dim; i += LANES)
                     vf_store(row + i, vf_mul(vf_mul(vf_load(row + i), factor), vf_load(weight + i)));
             }
-            if (is_query || is_key) rotate(row, s->cos_sin + positions[m + r] * s->rope_dim, s->rope_dim);
+            if (is_query || is_key) rotate(row, s->cos_sin + t->positions[m + r] * s->rope_dim, s->rope_dim);
             if (is_query) {
                 float *to = queries + ((m + r) * s->num_heads + head) * dim;
                 for (int64_t i = 0; i < dim; i += LANES)
                     vf_store(to + i, vf_mul(vf_load(row + i), vf_set1(s->scale)));
-            } else {
-                float *to = (is_key ? l->keys : l->values) + (slots[m + r] * kv_heads + kv_head) * dim;
-                memcpy(to, row, (size_t)dim * sizeof(float));
+                continue;
             }
+            int64_t block = t->slots[m + r] / t->block_size, place = t->slots[m + r] % t->block_size;
+            int64_t begin = (block * kv_heads + kv_head) * t->block_size * dim;
+            if (is_key)
+                for (int64_t i = 0; i < dim; i++) l->keys[begin + i * t->block_size + place] = row[i];
+            else
+                memcpy(l->values + begin + place * dim, row, (size_t)dim * sizeof(float));
         }
     }
 }
 
-// c[r][0 .. 16 V) += or = sum over k of a[r][k] * b[k][..], for R rows.
-INLINE void mix_tile(const float *const *a, const float *const *b, int64_t column, int64_t depth, const int R,
+// c[r][16 v ..] += or = sum over i of a[r][i] * b(v)[i], for R rows and V vectors; b(v) has a line every `step` floats.
+INLINE void mix_tile(const float *const *a, const float *const *b, int64_t step, int64_t depth, const int R,
                      const int V, float *c, int64_t stride, const int add) {
     vf acc[MIX_ROWS][MIX_VECS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) acc[r][v] = add ? vf_load(c + r * stride + v * LANES) : vf_set1(0.0f);
-    for (int64_t k = 0; k < depth; k++) {
+    for (int64_t i = 0; i < depth; i++) {
         vf line[MIX_VECS];
-        for (int v = 0; v < V; v++) line[v] = vf_load(b[k] + column + v * LANES);
+        for (int v = 0; v < V; v++) line[v] = vf_load(b[v] + i * step);
         for (int r = 0; r < R; r++) {
-            vf factor = vf_set1(a[r][k]);
+            vf factor = vf_set1(a[r][i]);
             for (int v = 0; v < V; v++) acc[r][v] = vf_fma(factor, line[v], acc[r][v]);
         }
     }
@@ -252,16 +264,16 @@ INLINE void mix_tile(const float *const *a, const float *const *b, int64_t colum
         for (int v = 0; v < V; v++) vf_store(c + r * stride + v * LANES, acc[r][v]);
 }
 
-static void mix(const float *const *a, const float *const *b, int64_t depth, int64_t rows, int64_t width, float *c,
-                int64_t stride, const int add) {
+static void mix(const float *const *a, const float *const *b, int64_t step, int64_t depth, int64_t rows,
+                int64_t num_vecs, float *c, int64_t stride, const int add) {
     for (int64_t r = 0; r < rows; r += MIX_ROWS) {
         int64_t left = MIN(MIX_ROWS, rows - r);
-        for (int64_t column = 0; column < width;) {
-            int vecs = (width - column) / LANES >= MIX_VECS ? MIX_VECS : 1;
-            float *to = c + r * stride + column;
-#define MIX(R)                                                                              \
-    if (vecs == MIX_VECS) mix_tile(a + r, b, column, depth, R, MIX_VECS, to, stride, add);  \
-    else mix_tile(a + r, b, column, depth, R, 1, to, stride, add)
+        for (int64_t v = 0; v < num_vecs;) {
+            int vecs = num_vecs - v >= MIX_VECS ? MIX_VECS : 1;
+            float *to = c + r * stride + v * LANES;
+#define MIX(R)                                                                                   \
+    if (vecs == MIX_VECS) mix_tile(a + r, b + v, step, depth, R, MIX_VECS, to, stride, add);     \
+    else mix_tile(a + r, b + v, step, depth, R, 1, to, stride, add)
             switch (left) {
                 case 1: MIX(1); break;
                 case 2: MIX(2); break;
@@ -273,18 +285,8 @@ static void mix(const float *const *a, const float *const *b, int64_t depth, int
 #endif
             }
 #undef MIX
-            column += vecs * LANES;
+            v += vecs;
         }
-    }
-}
-
-// Keys of a tile with their dimensions in rows: turned[d * KEY_TILE + j]. Columns from `count` on are zero.
-static void turn_keys(const float *const *keys, int64_t count, int64_t dim, float *turned) {
-    static const float zeros[MAX_HEAD_DIM] __attribute__((aligned(64)));
-    for (int64_t j = 0; j < KEY_TILE; j += LANES) {
-        const float *rows[LANES];
-        for (int64_t i = 0; i < LANES; i++) rows[i] = j + i < count ? keys[j + i] : zeros;
-        for (int64_t d = 0; d < dim; d += LANES) turn(rows, d, turned + d * KEY_TILE + j, KEY_TILE);
     }
 }
 
@@ -321,33 +323,27 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
                    struct quants *out, int64_t row) {
     const struct shape *s = a->shape;
     const int64_t dim = s->head_dim, per_key = s->num_heads / s->num_kv_heads, window = a->layer->window;
-    const int64_t at_once = MAX(1, QUERY_ROWS / per_key);
+    const int64_t at_once = MAX(1, QUERY_ROWS / per_key), size = a->block_size, block_floats = size * dim;
     float mixed[QUERY_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     float scores[QUERY_ROWS * KEY_TILE] __attribute__((aligned(64)));
-    float turned[MAX_HEAD_DIM * KEY_TILE] __attribute__((aligned(64)));
     float most[QUERY_ROWS], sum[QUERY_ROWS];
-    const float *query_rows[QUERY_ROWS], *weight_rows[QUERY_ROWS], *turned_rows[MAX_HEAD_DIM];
-    const float *keys[KEY_TILE], *values[KEY_TILE];
-    for (int64_t d = 0; d < dim; d++) turned_rows[d] = turned + d * KEY_TILE;
+    const float *query_rows[QUERY_ROWS], *weight_rows[QUERY_ROWS], *keys[KEY_TILE / LANES];
     for (int64_t begin = 0; begin < count; begin += at_once) {
         int64_t num = MIN(at_once, count - begin), rows = num * per_key;
         int64_t first = position + begin, end = first + num;  // of the queries; and behind the last key they see
         for (int64_t r = 0; r < rows; r++) {
             query_rows[r] = queries + ((begin + r / per_key) * s->num_heads + kv_head * per_key + r % per_key) * dim;
-            weight_rows[r] = scores + r * KEY_TILE;
             most[r] = LOWEST, sum[r] = 0.0f;
         }
         memset(mixed, 0, (size_t)(rows * dim) * sizeof(float));
         int64_t tile = window && first >= window ? (first - window + 1) / KEY_TILE * KEY_TILE : 0;
         for (; tile < end; tile += KEY_TILE) {
-            int64_t there = MIN(KEY_TILE, end - tile);
-            for (int64_t j = 0; j < there; j++) {
-                int64_t slot = a->table[(tile + j) / a->block_size] * a->block_size + (tile + j) % a->block_size;
-                keys[j] = a->layer->keys + (slot * s->num_kv_heads + kv_head) * dim;
-                values[j] = a->layer->values + (slot * s->num_kv_heads + kv_head) * dim;
+            int64_t there = MIN(KEY_TILE, end - tile), vecs = (there + LANES - 1) / LANES;
+            for (int64_t v = 0; v < vecs; v++) {  // blocks are multiples of 16 keys
+                int64_t at = tile + v * LANES, block = a->table[at / size];
+                keys[v] = a->layer->keys + (block * s->num_kv_heads + kv_head) * block_floats + at % size;
             }
-            turn_keys(keys, there, dim, turned);
-            mix(query_rows, turned_rows, dim, rows, KEY_TILE, scores, KEY_TILE, 0);
+            mix(query_rows, keys, size, dim, rows, vecs, scores, KEY_TILE, 0);
             for (int64_t r = 0; r < rows; r++) {
                 int64_t seen = first + r / per_key + 1 - tile;
                 int64_t high = MAX(0, MIN(seen, KEY_TILE)), low = window ? MAX(0, MIN(seen - window, high)) : 0;
@@ -356,7 +352,14 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
                     for (int64_t d = 0; d < dim; d += LANES)
                         vf_store(mixed + r * dim + d, vf_mul(vf_load(mixed + r * dim + d), vf_set1(factor)));
             }
-            mix(weight_rows, values, there, rows, dim, mixed, dim, 1);
+            for (int64_t v = 0; v < vecs; v++) {
+                int64_t at = tile + v * LANES, block = a->table[at / size];
+                const float *values = a->layer->values + (block * s->num_kv_heads + kv_head) * block_floats;
+                const float *columns[MAX_HEAD_DIM / LANES];
+                for (int64_t d = 0; d < dim / LANES; d++) columns[d] = values + at % size * dim + d * LANES;
+                for (int64_t r = 0; r < rows; r++) weight_rows[r] = scores + r * KEY_TILE + v * LANES;
+                mix(weight_rows, columns, dim, MIN(LANES, there - v * LANES), rows, dim / LANES, mixed, dim, 1);
+            }
         }
         for (int64_t r = 0; r < rows; r++) {
             vf inverse = vf_set1(1.0f / sum[r]);
