@@ -47,8 +47,8 @@ struct layer {
     const float *q_norm, *k_norm;      // [head_dim] or null
     int64_t window;                    // keys that a query sees; 0: all
     // Of every block of tokens [num_kv_heads][head_dim][block_size] and [num_kv_heads][block_size][head_dim]: a vector
-    // has one dimension of 16 keys.
-    float *keys, *values;
+    // has one dimension of 16 keys. Half floats.
+    uint16_t *keys, *values;
 };
 
 struct shape {
