@@ -114,7 +114,7 @@ def _checked(part: object, kind: type[T]) -> T:
     """Exactly of this class: one that derives from it may compute something else."""
     if type(part) is not kind:
         raise NotLibraryLayer(f"{type(part).__name__} is not {kind.__name__}")
-    return part  # type: ignore[return-value]
+    return part
 
 
 class HostDecoder:
