@@ -38,9 +38,18 @@ def serve(options: ServerOptions) -> None:
         return
     if options.load_format == "auto":
         files.check_weights()
+    _leave_out_triton(options)
     from legato.server.service import run  # brings in torch, which takes seconds: wrong flags and files end before
 
     run(files, options)
+
+
+def _leave_out_triton(options: ServerOptions) -> None:
+    """On a CPU none of its kernels ever runs, and its library takes 50 MB and a part of the start."""
+    import torch
+
+    if options.device == "cpu" or not torch.cuda.is_available():
+        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # an import then fails as if it were missing
 
 
 def download_weights(options: DownloadOptions) -> None:
