@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -190,6 +190,9 @@ $(PEERS)/%/.installed: benchmarks/peers/%.txt
 bench-cpu: setup ## compare with the engines of `make bench-peers` on this machine's CPU
 	mkdir -p benchmarks/results
 	$(BIN)/legato bench cpu --json benchmarks/results/cpu-$(shell git rev-parse --short HEAD).json
+
+bench-seeds: setup ## the same seed, alone and among 15 others: the same text
+	$(BIN)/python -m benchmarks.seeds
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

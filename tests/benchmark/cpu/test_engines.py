@@ -17,6 +17,7 @@ from legato.benchmark.cpu.work import WORKLOADS
 from legato.cli import main
 from legato.common.errors import OptionError
 from legato.modelfiles.shapes import write_shape
+from legato.models.gguf_source import GgufSource
 
 # Answers as OpenVINO's program does: every token of every request a millisecond after the one before.
 PIPE = """
@@ -123,3 +124,16 @@ def test_the_command_compares_what_is_there(
     assert report["engines"]["legato"]["runs"]["W4"][0]["num_tokens"] == 2
     assert report["engines"]["legato"]["final_mb"] > 20
     assert report["ratios"]["W1 ms per token"]["best_peer"] == "llama.cpp"
+
+
+def test_random_weights_are_a_gguf_file_that_legato_reads(tmp_path: Path) -> None:
+    model = CpuModel("tiny", tmp_path)
+    assert model.gguf is not None and model.files.config()["num_hidden_layers"] == 2
+    assert model.files.tokenizer().get_vocab_size() == 512
+    source = GgufSource(model.gguf)
+    values = source.read("model.layers.1.mlp.down_proj.weight", ())
+    assert values.shape == (64, 128) and values.std() > 0 and values.abs().max() < 0.1
+    dense = model.dense_folder()
+    assert (dense / "model.safetensors").exists() and json.loads((dense / "config.json").read_text())[
+        "vocab_size"
+    ] == 512
