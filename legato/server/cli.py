@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from legato.common.errors import ModelNotFound, OptionError
+from legato.common.gc import paused_gc
 from legato.common.logging import setup
 from legato.common.options import DownloadOptions, ServerOptions
 from legato.common.program import command, run_program, with_version
@@ -38,8 +39,9 @@ def serve(options: ServerOptions) -> None:
         return
     if options.load_format == "auto":
         files.check_weights()
-    _leave_out_triton(options)
-    from legato.server.service import run  # brings in torch, which takes seconds: wrong flags and files end before
+    with paused_gc():
+        _leave_out_triton(options)
+        from legato.server.service import run  # brings in torch, which takes seconds: wrong flags and files end before
 
     run(files, options)
 
