@@ -107,7 +107,7 @@ class ComputeOptions(Options):
     prefix_cache_mb: int | None = option(
         None,
         "Megabytes of the KV cache, in each shard, for prefixes that no request uses at the moment; 0 keeps none."
-        " Default: on a CPU as many as the weight files have, at least 256; on a GPU no limit.",
+        " Default: on a CPU as many as the weight files have, at least 128; on a GPU no limit.",
         minimum=0,
     )
     watermark_gamma: float | None = option(

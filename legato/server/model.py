@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 WARMUP_BLOCKS = 2
 MB = 10**6
 # What cached prefixes may take on a CPU beside the smallest models.
-LEAST_PREFIX_CACHE = 256 * MB
+LEAST_PREFIX_CACHE = 128 * MB
 CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 

@@ -60,7 +60,7 @@ def test_a_shard_on_a_cpu_limits_unused_prefixes_and_gives_back_the_blocks_it_is
 
     answer = asyncio.run(run())
     token_bytes = loaded.model.kv_shape.bytes_per_token
-    assert answer.max_unused_blocks == 256 * 10**6 // (4 * token_bytes)
+    assert answer.max_unused_blocks == 128 * 10**6 // (4 * token_bytes)
 
 
 # ---- what a shard says of itself ------------------------------------------------------------------------------------
