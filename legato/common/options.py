@@ -104,6 +104,12 @@ class ComputeOptions(Options):
     )
     block_size: int = option(16, "Tokens per KV cache block. Prefixes are shared in whole blocks.", minimum=1)
     prefix_caching: bool = option(True, "Reuse KV cache blocks between requests that share a prefix.")
+    prefix_cache_mb: int | None = option(
+        None,
+        "Megabytes of the KV cache, in each shard, for prefixes that no request uses at the moment; 0 keeps none."
+        " Default: on a CPU as many as the weight files have, at least 128; on a GPU no limit.",
+        minimum=0,
+    )
     watermark_gamma: float | None = option(
         None, "Fraction of the vocabulary in the watermark's green list. Default: 0.5.", minimum=0, maximum=1
     )

@@ -87,6 +87,7 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "model-id": None,
     "block-size": 16,
     "prefix-caching": True,
+    "prefix-cache-mb": None,
     "load-format": "auto",
     "device": "auto",
     "logger-level": "info",
