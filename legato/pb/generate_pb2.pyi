@@ -426,7 +426,7 @@ class AdmittedImage(_message.Message):
     def __init__(self, image: _Optional[_Union[Image, _Mapping]] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("id", "admitted", "rows", "num_tokens", "num_new_blocks", "new_blocks", "traces")
+    __slots__ = ("id", "admitted", "rows", "num_tokens", "num_new_blocks", "new_blocks", "traces", "num_drafts", "draft_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -434,6 +434,8 @@ class StepRequest(_message.Message):
     NUM_NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRACES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_IDS_FIELD_NUMBER: _ClassVar[int]
     id: int
     admitted: _containers.RepeatedCompositeFieldContainer[Admission]
     rows: _containers.RepeatedScalarFieldContainer[int]
@@ -441,7 +443,9 @@ class StepRequest(_message.Message):
     num_new_blocks: _containers.RepeatedScalarFieldContainer[int]
     new_blocks: _containers.RepeatedScalarFieldContainer[int]
     traces: _containers.RepeatedCompositeFieldContainer[TracedRow]
-    def __init__(self, id: _Optional[int] = ..., admitted: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_blocks: _Optional[_Iterable[int]] = ..., traces: _Optional[_Iterable[_Union[TracedRow, _Mapping]]] = ...) -> None: ...
+    num_drafts: _containers.RepeatedScalarFieldContainer[int]
+    draft_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., admitted: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_blocks: _Optional[_Iterable[int]] = ..., traces: _Optional[_Iterable[_Union[TracedRow, _Mapping]]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TracedRow(_message.Message):
     __slots__ = ("row", "traceparent")
@@ -482,7 +486,7 @@ class RowError(_message.Message):
     def __init__(self, index: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("id", "token_ids", "logprobs", "top_tokens", "prompt_logprobs", "forward_ns", "total_ns", "error", "row_errors")
+    __slots__ = ("id", "token_ids", "logprobs", "top_tokens", "prompt_logprobs", "forward_ns", "total_ns", "error", "row_errors", "num_sampled")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -492,6 +496,7 @@ class StepResponse(_message.Message):
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ROW_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
     id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -501,4 +506,5 @@ class StepResponse(_message.Message):
     total_ns: int
     error: str
     row_errors: _containers.RepeatedCompositeFieldContainer[RowError]
-    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., error: _Optional[str] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ...) -> None: ...
+    num_sampled: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., error: _Optional[str] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., num_sampled: _Optional[_Iterable[int]] = ...) -> None: ...

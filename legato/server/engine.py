@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from legato.models.vision import VisionModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
+from legato.server.drafts import verify, verify_greedy
 from legato.server.grammars import Grammars
 from legato.server.graphs.captures import mixed_sizes
 from legato.server.graphs.decode import CudaRecorder, Record
@@ -125,13 +127,17 @@ class Engine:
         if done is None:
             return []
         sampled = [place for place, part in enumerate(ordered) if part.samples]
-        rows = [ordered[place].row for place in sampled]
+        sampling = [ordered[place] for place in sampled]
+        rows = [part.row for part in sampling]
+        count = sum(part.num_sampled for part in sampling)
         if not rows:
             chosen = None
         elif self.sampler.is_greedy(rows) and not self.grammars.active(rows):
-            chosen = SampledTokens(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
+            chosen = SampledTokens(rows, done.token_ids[:count], done.logprobs[:count])
+            if count > len(rows):
+                chosen = self._accept(sampling, verify_greedy(chosen.token_ids, chosen.logprobs, sampling))
         else:
-            chosen = self._choose(done.logits[: len(rows)], rows)
+            chosen = self._choose_all(done.logits[:count], sampling)
         return [ForwardResult(chosen, _restore(order, sampled), {})]
 
     def _forward(self, parts: list[RowStep], splits: int = 0) -> list[ForwardResult]:
@@ -151,7 +157,7 @@ class Engine:
                 "Out of memory: a step of %d tokens is computed in two halves", sum(part.count for part in parts)
             )
         else:
-            chosen = None if logits is None else self._choose(logits, [ordered[place].row for place in sampled])
+            chosen = None if logits is None else self._choose_all(logits, [ordered[place] for place in sampled])
             return [ForwardResult(chosen, _restore(order, sampled), scores)]
         release(self.device)  # here, where the error no longer holds what it failed with
         return [outcome for half in halves(parts) for outcome in self._forward(half, splits + 1)]
@@ -170,6 +176,24 @@ class Engine:
         if not any(part.samples for part in parts):
             return None, scores
         return self.model.logits(step.wanted(hidden) if has_scores else hidden), scores
+
+    def _choose_all(self, logits: torch.Tensor, parts: list[RowStep]) -> SampledTokens:
+        """Of parts that sample, from the logits of all positions at which they do."""
+        rows = [part.row for part in parts]
+        if len(logits) == len(rows):
+            return self._choose(logits, rows)
+        if self.sampler.is_greedy(rows) and not self.grammars.active(rows):
+            everywhere = [part.row for part in parts for _ in range(part.num_sampled)]
+            chosen = self._choose(logits, everywhere)
+            return self._accept(parts, verify_greedy(chosen.token_ids, chosen.logprobs, parts))
+        verified = verify(logits, parts, self._choose, lambda rows, ids: self.grammars.accept(rows, lambda: ids))
+        return self._accept(parts, verified)
+
+    def _accept(self, parts: list[RowStep], verified: SampledTokens) -> SampledTokens:
+        ends = accumulate(verified.counts)
+        token_ids = verified.token_ids.tolist()
+        self.rows.accept_drafts(parts, verified.counts, [token_ids[end - 1] for end in ends])
+        return verified
 
     def _choose(self, logits: torch.Tensor, rows: list[int]) -> SampledTokens:
         sampled = self.sampler.sample(logits, rows, self.grammars.allowed(rows))
@@ -190,13 +214,17 @@ class Engine:
                 admission.num_generated,
             )
             self.rows.append_blocks(admission.row, list(admission.blocks))
-        parts, first = [], 0
+        parts, first, first_draft = [], 0, 0
         new_blocks = list(request.new_blocks)
-        for row, count, num_new in zip(request.rows, request.num_tokens, request.num_new_blocks, strict=True):
+        num_drafts = request.num_drafts or [0] * len(request.rows)
+        columns = zip(request.rows, request.num_tokens, request.num_new_blocks, num_drafts, strict=True)
+        for row, count, num_new, drafts in columns:
             if num_new:
                 self.rows.append_blocks(row, new_blocks[first : first + num_new])
                 first += num_new
-            parts.append(self.rows.advance(row, count))
+            draft_ids = tuple(request.draft_ids[first_draft : first_draft + drafts])
+            first_draft += drafts
+            parts.append(self.rows.advance(row, count, draft_ids))
         return parts
 
     def _configure_sampler(self, admission: pb.Admission) -> None:

@@ -85,7 +85,7 @@ class Model:
             requires_padding=False,
             dtype=f"torch.{str(self.loaded.dtype)[6:]}",
             device_type=self.loaded.device.type,
-            speculate=0,
+            speculate=self.options.speculate or 0,
             support_chunking=not has_encoder,
             use_prefix_caching=self.options.prefix_caching and not has_encoder,
             attention_impl="paged",

@@ -39,12 +39,12 @@ class LocalServer:
     def __init__(
         self, model: CausalModel, *, num_blocks: int = 256, block_size: int = 16, max_rows: int = 16,
         step_tokens: int = 512, prefix_caching: bool = True, eos: frozenset[int] = frozenset(),
-        load_trie: Callable[[], TokenTrie] = no_grammars,
+        load_trie: Callable[[], TokenTrie] = no_grammars, speculate: int = 0,
     ) -> None:  # fmt: skip
         start = model.config.decoder_start_token_id
         limits = SchedulerLimits(
             num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching and start is None,
-            decoder_start_token_id=start,
+            decoder_start_token_id=start, speculate=speculate, vocab_size=model.config.vocab_size,
         )  # fmt: skip
         cache = KVCache(model.kv_shape, num_blocks, block_size, DEVICE)
         vocab = model.config.vocab_size

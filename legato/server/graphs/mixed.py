@@ -72,7 +72,7 @@ class MixedGraphs(Graphs):
         if len(parts) - num_decodes > MOST_CHUNKS or any(part.start >= LONGEST_CONTEXT for part in parts):
             return None
         size = self.policy.choose(sum(part.count for part in parts))
-        if size is None:
+        if size is None or sum(part.num_sampled for part in parts) > min(size, self._max_rows):
             return None
         self._fill(size, Packed(self._rows, parts))
         return self._replay(size)
