@@ -150,6 +150,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             share_prefix_cache=options.share_prefix_cache,
             decoder_start_token_id=start,
             speculate=info.speculate,
+            num_proposals=info.num_proposals,
             vocab_size=info.vocab_size,
         )
     )

@@ -268,6 +268,7 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
         num_tokens=plan.num_tokens,
         num_new_blocks=[len(blocks) for blocks in plan.new_blocks],
         new_blocks=[block for blocks in plan.new_blocks for block in blocks],
+        num_proposals=plan.num_proposals,
     )
     if plan.drafts:
         drafts = [plan.drafts.get(row, []) for row in plan.rows]
@@ -303,6 +304,7 @@ def _from_pb(response: pb.StepResponse) -> StepResult:
         list(response.token_ids),
         list(response.logprobs),
         list(response.num_sampled),
+        list(response.proposed_ids),
         forward_ns=response.forward_ns,
         total_ns=response.total_ns,
         error=response.error if response.HasField("error") else None,

@@ -45,6 +45,8 @@ class SchedulerLimits:
     share_prefix_cache: bool = False
     # Drafts of a row in a step (`drafting.py`), and the tokens that they may be.
     speculate: int = 0
+    # Guesses that the shards can make themselves, behind what they have sampled.
+    num_proposals: int = 0
     vocab_size: int = 1 << 31
     # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
     decoder_start_token_id: int | None = None

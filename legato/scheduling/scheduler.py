@@ -131,7 +131,7 @@ class Scheduler:
 
     def plan(self, now: float = 0.0) -> StepPlan | None:
         """What the next step computes. None if there is nothing to do, or drafts are being verified."""
-        if self._in_flight and self._in_flight[-1].plan.drafts:
+        if self._in_flight and self._in_flight[-1].plan.is_waited_for:
             return None
         self._now = max(self._now, now)
         step = InFlight(StepPlan(next(self._step_ids), [], [], [], []))
@@ -142,7 +142,7 @@ class Scheduler:
         step.context_len = 0 if first is None else first.num_scheduled
         drafts: dict[int, list[int]] = {}
         if self.limits.speculate and first is None and not (self.queue and self._free_rows):
-            drafts = self._drafter.choose(running, self.limits, self.pool.available - len(running))
+            drafts = self._drafter.draft(step.plan, running, self.limits, self.pool.available - len(running))
         budget = rest = self._budget.prompt_tokens(num_decodes + sum(map(len, drafts.values())), step.context_len)
         if first is not None:  # a prompt has begun: requests of a better rank come first
             rest = self._plan_admissions(step, rest, first.rank)
@@ -312,7 +312,7 @@ class Scheduler:
         """Book the result of the oldest plan in flight. Returns what each request gets to see."""
         step = self._in_flight.popleft()
         self._now = max(self._now, now)
-        self._drafter.learn(step.plan, result, self._now)
+        self._drafter.learn(step.plan, self._now)
         assert step.plan.id == result.id, f"result of step {result.id}, expected {step.plan.id}"
         if result.error is not None:
             return self._fail(step.planned, result.error)
@@ -336,6 +336,7 @@ class Scheduler:
                 if index > first + 1:
                     outputs += self._book_drafts(entry, range(first + 1, index), result)
         assert index == len(result.token_ids), f"{len(result.token_ids)} tokens for {index} rows"
+        self._drafter.take_proposals(step, result)
         return outputs
 
     def _book_drafts(self, entry: Entry, places: range, result: StepResult) -> list[tuple[int, Output]]:

@@ -47,39 +47,40 @@ class Estimate:
 
 @dataclass(slots=True)
 class RowTimes:
-    """Of steps with so many rows: seconds on the device by tokens, and what comes to that without and with drafts."""
+    """Seconds of steps with so many rows: those that the next one does not wait for, and by their tokens the others."""
 
-    forward: dict[int, Estimate] = field(default_factory=dict)
+    plain: Estimate = field(default_factory=Estimate)
+    waited: dict[int, Estimate] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
-    plain_gap: Estimate = field(default_factory=Estimate)
-    draft_gap: Estimate = field(default_factory=Estimate)
 
-    def learn(self, num_tokens: int, has_drafts: bool, forward: float, total: float) -> None:
+    def learn(self, num_tokens: int, is_waited_for: bool, seconds: float) -> None:
+        if not is_waited_for:
+            self.plain.learn(seconds)
+            return
         size = bucket(num_tokens)
-        if size not in self.forward:
-            self.forward[size] = Estimate()
+        if size not in self.waited:
+            self.waited[size] = Estimate()
             bisect.insort(self.sizes, size)
-        self.forward[size].learn(forward)
-        (self.draft_gap if has_drafts else self.plain_gap).learn(max(total - forward, 0.0))
+        self.waited[size].learn(seconds)
 
-    def forward_time(self, num_tokens: int) -> float:
+    def waited_time(self, num_rows: int, num_tokens: int) -> float:
         """Between sizes that were measured, in proportion. Up to twice the largest, as long as that: it will be tried,
         and so the next time may be twice as many."""
         sizes = self.sizes
         place = bisect.bisect_left(sizes, num_tokens)
         if place == len(sizes):
-            return self.forward[sizes[-1]].value * max(1.0, num_tokens / (2 * sizes[-1] + MOST_TRIED))
-        above = self.forward[sizes[place]].value
+            known = sizes[-1] if sizes else num_rows
+            seconds = self.waited[known].value if sizes else self.plain.value
+            return seconds * max(1.0, num_tokens / (2 * known + MOST_TRIED))
+        above = self.waited[sizes[place]].value
         if place == 0 or sizes[place] == num_tokens:
             return above
-        below, low = self.forward[sizes[place - 1]].value, sizes[place - 1]
+        below, low = self.waited[sizes[place - 1]].value, sizes[place - 1]
         return below + (above - below) * (num_tokens - low) / (sizes[place] - low)
 
-    def fade(self, num_rows: int) -> None:
-        least = self.forward_time(num_rows)
-        for estimate in self.forward.values():
-            estimate.value = max(estimate.value * FADING, min(least, estimate.value))
-        self.draft_gap.value *= FADING
+    def fade(self) -> None:
+        for estimate in self.waited.values():
+            estimate.value *= FADING
 
 
 class StepTimes:
@@ -88,26 +89,24 @@ class StepTimes:
     def __init__(self) -> None:
         self._by_rows: dict[int, RowTimes] = {}
 
-    def learn(self, num_rows: int, num_tokens: int, forward: float, total: float) -> None:
-        """`forward` is the device's time, `total` that from the result of the step before to that of this one."""
-        if forward > 0 and total > 0:
-            times = self._by_rows.setdefault(bucket(num_rows), RowTimes())
-            times.learn(num_tokens, num_tokens > num_rows, forward, total)
+    def learn(self, num_rows: int, num_tokens: int, is_waited_for: bool, seconds: float) -> None:
+        """From the result of the step before to that of this one."""
+        if seconds > 0:
+            self._by_rows.setdefault(bucket(num_rows), RowTimes()).learn(num_tokens, is_waited_for, seconds)
 
     def num_worth(self, num_rows: int, chances: Sequence[float]) -> int:
         """How many drafts to take, of such as are right with these chances, the best first."""
         times = self._by_rows.get(bucket(num_rows))
-        if times is None or not times.plain_gap.is_known:
+        if times is None or not times.plain.is_known:
             return 0 if self._by_rows else len(chances)
-        best, most = 0, MARGIN * num_rows / (times.forward_time(num_rows) + times.plain_gap.value)
-        expected, gap = float(num_rows), max(times.draft_gap.value, times.plain_gap.value)
+        best, most, expected = 0, MARGIN * num_rows / times.plain.value, float(num_rows)
         for count, chance in enumerate(chances, 1):
             expected += chance
-            rate = expected / (times.forward_time(num_rows + count) + gap)
+            rate = expected / times.waited_time(num_rows, num_rows + count)
             if rate > most:
                 best, most = count, rate
         if not best:
-            times.fade(num_rows)
+            times.fade()
         return best
 
 

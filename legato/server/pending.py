@@ -28,13 +28,18 @@ class SampledTokens:
     errors: dict[int, str] = field(default_factory=dict)
     # Of a step with drafts: how many tokens each row has got, one behind the other. Else empty: one each.
     counts: list[int] = field(default_factory=list)
+    # [rows, count], what may follow the last token of each row; None if nobody asked.
+    proposals: torch.Tensor | None = None
 
     def to_host(self) -> SampledTokens:
         """Queue the copies behind the step. Wait for the step's event before reading them."""
         top = self.top
         if top is not None:
             top = replace(top, token_ids=_to_host(top.token_ids), logprobs=_to_host(top.logprobs))
-        return replace(self, token_ids=_to_host(self.token_ids), logprobs=_to_host(self.logprobs), top=top)
+        proposals = None if self.proposals is None else _to_host(self.proposals)
+        return replace(
+            self, token_ids=_to_host(self.token_ids), logprobs=_to_host(self.logprobs), top=top, proposals=proposals
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,9 @@ class PendingStep:
             _read_tokens(chosen, places, response)
         if any(outcome.chosen is not None and outcome.chosen.counts for outcome in self.outcomes):
             response.num_sampled.extend(count for outcome in self.outcomes for count in outcome.counts)
+        for outcome in self.outcomes:
+            if outcome.chosen is not None and outcome.chosen.proposals is not None:
+                response.proposed_ids.extend(outcome.chosen.proposals[outcome.order].flatten().tolist())
         for row, pieces in self._prompt_scores().items():
             response.prompt_logprobs.add(
                 row=row,
