@@ -142,7 +142,8 @@ class Scheduler:
         step.context_len = 0 if first is None else first.num_scheduled
         drafts: dict[int, list[int]] = {}
         if self.limits.speculate and first is None and not (self.queue and self._free_rows):
-            drafts = self._drafter.draft(step.plan, running, self.limits, self.pool.available - len(running))
+            num_spare = self.pool.available + self.tree.num_evictable - len(running)
+            drafts = self._drafter.draft(step.plan, running, self.limits, num_spare)
         budget = rest = self._budget.prompt_tokens(num_decodes + sum(map(len, drafts.values())), step.context_len)
         if first is not None:  # a prompt has begun: requests of a better rank come first
             rest = self._plan_admissions(step, rest, first.rank)
@@ -311,8 +312,7 @@ class Scheduler:
     def complete(self, result: StepResult, now: float = 0.0) -> list[tuple[int, Output]]:
         """Book the result of the oldest plan in flight. Returns what each request gets to see."""
         step = self._in_flight.popleft()
-        self._now = max(self._now, now)
-        self._drafter.learn(step.plan, self._now)
+        self._drafter.learn(step.plan, now)
         assert step.plan.id == result.id, f"result of step {result.id}, expected {step.plan.id}"
         if result.error is not None:
             return self._fail(step.planned, result.error)
@@ -335,7 +335,7 @@ class Scheduler:
                 outputs.append((entry.id, self._book_sampled(entry, first, result)))
                 if index > first + 1:
                     outputs += self._book_drafts(entry, range(first + 1, index), result)
-        assert index == len(result.token_ids), f"{len(result.token_ids)} tokens for {index} rows"
+        assert index == len(result.token_ids), f"{len(result.token_ids)} tokens, {index} were expected"
         self._drafter.take_proposals(step, result)
         return outputs
 
