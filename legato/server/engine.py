@@ -54,6 +54,7 @@ class Engine:
         shard: Shard | None = None,
         image_rules: ImageRules | None = None,  # how images are cut into tokens; None: text only
         speculator: Speculator | None = None,
+        drafts: bool = False,  # whether decodes may bring some
     ) -> None:
         self.model = model
         self.cache = cache
@@ -72,7 +73,9 @@ class Engine:
         # One shard of several must not split a step: the others would compute the whole.
         self._max_splits = MAX_SPLITS if self.shard.world_size == 1 else 0
         # Encoders of prompts and images have no fixed shape.
-        self._mixed_sizes = [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows)
+        self._mixed_sizes = (
+            [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows, drafts=drafts)
+        )
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
             self.use_graphs(graph_sizes, CudaRecorder())

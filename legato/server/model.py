@@ -163,7 +163,7 @@ class Model:
         cure = "lower --max-batch-prefill-tokens or --max-concurrent-requests"
         with refused_for_memory(f"{lost}; {cure}", device):
             reading = measure(lambda: self._run_largest_steps(requested), device)
-        kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes)
+        kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes, drafts=self.speculate > 0)
         largest, layers = mixed_sizes(rows)[-1], self.loaded.model.config.num_layers
         # Of every row a graph keeps the logits, the token and its log probability.
         row_bytes = self.loaded.model.config.vocab_size * self.loaded.dtype.itemsize + 12
@@ -215,6 +215,7 @@ class Model:
             self.loaded.shard,
             self.image_rules,
             self.loaded.speculator,
+            drafts=self.speculate > 0,
         )
 
     def _make_sampler(self, max_rows: int) -> Sampler:
