@@ -48,7 +48,6 @@ class Answer:
 class Work:
     new_tokens: int
     requests: int
-    pairs: int
 
 
 def functions() -> list[dict[str, Any]]:
@@ -64,7 +63,7 @@ def functions() -> list[dict[str, Any]]:
 def edits(count: int) -> list[dict[str, Any]]:
     tasks = functions()
     codes = [(task["entry_point"], task["prompt"] + task["canonical_solution"]) for task in tasks]
-    return [_chat(EDIT.format(name=name, code=code), temperature=0.0) for name, code in (codes * 8)[:count]]
+    return [_chat(EDIT.format(name=name, code=code), temperature=0.0) for name, code in (codes * 16)[:count]]
 
 
 def stories(count: int) -> list[dict[str, Any]]:
@@ -97,16 +96,18 @@ def one_pass(port: int, bodies: list[dict[str, Any]], streams: int) -> tuple[flo
 
 
 def compare(ports: tuple[int, int], bodies: list[dict[str, Any]], streams: int, work: Work) -> dict[str, Any]:
-    """Each pair in the other order than the last. The first answers are not counted: they warm both servers up."""
+    """As many requests as there are streams to one server, then to the other; the next ones in the other order. The
+    first answers are not counted: they warm both servers up."""
     bodies = [{**body, "max_tokens": work.new_tokens} for body in bodies]
     rates: dict[int, list[float]] = {port: [] for port in ports}
-    answers: dict[int, list[Answer]] = {}
+    answers: dict[int, list[Answer]] = {port: [] for port in ports}
     for port in ports:
         one_pass(port, [{**body, "max_tokens": 8} for body in bodies[:streams]], streams)
-    for number in range(work.pairs):
+    for number, first in enumerate(range(0, len(bodies), streams)):
         for port in ports if number % 2 == 0 else reversed(ports):
-            rate, answers[port] = one_pass(port, bodies, streams)
+            rate, found = one_pass(port, bodies[first : first + streams], streams)
             rates[port].append(rate)
+            answers[port] += found
     without, drafting = ports
     pairs = list(zip(answers[without], answers[drafting], strict=True))
     return {
@@ -123,8 +124,7 @@ def main() -> None:
     parser.add_argument("--speculate", type=int, default=8, help="drafts of a request in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1], help="requests at once")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens of each answer")
-    parser.add_argument("--requests", type=int, default=6, help="at least, for each number of streams")
-    parser.add_argument("--pairs", type=int, default=2, help="passes of each kind")
+    parser.add_argument("--rounds", type=int, default=8, help="as many requests as streams, each")
     parser.add_argument("--arguments", default="", help="of both launchers")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     options = parser.parse_args()
@@ -135,7 +135,7 @@ def main() -> None:
         launched(*words, f"--speculate={options.speculate}") as (drafting, _),
     ):
         for streams in options.streams:
-            work = Work(options.new_tokens, max(options.requests, streams), options.pairs)
+            work = Work(options.new_tokens, options.rounds * streams)
             for name, bodies in (("edits", edits(work.requests)), ("stories", stories(work.requests))):
                 found = figures[f"{name} x {streams}"] = compare((without, drafting), bodies, streams, work)
                 print(
