@@ -69,7 +69,13 @@ class LoadingOptions(Options):
     rope_factor: float | None = option(
         None, "RoPE scaling factor. Without `--rope-scaling`, the method is `linear`.", minimum=1
     )
-    speculate: int | None = option(None, "Number of tokens to speculate in every step.", later="speculative decoding")
+    speculate: int | None = option(
+        None,
+        "Maximum drafts per request and step: tokens guessed from text that occurred before (prompt, answer, recent"
+        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0.",
+        minimum=0,
+        maximum=64,
+    )
     lora_adapters: str | None = option(
         None, "LoRA adapters to load, comma-separated: `id`, `id@revision`, `name=/path`.", later="LoRA adapters"
     )

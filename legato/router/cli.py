@@ -153,6 +153,9 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_queued_tokens=options.max_queued_tokens,
             share_prefix_cache=options.share_prefix_cache,
             decoder_start_token_id=start,
+            speculate=info.speculate,
+            num_proposals=info.num_proposals,
+            vocab_size=info.vocab_size,
         )
     )
     if longest_input is not None and longest_input < found.max_input_tokens:

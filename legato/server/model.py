@@ -89,7 +89,8 @@ class Model:
             requires_padding=False,
             dtype=f"torch.{str(self.loaded.dtype)[6:]}",
             device_type=self.loaded.device.type,
-            speculate=0,
+            speculate=self.speculate,
+            num_proposals=0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens,
             support_chunking=not has_encoder,
             use_prefix_caching=self.options.prefix_caching and not has_encoder,
             attention_impl="paged",
@@ -101,6 +102,12 @@ class Model:
             decoder_start_token_id=config.decoder_start_token_id,
             num_uncaptured=0 if graphs is None else graphs.num_pending,
         )
+
+    @property
+    def speculate(self) -> int:
+        """Drafts of a row in a step, at most: as many as a speculator can guess, unless fewer are asked for."""
+        heads = 0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens
+        return heads if self.options.speculate is None else self.options.speculate
 
     @property
     def kv_shape(self) -> KVShape:
@@ -190,10 +197,12 @@ class Model:
         cure = "lower --max-batch-prefill-tokens or --max-concurrent-requests"
         with refused_for_memory(f"{lost}; {cure}", device):
             reading = measure(lambda: self._run_largest_steps(requested), device)
-        kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes)
+        kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes, drafts=self.speculate > 0)
         largest, layers = mixed_sizes(rows)[-1], self.loaded.model.config.num_layers
         # Of every row a graph keeps the logits, the token and its log probability.
         row_bytes = self.loaded.model.config.vocab_size * self.loaded.dtype.itemsize + 12
+        if self.loaded.speculator is not None:  # and the state that it goes on from
+            row_bytes += self.loaded.model.config.hidden_size * self.loaded.dtype.itemsize
         graphs = graph_bytes(kept, largest, layers, row_bytes, tokens, reading.peak - reading.reserved)
         logger.info(
             "Memory measured",
@@ -239,6 +248,8 @@ class Model:
             sizes,
             self.loaded.shard,
             self.image_rules,
+            self.loaded.speculator,
+            drafts=self.speculate > 0,
         )
 
     def _make_sampler(self, max_rows: int) -> Sampler:
