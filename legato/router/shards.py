@@ -138,6 +138,10 @@ class GrpcShards:
             if answer.HasField("error"):
                 raise GrammarError(answer.error)
 
+    async def release(self, blocks: list[int]) -> None:
+        """Give the memory of these blocks back. No step may use them meanwhile."""
+        await self._all([stub.ClearCache(pb.ClearCacheRequest(blocks=blocks)) for stub in self._stubs])
+
     async def _all(self, calls: list[Awaitable[T]]) -> list[T]:
         """The answers of all shards, which may take any time while the shards answer to `Health`."""
         answers = asyncio.gather(*map(_answer, calls))

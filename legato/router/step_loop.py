@@ -47,6 +47,8 @@ class Shards(Protocol):
 
     async def healthy(self, timeout: float) -> bool: ...
 
+    async def release(self, blocks: list[int]) -> None: ...
+
 
 class Receiver(Protocol):
     """Gets the outputs of requests, one at a time; the last of a request has a finish reason or an error."""

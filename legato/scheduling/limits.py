@@ -30,6 +30,8 @@ class SchedulerLimits:
     max_step_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     prefix_caching: bool = True
+    # Blocks that the prefix tree may keep although no request uses them. None: no limit.
+    max_unused_blocks: int | None = None
     # Prompt tokens of any step, if that is less.
     max_prompt_tokens: int | None = None
     # Prompt tokens of a step in which others decode, and the seconds it should take at most (`budget.py`).

@@ -289,6 +289,7 @@ class Scheduler:
         heapq.heappush(self._free_rows, entry.row)
         self.pool.free(sorted(entry.private))
         self.tree.unlock(entry.node)
+        self.pool.free(self.tree.evict_beyond(self.limits.max_unused_blocks))
         del self.running[bisect.bisect_left(self.running, entry.rank, key=_rank)]
         self.max_running_tokens -= entry.max_len
         entry.forget_row()

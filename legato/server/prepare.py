@@ -83,7 +83,6 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
     device, packed = rows.last_tokens.device, Packed(rows, parts)
     d = packed.num_decodes
     row_index, positions = to_device(packed.rows, device), to_device(packed.positions, device)
-    blocks = rows.block_tables[to_device(packed.owners, device), positions // block_size].long()
     input_ids = rows.last_tokens[row_index[:d]]
     if d < len(parts):
         input_ids = torch.cat((input_ids, to_device(packed.chunk_ids, device)))
@@ -91,12 +90,19 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         input_ids = torch.where(input_ids < 0, rows.last_tokens[to_device(packed.owners, device)], input_ids)
     on_host = None
     if device.type == "cpu":
+        # numpy, which is at home in small arrays: a call of torch takes microseconds.
+        tables = rows.block_tables.numpy()
+        blocks = tables[packed.owners, packed.positions // block_size].astype(np.int64)
+        slots = torch.from_numpy(blocks * block_size + packed.positions % block_size)
         query_lens, context_lens = packed.counts.tolist(), packed.context_lens.tolist()
-        on_host = PagedContext(query_lens, context_lens, d, rows.block_tables[row_index], block_size, dtype)
+        on_host = PagedContext(query_lens, context_lens, d, torch.from_numpy(tables[packed.rows]), block_size, dtype)
+    else:
+        chosen = rows.block_tables[to_device(packed.owners, device), positions // block_size].long()
+        slots = chosen * block_size + positions % block_size
     return Step(
         input_ids=input_ids,
         positions=positions,
-        slots=blocks * block_size + positions % block_size,
+        slots=slots,
         # Kernels need at least one row: of a step without samples, one token is kept all the same.
         logits_indices=to_device(packed.sampled_tokens if len(packed.sampled_tokens) else packed.ends[:1] - 1, device),
         num_decodes=d,

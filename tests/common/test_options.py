@@ -87,6 +87,7 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "model-id": None,
     "block-size": 16,
     "prefix-caching": True,
+    "prefix-cache-mb": None,
     "load-format": "auto",
     "device": "auto",
     "logger-level": "info",
@@ -294,6 +295,7 @@ def test_forward_passes_what_the_target_has_and_what_differs_from_its_defaults()
         "--rope-factor=2.0",
         "--no-prefix-caching",
         "--json-output",
+        "--max-input-tokens=7",
     ]
     assert forward(options, DownloadOptions) == ["some/model", "--json-output"]
 
