@@ -313,7 +313,7 @@ class Scheduler:
     def complete(self, result: StepResult, now: float = 0.0) -> list[tuple[int, Output]]:
         """Book the result of the oldest plan in flight. Returns what each request gets to see."""
         step = self._in_flight.popleft()
-        self._drafter.learn(step.plan, now)
+        self._drafter.learn(step.plan, result.forward_ns / 1e9, now)
         assert step.plan.id == result.id, f"result of step {result.id}, expected {step.plan.id}"
         if result.error is not None:
             return self._fail(step.planned, result.error)
