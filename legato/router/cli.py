@@ -242,8 +242,10 @@ def settings_for(
     options: RouterOptions, info: pb.InfoResponse, api_keys: Mapping[str, int], model: Path
 ) -> RouterSettings:
     model_id, has_encoder = options.model_id or DEFAULT_MODEL, info.HasField("decoder_start_token_id")
+    build = model_info.BuildInfo.of(os.environ)
     return RouterSettings(
-        **model_info.build_info(os.environ),
+        sha=build.sha,
+        docker_label=build.docker_label,
         model_id=model_id,
         model_sha=model_info.model_sha(model),
         model_pipeline_tag=model_info.pipeline_tag(
