@@ -10,10 +10,21 @@ from legato.common.errors import ModelNotFound
 from legato.common.options import ModelOptions
 from legato.common.progress import progress
 from legato.modelfiles import hub
+from legato.modelfiles.files import TOKENIZER_CONFIG, read_json
+from legato.modelfiles.vocabularies import remote
 
 
 def locate(options: ModelOptions) -> Path:
-    """Downloads missing files and shows the progress."""
+    """Downloads missing files and shows the progress. With --trust-remote-code a tokenizer that is Python code is
+    converted for all processes that read it."""
+    path = _located(options)
+    is_trusted = options.trust_remote_code and path.is_dir()
+    if is_trusted and remote.has_own_code(path, read_json(path / TOKENIZER_CONFIG, optional=True)):
+        remote.convert(path)
+    return path
+
+
+def _located(options: ModelOptions) -> Path:
     if options.weights_cache_override is not None:
         if not Path(options.weights_cache_override).is_dir():
             raise ModelNotFound(f"--weights-cache-override: {options.weights_cache_override} is not a folder")

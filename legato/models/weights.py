@@ -14,6 +14,7 @@ come without `.weight` and `.bias`.
     weights.per_head(name, heads, size, in) cut by query heads
     weights.linear(names, out, in)          whole, on every shard
     weights.experts(name, …)                all of them on every shard, cut by their inner dimension
+    weights.stacked_experts(names, …)       the same from matrices that have all experts below each other
     weights.head(name, embedding, ...)      cut by rows, gathered
 """
 
@@ -67,15 +68,25 @@ class Weights(Checkpoint):
         return Embedding(self._vocabulary(f"{name}.weight", (vocab_size, hidden_size)), first, self.shard)
 
     def head(
-        self, name: str, embedding: Embedding, vocab_size: int, hidden_size: int, *, tied: bool, bias: bool = False
+        self,
+        name: str,
+        embedding: Embedding,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: bool,
+        bias: bool = False,
+        normed: bool = False,
     ) -> Head:
-        """The embedding once more if it is `tied`, or if the checkpoint has no other matrix."""
+        """The embedding once more if it is `tied`, or if the checkpoint has no other matrix; `normed` gives its rows
+        the length one."""
         if not tied and self._is_quantized(name):
             weight = self._quantized_head(name, vocab_size, hidden_size)
         else:
             tied = tied or f"{name}.weight" not in self
             weight = embedding.weight if tied else self._vocabulary(f"{name}.weight", (vocab_size, hidden_size))
             self.skip(f"{name}.weight")  # a checkpoint that says "tied" may still carry a copy
+        weight = F.normalize(weight, dim=-1) if normed else weight
         added = self._vocabulary(f"{name}.bias", (vocab_size,)) if bias else None
         return Head(dense_weight(weight, added), vocab_size, self.shard)
 
@@ -167,13 +178,15 @@ class Weights(Checkpoint):
         size: int,
         in_features: int,
         order: torch.Tensor | None = None,
+        *,
+        bias: bool = False,
     ) -> Linear:
         """`size` outputs for each query head, in the checkpoint's order or in this one, which is that of one head."""
         rows = [(heads.first * size, heads.last * size)]
         if order is not None:
             order = (torch.arange(heads.num_heads)[:, None] * size + order).flatten()
         parts = [MatrixPart(name, heads.all_heads * size, rows) for name in _as_list(names)]
-        return Linear(self._weight(parts, in_features, None, False, False, order))
+        return Linear(self._weight(parts, in_features, None, bias, False, order))
 
     def experts(
         self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
@@ -187,9 +200,9 @@ class Weights(Checkpoint):
         if f"{name}.gate_up_proj" in self:
             halves = [span, (inner + first, inner + last)]
             gate_up = self.tensor(f"{name}.gate_up_proj", (num_experts, 2 * inner, hidden), {1: halves})
-            is_whole = quantizer is not None and not _between_groups(span, quantizer.group_size)
+            is_whole = self._needs_whole_groups(span)
             down = self.tensor(f"{name}.down_proj", (num_experts, hidden, inner), {} if is_whole else {2: [span]})
-            return self._fused_experts(gate_up), self._fused_experts(down, span if is_whole else None)
+            return self.fused_experts(gate_up), self.fused_experts(down, span if is_whole else None)
         if quantizer is not None or self._is_quantized(f"{name}.0.{parts[0]}"):
             return self._quantized_experts(name, num_experts, inner, hidden, parts)
         # Expert by expert into place: a layer of them is too large to be there twice.
@@ -204,7 +217,30 @@ class Weights(Checkpoint):
             down[expert] = self.tensor(out, (hidden, inner), {1: [span]})
         return DenseExperts(gate_up.flatten(1, 2)), DenseExperts(down)
 
-    def _fused_experts(self, matrices: torch.Tensor, columns: tuple[int, int] | None = None) -> ExpertWeights:
+    def stacked_experts(
+        self, names: Sequence[str], num_experts: int, inner: int, hidden: int
+    ) -> tuple[ExpertWeights, ExpertWeights]:
+        """The same from three matrices [num_experts inner, hidden]: gate, up and down, of which the last one is
+        transposed."""
+        span = self.shard.span(inner)
+        is_whole = self._needs_whole_groups(span)
+
+        def read(name: str, first: int, last: int) -> torch.Tensor:
+            rows = [(expert * inner + first, expert * inner + last) for expert in range(num_experts)]
+            return self.tensor(name, (num_experts * inner, hidden), {0: merged_ranges(rows)}).unflatten(
+                0, (num_experts, -1)
+            )
+
+        gate_up = torch.cat([read(name, *span) for name in names[:2]], dim=1)
+        down = read(names[2], *((0, inner) if is_whole else span)).transpose(1, 2)
+        return self.fused_experts(gate_up), self.fused_experts(down, span if is_whole else None)
+
+    def _needs_whole_groups(self, columns: tuple[int, int]) -> bool:
+        """Whether matrices are quantized in groups that a shard's columns would cut."""
+        quantizer = self._method.quantizer
+        return quantizer is not None and not _between_groups(columns, quantizer.group_size)
+
+    def fused_experts(self, matrices: torch.Tensor, columns: tuple[int, int] | None = None) -> ExpertWeights:
         """[num_experts, out, in]. `columns` are those that are wanted, if there are others."""
         quantizer = self._method.quantizer
         if quantizer is None:
@@ -312,6 +348,10 @@ class Weights(Checkpoint):
         quantized = quantizer(matrix)
         self._forget(name)
         return quantized if columns == wanted.columns else wanted.of_columns(quantized)
+
+    def matrix(self, name: str, out_features: int, in_features: int, columns: tuple[int, int] | None = None) -> Matrix:
+        """All outputs of a matrix in the format that it has, or `columns` of its inputs."""
+        return self._matrix(MatrixSlice(name, out_features, in_features, None, columns))
 
     def has_matrix(self, name: str) -> bool:
         """Dense or quantized."""
