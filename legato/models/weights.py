@@ -27,13 +27,13 @@ from typing import TypedDict, Unpack
 import torch
 import torch.nn.functional as F
 
-from legato.layers.linear import Embedding, Head, Linear, RowLinear
+from legato.layers.linear import Embedding, Head, Linear, PackedEmbedding, RowLinear
 from legato.layers.norm import LayerNorm
 from legato.layers.shard import Heads
-from legato.models.checkpoint import Checkpoint
+from legato.models.expert_matrices import ExpertMatrices, between_groups
 from legato.models.rows import QkvLayout, merged_ranges, qkv_rows, without_neighbours
 from legato.quantization.dense import Weight, dense_weight
-from legato.quantization.experts import DenseExperts, ExpertWeights, expert_weights
+from legato.quantization.host import HostWeight, host_weight
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.stored import MatrixSlice, Ranges
 from legato.quantization.weight import Matrix, kinds_of, weight_of
@@ -57,13 +57,17 @@ class RowOptions(TypedDict, total=False):
     dtype: torch.dtype | None  # for what must be more exact than the model
 
 
-class Weights(Checkpoint):
+class Weights(ExpertMatrices):
     def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
         weight = self.tensor(f"{name}.weight", (size,))
         return LayerNorm(weight, self.tensor(f"{name}.bias", (size,)) if bias else None, eps, size)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """Each shard has equally many rows; what reaches beyond the vocabulary is zero."""
+        if self.packs and self.shard.world_size == 1:
+            weight = self._packed_vocabulary(name, vocab_size, hidden_size)
+            if isinstance(weight, HostWeight):
+                return PackedEmbedding(weight, self.shard)
         first, _ = self.shard.padded_span(vocab_size)
         return Embedding(self._vocabulary(f"{name}.weight", (vocab_size, hidden_size)), first, self.shard)
 
@@ -80,6 +84,8 @@ class Weights(Checkpoint):
     ) -> Head:
         """The embedding once more if it is `tied`, or if the checkpoint has no other matrix; `normed` gives its rows
         the length one."""
+        if isinstance(embedding, PackedEmbedding) and not normed:
+            return self._packed_head(name, embedding, vocab_size, hidden_size, tied, bias)
         if not tied and self._is_quantized(name):
             weight = self._quantized_head(name, vocab_size, hidden_size)
         else:
@@ -89,6 +95,25 @@ class Weights(Checkpoint):
         weight = F.normalize(weight, dim=-1) if normed else weight
         added = self._vocabulary(f"{name}.bias", (vocab_size,)) if bias else None
         return Head(dense_weight(weight, added), vocab_size, self.shard)
+
+    def _packed_vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Weight:
+        weight = host_weight([self._matrix(MatrixSlice(name, vocab_size, hidden_size), packs=True)])
+        self.kinds.update(kinds_of(weight))
+        return weight
+
+    def _packed_head(
+        self, name: str, embedding: PackedEmbedding, vocab_size: int, hidden_size: int, tied: bool, bias: bool
+    ) -> Head:
+        tied = tied or not self.has_matrix(name)
+        weight: Weight = embedding.packed
+        if tied:
+            self.skip(f"{name}.weight")
+        else:
+            weight = self._packed_vocabulary(name, vocab_size, hidden_size)
+        if bias:
+            added = self._vocabulary(f"{name}.bias", (vocab_size,))
+            weight = weight.with_bias(added) if isinstance(weight, HostWeight) else weight
+        return Head(weight, vocab_size, self.shard)
 
     def heads(self, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> Heads:
         """This shard's part of the heads."""
@@ -188,86 +213,6 @@ class Weights(Checkpoint):
         parts = [MatrixPart(name, heads.all_heads * size, rows) for name in _as_list(names)]
         return Linear(self._weight(parts, in_features, None, bias, False, order))
 
-    def experts(
-        self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
-    ) -> tuple[ExpertWeights, ExpertWeights]:
-        """gate and up [2 inner, hidden] and down [hidden, inner] of each expert, with our span of `inner`.
-
-        Checkpoints have three matrices for each expert, `parts` by name (gate, up, down), or all experts in two.
-        """
-        first, last = span = self.shard.span(inner)
-        quantizer = self._method.quantizer
-        if f"{name}.gate_up_proj" in self:
-            halves = [span, (inner + first, inner + last)]
-            gate_up = self.tensor(f"{name}.gate_up_proj", (num_experts, 2 * inner, hidden), {1: halves})
-            is_whole = self._needs_whole_groups(span)
-            down = self.tensor(f"{name}.down_proj", (num_experts, hidden, inner), {} if is_whole else {2: [span]})
-            return self.fused_experts(gate_up), self.fused_experts(down, span if is_whole else None)
-        if quantizer is not None or self._is_quantized(f"{name}.0.{parts[0]}"):
-            return self._quantized_experts(name, num_experts, inner, hidden, parts)
-        # Expert by expert into place: a layer of them is too large to be there twice.
-        gate_up, down = (
-            torch.empty(num_experts, *size, dtype=self.dtype, device=self.device)
-            for size in ((2, last - first, hidden), (hidden, last - first))
-        )
-        for expert in range(num_experts):
-            gate, up, out = (f"{name}.{expert}.{part}.weight" for part in parts)
-            gate_up[expert, 0] = self.tensor(gate, (inner, hidden), {0: [span]})
-            gate_up[expert, 1] = self.tensor(up, (inner, hidden), {0: [span]})
-            down[expert] = self.tensor(out, (hidden, inner), {1: [span]})
-        return DenseExperts(gate_up.flatten(1, 2)), DenseExperts(down)
-
-    def stacked_experts(
-        self, names: Sequence[str], num_experts: int, inner: int, hidden: int
-    ) -> tuple[ExpertWeights, ExpertWeights]:
-        """The same from three matrices [num_experts inner, hidden]: gate, up and down, of which the last one is
-        transposed."""
-        span = self.shard.span(inner)
-        is_whole = self._needs_whole_groups(span)
-
-        def read(name: str, first: int, last: int) -> torch.Tensor:
-            rows = [(expert * inner + first, expert * inner + last) for expert in range(num_experts)]
-            return self.tensor(name, (num_experts * inner, hidden), {0: merged_ranges(rows)}).unflatten(
-                0, (num_experts, -1)
-            )
-
-        gate_up = torch.cat([read(name, *span) for name in names[:2]], dim=1)
-        down = read(names[2], *((0, inner) if is_whole else span)).transpose(1, 2)
-        return self.fused_experts(gate_up), self.fused_experts(down, span if is_whole else None)
-
-    def _needs_whole_groups(self, columns: tuple[int, int]) -> bool:
-        """Whether matrices are quantized in groups that a shard's columns would cut."""
-        quantizer = self._method.quantizer
-        return quantizer is not None and not _between_groups(columns, quantizer.group_size)
-
-    def fused_experts(self, matrices: torch.Tensor, columns: tuple[int, int] | None = None) -> ExpertWeights:
-        """[num_experts, out, in]. `columns` are those that are wanted, if there are others."""
-        quantizer = self._method.quantizer
-        if quantizer is None:
-            return DenseExperts(matrices.contiguous())
-        quantized = [quantizer(matrix) for matrix in matrices]
-        if columns is not None:
-            quantized = [matrix.columns(*columns) for matrix in quantized]
-        if self.dequantizes:
-            self.kinds[f"{quantized[0].kind}: dequantized on load"] += len(quantized)
-            return DenseExperts(torch.stack([matrix.dense(self.dtype) for matrix in quantized]))
-        made = expert_weights([[matrix] for matrix in quantized])
-        self.kinds.update(kinds_of(made))
-        return made
-
-    def _quantized_experts(
-        self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
-    ) -> tuple[ExpertWeights, ExpertWeights]:
-        span = self.shard.span(inner)
-        gate_up, down = [], []
-        for expert in range(num_experts):
-            gate, up, out = (f"{name}.{expert}.{part}" for part in parts)
-            gate_up.append([self._matrix(MatrixSlice(part, inner, hidden, [span])) for part in (gate, up)])
-            down.append([self._matrix(MatrixSlice(out, hidden, inner, None, span))])
-        made = expert_weights(gate_up), expert_weights(down)
-        self.kinds.update(kind for experts in made for kind in kinds_of(experts))
-        return made
-
     def _row(
         self,
         name: str,
@@ -308,18 +253,25 @@ class Weights(Checkpoint):
                         else part.rows, columns)
             for part in parts
         ]  # fmt: skip
-        matrices = [self._matrix(each, transposed, quantize, dtype) for each in wanted]
+        packs = self.packs and quantize
+        matrices = [self._matrix(each, transposed, quantize, dtype, packs) for each in wanted]
         biases = [self.tensor(f"{each.name}.bias", (each.out_features,), each.cut()) for each in wanted if bias]
-        weight = weight_of(matrices, torch.cat(biases) if biases else None, order)
+        make = host_weight if packs else weight_of
+        weight = make(matrices, torch.cat(biases) if biases else None, order)
         self.kinds.update(kinds_of(weight))
         return weight
 
     def _matrix(
-        self, wanted: MatrixSlice, transposed: bool = False, quantize: bool = True, dtype: torch.dtype | None = None
+        self,
+        wanted: MatrixSlice,
+        transposed: bool = False,
+        quantize: bool = True,
+        dtype: torch.dtype | None = None,
+        packs: bool = False,
     ) -> Matrix:
-        """The one place where a matrix gets its format."""
+        """The one place where a matrix gets its format. `packs`: it will be packed, from whatever it is."""
         matrix = self._stored_matrix(wanted, transposed, quantize, dtype)
-        if isinstance(matrix, torch.Tensor) or not self.dequantizes:
+        if isinstance(matrix, torch.Tensor) or not self.dequantizes or packs:
             return matrix
         self.kinds[f"{matrix.kind}: dequantized on load"] += 1
         return matrix.dense(dtype or self.dtype)
@@ -332,7 +284,7 @@ class Weights(Checkpoint):
         if reader is not None and reader.has(wanted.name, self):
             return reader.read(wanted, self)
         columns = wanted.columns
-        if columns is not None and quantizer is not None and not _between_groups(columns, quantizer.group_size):
+        if columns is not None and quantizer is not None and not between_groups(columns, quantizer.group_size):
             columns = None  # codes depend on all columns of a group
         cut, shape = wanted.cut(), (wanted.out_features, wanted.in_features)
         if columns is not None:
@@ -357,9 +309,6 @@ class Weights(Checkpoint):
         """Dense or quantized."""
         return f"{name}.weight" in self or self._is_quantized(name)
 
-    def _is_quantized(self, name: str) -> bool:
-        return self._method.reader is not None and self._method.reader.has(name, self)
-
     def _quantized_head(self, name: str, vocab_size: int, hidden_size: int) -> torch.Tensor:
         """Dense: logits are where rounding costs most."""
         first, last = self.shard.padded_span(vocab_size)
@@ -379,11 +328,6 @@ class Weights(Checkpoint):
     @staticmethod
     def _is_all(ranges: Ranges | None, size: int) -> bool:
         return ranges is None or list(ranges) == [(0, size)]
-
-
-def _between_groups(columns: tuple[int, int], size: int) -> bool:
-    """Whether a range of columns begins and ends with a group."""
-    return size > 0 and columns[0] % size == 0 and columns[1] % size == 0
 
 
 def _as_list(names: str | Sequence[str]) -> Sequence[str]:
