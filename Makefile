@@ -93,7 +93,8 @@ $(TOKENIZERS)/.fetched:
 
 test-tokenizers: setup $(TOKENIZERS)/.fetched ## tokenizers without tokenizer.json against transformers, 10,000 strings each
 	TOKENIZER_STRINGS=10000 LEGATO_WHEELS=$(TOKENIZERS) $(BIN)/pytest -m "" --timeout 900 \
-		tests/modelfiles/test_vocabularies.py tests/modelfiles/test_published_vocabularies.py
+		tests/modelfiles/test_vocabularies.py tests/modelfiles/test_published_vocabularies.py \
+		tests/models/test_remote_code.py::test_a_tokenizers_code_runs_once_and_only_for_who_asked_for_it
 
 test-pages: setup ## the pages in headless Chromium, with screenshots
 	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages

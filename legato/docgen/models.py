@@ -90,10 +90,10 @@ def reference_page() -> str:
 
 
 def _tokenizers() -> str:
-    tables = {"BYTE_LEVEL": BYTE_LEVEL, "SENTENCEPIECE": SENTENCEPIECE}
+    tables: dict[str, list[str]] = {"BYTE_LEVEL": sorted(BYTE_LEVEL), "SENTENCEPIECE": sorted(SENTENCEPIECE)}
     page = TOKENIZERS
     for word, classes in tables.items():
-        page = page.replace(word, ", ".join(f"`{name}`" for name in sorted(classes)))
+        page = page.replace(word, ", ".join(f"`{name}`" for name in classes))
     return page
 
 

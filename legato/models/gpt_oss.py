@@ -112,27 +112,28 @@ def _experts(
     """gate and up, and down, with our span of what is between them. In the file gate and up take turns row by row."""
     count, inner = shape.num_experts, shape.intermediate_size
     first, last = span = weights.shard.span(inner)
-    gates = 2 * torch.arange(first, last)
-    order = torch.cat((gates, gates + 1))
-    bias = weights.tensor(f"{name}.gate_up_proj_bias", (count, 2 * inner))[:, order.to(weights.device)]
+    pairs, places = (2 * first, 2 * last), torch.arange(2 * (last - first))
+    order = torch.cat((places[::2], places[1::2])).to(weights.device)
+    bias = weights.tensor(f"{name}.gate_up_proj_bias", (count, 2 * inner), {1: [pairs]})[:, order]
     down_bias = weights.tensor(f"{name}.down_proj_bias", (count, hidden))
     if f"{name}.gate_up_proj" in weights:
-        gate_up = weights.tensor(f"{name}.gate_up_proj", (count, hidden, 2 * inner)).transpose(1, 2)
+        gate_up = weights.tensor(f"{name}.gate_up_proj", (count, hidden, 2 * inner), {2: [pairs]}).transpose(1, 2)
         down = weights.tensor(f"{name}.down_proj", (count, inner, hidden), {1: [span]}).transpose(1, 2)
-        made = weights.fused_experts(gate_up[:, order.to(weights.device)]), weights.fused_experts(down)
+        made = weights.fused_experts(gate_up[:, order]), weights.fused_experts(down)
     else:
-        rows = (torch.arange(count)[:, None] * 2 * inner + order).flatten()
-        taken = _taken(weights.matrix(f"{name}.gate_up_proj", count * 2 * inner, hidden), rows)
-        down_matrix = weights.matrix(f"{name}.down_proj", count * hidden, inner, span)
-        made = _above_each_other(taken, count), _above_each_other(down_matrix, count)
+        ours = [(2 * inner * expert + pairs[0], 2 * inner * expert + pairs[1]) for expert in range(count)]
+        matrix = weights.matrix(f"{name}.gate_up_proj", count * 2 * inner, hidden, rows=ours)
+        rows = (torch.arange(count, device=weights.device)[:, None] * len(order) + order).flatten()
+        down_matrix = weights.matrix(f"{name}.down_proj", count * hidden, inner, columns=span)
+        made = _above_each_other(_taken(matrix, rows), count), _above_each_other(down_matrix, count)
         weights.kinds.update(kind for experts in made for kind in kinds_of(experts))
     return (made[0], bias), (made[1], down_bias)
 
 
 def _taken(matrix: Matrix, rows: torch.Tensor) -> Matrix:
     if isinstance(matrix, QuantizedMatrix):
-        return matrix.take(rows.to(matrix.device))
-    return matrix[rows.to(matrix.device)]
+        return matrix.take(rows)
+    return matrix[rows]
 
 
 def _above_each_other(matrix: Matrix, count: int) -> ExpertWeights:

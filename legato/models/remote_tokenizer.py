@@ -76,14 +76,14 @@ def write(path: Path, target: Path) -> None:
 
     code = AutoTokenizer.from_pretrained(path, trust_remote_code=True, local_files_only=True)
     texts = CHECKED + [f"a {token} b" for token in list(getattr(code, "all_special_tokens", []))[:8]]
-    problem = "its class has neither a tokenizer of the library nor a SentencePiece or tiktoken file"
+    problem: str | None = None
     for tokenizer in candidates(code, path):
         difference = first_difference(tokenizer, code, texts)
         if difference is None:
             tokenizer.save(str(target))
             return
-        problem = difference
-    raise Refused(problem)
+        problem = problem or difference
+    raise Refused(problem or "its class has neither a tokenizer of the library nor a SentencePiece or tiktoken file")
 
 
 def main(words: list[str]) -> int:

@@ -301,9 +301,17 @@ class Weights(ExpertMatrices):
         self._forget(name)
         return quantized if columns == wanted.columns else wanted.of_columns(quantized)
 
-    def matrix(self, name: str, out_features: int, in_features: int, columns: tuple[int, int] | None = None) -> Matrix:
-        """All outputs of a matrix in the format that it has, or `columns` of its inputs."""
-        return self._matrix(MatrixSlice(name, out_features, in_features, None, columns))
+    def matrix(
+        self,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        rows: Ranges | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Matrix:
+        """Some outputs and inputs of a matrix, in the format that it has."""
+        return self._matrix(MatrixSlice(name, out_features, in_features, rows, columns))
 
     def has_matrix(self, name: str) -> bool:
         """Dense or quantized."""

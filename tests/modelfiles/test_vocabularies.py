@@ -19,7 +19,7 @@ from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.modelfiles.files import ModelFiles
 from tests.modelfiles import vocabulary_files as made
 
-NUM_STRINGS = int(os.environ.get("TOKENIZER_STRINGS", "150"))
+NUM_STRINGS = int(os.environ.get("TOKENIZER_STRINGS", "60"))
 LLAMA = dict(byte_fallback=True, split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False)
 GEMMA = dict(LLAMA, add_dummy_prefix=False, unk_id=3, bos_id=2, eos_id=1, pad_id=0, bos_piece="<bos>",
              eos_piece="<eos>", user_defined_symbols=["\n\n", "<mask>"])  # fmt: skip

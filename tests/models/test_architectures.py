@@ -139,7 +139,7 @@ CASES = [
          rope_theta=10_000.0), first_k_dense_replace=0)),
     Case("cohere", more.tiny_cohere),
     Case("cohere-plus", more.tiny_cohere, dict(use_qk_norm=True, attention_bias=True), is_variant=True),
-    Case("cohere2", more.tiny_cohere2),
+    Case("cohere2", more.tiny_cohere2, is_variant=True),
     Case("phi", more.tiny_phi),
     Case("phi-head-norms", more.tiny_phi, dict(qk_layernorm=True, num_key_value_heads=2,
          rope_parameters=dict(rope_type="default", rope_theta=1000.0, partial_rotary_factor=0.25)), is_variant=True),
@@ -147,7 +147,7 @@ CASES = [
     Case("phimoe-long-rope", more.tiny_phimoe, dict(rope_parameters=today.long_rope(8, short_mscale=1.2,
          long_mscale=1.3, original_max_position_embeddings=200)), is_variant=True),
     Case("olmo", more.tiny_olmo),
-    Case("olmo3", more.tiny_olmo3),
+    Case("olmo3", more.tiny_olmo3, is_variant=True),
     Case("dbrx", more.tiny_dbrx),
     Case("deepseek-v3", more.tiny_deepseek_v3),
     Case("deepseek-v3-straight", more.tiny_deepseek_v3, dict(q_lora_rank=None, norm_topk_prob=False, n_group=2,
@@ -168,7 +168,8 @@ CASES = [
 
 
 def marks(case: Case, world_size: int) -> list[pytest.MarkDecorator]:
-    """Variants are cut like the model that they are variants of: two shards of every one are for `make test-shards`.
+    """Variants are cut like the model that they are variants of: two shards of every one are for `make test-shards`,
+    and so are variants by name.
 
     So are four shards, but for one architecture.
     """

@@ -150,6 +150,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.tokenizers
 def test_a_tokenizers_code_runs_once_and_only_for_who_asked_for_it(tmp_path: Path, cache: Path) -> None:
     import sentencepiece
 
@@ -173,11 +174,35 @@ def test_a_tokenizers_code_runs_once_and_only_for_who_asked_for_it(tmp_path: Pat
     assert not ran.exists()
 
 
-def test_a_tokenizer_that_does_more_than_its_file_is_refused(tmp_path: Path, cache: Path) -> None:
-    from legato.common.errors import ModelFileError
-    from legato.modelfiles.vocabularies import remote
+class Code:
+    """What transformers makes of such a class: it gives these tokens before every text."""
 
-    folder = write_own_tokenizer(tmp_path / "model", tmp_path / "ran", extra="['<s>']")
-    with pytest.raises(ModelFileError, match="its tokenizer's code cannot be used: Refused: 'Hello, world!' is"):
-        remote.convert(folder)
-    assert not list(cache.rglob("*.json"))
+    all_special_tokens: tuple[str, ...] = ()
+
+    def __init__(self, folder: Path, *extra: int) -> None:
+        import sentencepiece
+
+        self.vocab_file = str(folder / "tokenizer.model")
+        self.extra = extra
+        self.pieces = sentencepiece.SentencePieceProcessor(model_file=self.vocab_file)
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [*self.extra, *self.pieces.encode(text)]}
+
+
+@pytest.mark.parametrize(("extra", "is_served"), [((), True), ((1,), False), ((5, 6), False)])
+def test_a_tokenizer_that_does_more_than_its_file_is_refused(
+    extra: tuple[int, ...], is_served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    from legato.models import remote_tokenizer
+
+    folder, target = write_own_tokenizer(tmp_path / "model", tmp_path / "ran"), tmp_path / "tokenizer.json"
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: Code(folder, *extra))
+    if is_served:
+        remote_tokenizer.write(folder, target)
+    else:
+        with pytest.raises(remote_tokenizer.Refused, match=r"'.*' is \[.*\] in its code and \[.*\] in what was made"):
+            remote_tokenizer.write(folder, target)
+    assert target.exists() == is_served

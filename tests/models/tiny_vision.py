@@ -222,7 +222,7 @@ def idefics_oracle(
     from tokenizers import Tokenizer
     from transformers import AutoModelForImageTextToText
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-    from transformers.models.idefics3.processing_idefics3 import get_image_prompt_string
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -261,8 +261,8 @@ def tiny_idefics2(folder: Path, seed: int = 0) -> Path:
     vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=35,
                   patch_size=7, initializer_range=0.3)  # fmt: skip
     perceiver = dict(hidden_size=96, resampler_n_latents=5, resampler_depth=2, resampler_n_heads=4,
-                     resampler_head_dim=8, num_key_value_heads=2, initializer_range=0.3)  # fmt: skip
-    text = dict(TEXT, model_type="mistral", head_dim=16, sliding_window=None)
+                     resampler_head_dim=8, num_key_value_heads=2, initializer_range=0.15)  # fmt: skip
+    text = dict(TEXT, model_type="mistral", head_dim=16, sliding_window=None, initializer_range=0.2)
     config = Idefics2Config(text_config=text, vision_config=vision, perceiver_config=perceiver, image_token_id=IMAGE,
                             tie_word_embeddings=False)  # fmt: skip
     model = Idefics2ForConditionalGeneration(config)

@@ -58,10 +58,10 @@ def roberta(files: tuple[Path, Path], settings: TokenizerSettings) -> Tokenizer:
     tokenizer = _byte_level(files, settings)
     roles = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "sep": "</s>", "pad": "<pad>", "cls": "<s>", "mask": "<mask>"}
     settings.add_to(tokenizer, dict(roles))
-    first, last = (settings.role(role, roles[role]) or roles[role] for role in ("cls", "sep"))
+    first, last = (settings.numbered(tokenizer, role, roles[role]) for role in ("cls", "sep"))
     tokenizer.post_processor = RobertaProcessing(
-        (last, tokenizer.token_to_id(last)),
-        (first, tokenizer.token_to_id(first)),
+        last,
+        first,
         settings.flag("trim_offsets", True),
         settings.flag("add_prefix_space"),
     )

@@ -53,6 +53,13 @@ class TokenizerSettings:
         token = self._role(name, default)
         return None if token is None else token.content
 
+    def numbered(self, tokenizer: Tokenizer, name: str, default: str) -> tuple[str, int]:
+        """The token with this role and its id, of a tokenizer that has it."""
+        text = self.role(name, default) or default
+        number = tokenizer.token_to_id(text)
+        assert number is not None, f"{text} was added"
+        return text, number
+
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self.config.get(name, default))
 
