@@ -156,6 +156,7 @@ CASES = [
     Case("gpt-oss", more.tiny_gpt_oss),
     Case("gpt-oss-mxfp4", more.tiny_gpt_oss_mxfp4, oracle=seeds.oracle_beside, is_variant=True),
     Case("codegen", more.tiny_codegen),
+    Case("baichuan-13b", more.tiny_baichuan_13b, oracle=more.alibi_oracle, is_variant=True),
     Case("baichuan", more.tiny_baichuan, oracle=seeds.oracle_beside),
     t5_case("bart", more.tiny_bart),
     t5_case("pegasus", more.tiny_pegasus, changes=dict(activation_function="relu")),

@@ -139,6 +139,34 @@ def tiny_baichuan(folder: Path, **changes: Any) -> Path:
     return rewrite(plain, _packed, folder)
 
 
+def tiny_baichuan_13b(folder: Path, **changes: Any) -> Path:
+    """Without rotation: `model_max_length` in place of the number of positions."""
+    tiny_baichuan(folder, hidden_size=128, num_attention_heads=8, num_key_value_heads=8, **changes)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["model_max_length"] = config.pop("max_position_embeddings")
+    file.write_text(json.dumps(config))
+    return folder
+
+
+def alibi_oracle(folder: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """The same Llama without rotation (every position is 0) and with ALiBi in its mask."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / ORACLE, attn_implementation="eager").eval()
+    slopes = 2.0 ** -torch.arange(1, 9)
+    found = []
+    for sequence in sequences:
+        place = torch.arange(len(sequence))
+        distance = place - place[:, None]
+        mask = (slopes[:, None, None] * distance).masked_fill(distance > 0, torch.finfo(torch.float32).min)
+        with torch.inference_mode():
+            out = model(torch.tensor([sequence]), attention_mask=mask[None], position_ids=torch.zeros_like(place)[None],
+                        use_cache=False)  # fmt: skip
+        found.append(out.logits[0])
+    return found
+
+
 def _packed(tensors: Tensors) -> Tensors:
     done = {name: tensor for name, tensor in tensors.items() if "self_attn" not in name or "o_proj" in name}
     for name in tensors:
