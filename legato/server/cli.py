@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from legato.common.errors import ModelNotFound, OptionError
+from legato.common.gc import paused_gc
 from legato.common.logging import setup
 from legato.common.options import SAFETENSORS, DownloadOptions, ServerOptions
 from legato.common.program import command, run_program, with_version
@@ -47,9 +48,19 @@ def serve(options: ServerOptions) -> None:
     if options.load_format == "auto":
         files.check_weights()
     let_openmp_sleep(os.environ)
-    from legato.server.service import run  # brings in torch, which takes seconds: wrong flags and files end before
+    with paused_gc():
+        _leave_out_triton(options)
+        from legato.server.service import run  # brings in torch, which takes seconds: wrong flags and files end before
 
     run(files, options)
+
+
+def _leave_out_triton(options: ServerOptions) -> None:
+    """On a CPU none of its kernels ever runs, and its library takes 50 MB and a part of the start."""
+    import torch
+
+    if options.device == "cpu" or not torch.cuda.is_available():
+        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # an import then fails as if it were missing
 
 
 def let_openmp_sleep(environ: MutableMapping[str, str]) -> None:

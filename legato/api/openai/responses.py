@@ -16,11 +16,17 @@ class PromptTokensDetails(Struct, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct, kw_only=True):
+    # Tokens that were guessed, by speculation, and were right.
+    accepted_prediction_tokens: int
+
+
 class Usage(Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 # ---- completions -----------------------------------------------------------------------------------------------------

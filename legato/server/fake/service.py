@@ -98,12 +98,14 @@ class FakeService(StepStreamService):
         cost: StepCost,
         block_size: int = 16,
         prefix_caching: bool = True,
+        speculate: int = 0,
     ) -> None:
         super().__init__(server_urls)
         self._model = model
         self._cost = cost
         self._block_size = block_size
         self._prefix_caching = prefix_caching
+        self._speculate = speculate
         self._engine: FakeEngine | None = None
         self._clock = ThreadPoolExecutor(1, thread_name_prefix="clock")
         self._busy_until = 0.0
@@ -113,6 +115,7 @@ class FakeService(StepStreamService):
         return pb.InfoResponse(
             dtype="fake",
             device_type="fake",
+            speculate=self._speculate,
             support_chunking=True,
             use_prefix_caching=self._prefix_caching,
             attention_impl="fake",
@@ -196,6 +199,6 @@ def _only_steps(method: str) -> RequestRefused:
 def run(files: ModelFiles, options: ServerOptions) -> None:
     cost = StepCost(options.fake_step_ms / 1e3, options.fake_token_ms / 1e3)
     model, urls = FakeModel.read(files), socket_urls(options)
-    service = FakeService(model, urls, cost, options.block_size, options.prefix_caching)
+    service = FakeService(model, urls, cost, options.block_size, options.prefix_caching, options.speculate or 0)
     LoadingReports().done()
     asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from uuid import uuid4
 
 from legato.api.errors import InvalidRequest
-from legato.api.openai.responses import FinishReason, PromptTokensDetails, Usage
+from legato.api.openai.responses import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
 from legato.http.answering import Choice, StreamErrors, first_streams, num_prompt_tokens
 from legato.http.routes.openai import errors
 from legato.http.routes.openai.chunks import DONE, Envelope, Identity
@@ -103,5 +103,8 @@ def usage_of(choices: Sequence[Choice]) -> Usage:
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(
             cached_tokens=sum(stream.num_cached for stream in first_streams(choices))
+        ),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=sum(choice.stream.num_drafts for choice in choices if not choice.prompt_only)
         ),
     )
