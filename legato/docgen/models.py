@@ -32,6 +32,14 @@ Architectures with a tick in the last column take images in chats, in native pro
 The tokens that Idefics2, Idefics3 and SmolVLM have between the parts of an image count as tokens of the image.
 """
 
+ENCODER_DECODERS = """\
+## Encoder-decoder models
+
+T5 and mT5 take 4,096 tokens of prompt and answer together, BART and Pegasus as many as config.json says for either of
+them (`max_position_embeddings`). The answer begins with `decoder_start_token_id`; `forced_bos_token_id` is not applied,
+as in TGI.
+"""
+
 TOKENIZERS = """\
 ## Tokenizers
 
@@ -85,7 +93,18 @@ def reference_page() -> str:
     header = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
     rows = [_row(model_type, CATALOGUE[model_type]) for model_type in sorted(CATALOGUE, key=str.lower)]
     return "\n".join(
-        [INTRODUCTION, "## Architectures\n", header, *rows, "", IMAGES, _tokenizers(), LONG_CONTEXTS, OTHERS]
+        [
+            INTRODUCTION,
+            "## Architectures\n",
+            header,
+            *rows,
+            "",
+            IMAGES,
+            ENCODER_DECODERS,
+            _tokenizers(),
+            LONG_CONTEXTS,
+            OTHERS,
+        ]
     )
 
 
