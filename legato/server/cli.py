@@ -17,7 +17,7 @@ from legato.common.options import SAFETENSORS, DownloadOptions, ServerOptions
 from legato.common.program import command, run_program, with_version
 from legato.common.sockets import claim_socket
 from legato.common.tgi_variables import variable_warnings
-from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.files import ModelFiles, has_pickles
 from legato.modelfiles.locate import locate
 from legato.server.quantizing.options import QuantizeOptions
 
@@ -83,7 +83,7 @@ def download_weights(options: DownloadOptions) -> None:
         from legato.server.convert import convert, fetch_pickles  # brings in torch, for the few models that need it
 
         is_snapshot = options.weights_cache_override is None and path.parent.name == "snapshots"
-        if is_snapshot and options.model_id and not any(path.glob("*.bin")):
+        if is_snapshot and options.model_id and not has_pickles(path):
             fetch_pickles(options.model_id, path)
         convert(path)
     files = ModelFiles.open(path)
