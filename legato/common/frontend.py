@@ -46,6 +46,7 @@ class RequestOptions(Options):
         "command_a",
         "kimi_vl",
         "medgemma",
+        "gemma4",
         "granite",
         "gpt_oss",
     ] = option("auto", "Format of the model's reasoning. `auto` derives it from the chat template.")

@@ -87,7 +87,7 @@ class RowGrammar:
     def mask(self) -> Bitmask | None:
         """What may come next. None: anything."""
         mask = self.matcher.mask if self.follows_grammar and self.matcher is not None else None
-        return mask if self.reasoning is None else self.reasoning.restrict(mask)
+        return mask if self.reasoning is None else self.reasoning.restrict(mask, has_grammar=self.grammar is not None)
 
     def wait(self, deadline: float) -> None:
         """For the mask, or the reason why there is none."""
@@ -240,7 +240,7 @@ class Grammars:
         try:
             grammar = compiled.result()
             if state.reasoning is not None:
-                state.reasoning.num_words = self._trie.num_words
+                state.reasoning.goes_on = self._trie.all_but_ends
             if grammar is not None and state.grammar is not None:
                 state.matcher = Matcher(grammar.start, has_json=state.grammar.has_json)
                 state.search = grammar.search

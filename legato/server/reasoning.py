@@ -34,8 +34,9 @@ class RowReasoning:
         self._tail = b""
         # Tokens that have to be chosen next: the rest of the start, or of the end.
         self._next: list[int] = []
-        # Of a mask; known when the row enters.
-        self.num_words = 0
+        # What may be chosen inside, where a grammar is still to follow: the text must not end before. Known when the
+        # row enters.
+        self.goes_on: Bitmask | None = None
         self._spend(0)
 
     @staticmethod
@@ -72,15 +73,16 @@ class RowReasoning:
         self._spend(0)
         return True
 
-    def restrict(self, mask: Bitmask | None) -> Bitmask | None:
-        """What may come next, where `mask` is what the grammar allows. None: anything."""
+    def restrict(self, mask: Bitmask | None, *, has_grammar: bool) -> Bitmask | None:
+        """What may come next, where `mask` is what the grammar allows if it applies. None: anything."""
         if self.has_ended:
             return mask
         if self.is_inside:
-            return self._only(self._next[0]) if self._next else None
+            return self._only(self._next[0]) if self._next else self.goes_on if has_grammar else None
         return None if mask is None else mask | self._only(self._starts[0])
 
     def _only(self, token_id: int) -> Bitmask:
-        only = np.zeros(self.num_words, dtype=np.int32)
+        assert self.goes_on is not None, "the row has entered"
+        only = np.zeros_like(self.goes_on)
         only.view(np.uint32)[token_id // 32] = np.uint32(1 << token_id % 32)
         return only

@@ -82,6 +82,7 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "queue-timeout": 0.0,
     "request-timeout": 0.0,
     "fake": False,
+    "fake-script": None,
     "fake-step-ms": 0.0,
     "fake-token-ms": 0.0,
     "model-id": None,

@@ -42,7 +42,8 @@ def reasoning(*starts: str, budget: int | None = None) -> RowReasoning:
 def test_the_grammar_begins_after_the_reasoning(grammars: Grammars) -> None:
     grammars.set_row(0, DIGITS, [], reasoning=reasoning())
     for text in ("x", "<", "/", "s"):
-        assert allowed(grammars, [0]) == {}
+        ids = allowed(grammars, [0])[0]
+        assert EOS not in ids and token("z") in ids and token("7") in ids  # the text does not end before it has begun
         accept(grammars, [0], text)
     assert token("7") in allowed(grammars, [0])[0] and EOS not in allowed(grammars, [0])[0]
     accept(grammars, [0], "7")
@@ -84,7 +85,7 @@ def test_reasoning_without_grammar_or_budget_is_nobodys_business(grammars: Gramm
 
 def test_a_preempted_row_continues_where_it_was(grammars: Grammars) -> None:
     grammars.set_row(0, DIGITS, [token("a")], reasoning=reasoning(budget=2))
-    assert allowed(grammars, [0]) == {}
+    assert token("z") in allowed(grammars, [0])[0]
     grammars.set_row(1, DIGITS, [token("a"), token("b"), *END_IDS, token("4")], reasoning=reasoning(budget=2))
     assert EOS not in allowed(grammars, [1])[0] and token("2") in allowed(grammars, [1])[0]
 
@@ -125,7 +126,8 @@ def test_texts_of_a_model_that_reasons_conform_and_do_not_depend_on_others(folde
             continue
         tokens = together[request.id]
         text = trie.tokenizer.decode_bytes([each for each in tokens if each not in eos]).decode(errors="replace")
-        assert tokens[request.id : request.id + len(end_ids)] == end_ids
+        ended_before = request.id % 3 == 1 and eos & set(tokens[: request.id])
+        assert ended_before or tokens[request.id : request.id + len(end_ids)] == end_ids
         if request.id % 3 == 0:
             assert re.search("</t>(yes|no)$", text), text
         assert together[request.id] == server().run([request])[request.id]

@@ -73,6 +73,7 @@ MISTRAL: Final = ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",))
 COMMAND_A: Final = ReasoningFormat("command_a", ("<|START_THINKING|>",), ("<|END_THINKING|>",))
 KIMI_VL: Final = ReasoningFormat("kimi_vl", ("◁think▷",), ("◁/think▷",))
 MEDGEMMA: Final = ReasoningFormat("medgemma", ("<unused94>thought",), ("<unused95>",))
+GEMMA4: Final = ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",))
 GRANITE: Final = ReasoningFormat(
     "granite",
     ("Here is my thought process:", "Here's my thought process:"),
@@ -88,10 +89,10 @@ HARMONY: Final = ReasoningFormat(
 )
 
 # In the order in which templates are searched for their markers: the closing, which templates cut answers at.
-_BY_MARKER: Final = (HARMONY, SEED, MISTRAL, COMMAND_A, KIMI_VL, MEDGEMMA, GRANITE)
+_BY_MARKER: Final = (HARMONY, SEED, MISTRAL, COMMAND_A, KIMI_VL, MEDGEMMA, GEMMA4, GRANITE)
 REASONING_FORMATS: Final = {
     format.name: format
-    for format in (THINK, DEEPSEEK_R1, SEED, MISTRAL, COMMAND_A, KIMI_VL, MEDGEMMA, GRANITE, HARMONY)
+    for format in (THINK, DEEPSEEK_R1, SEED, MISTRAL, COMMAND_A, KIMI_VL, MEDGEMMA, GEMMA4, GRANITE, HARMONY)
 }
 
 

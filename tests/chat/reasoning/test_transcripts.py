@@ -54,6 +54,7 @@ TRANSCRIPTS = {
     "Command A": Transcript("command_a", "<|START_THINKING|>je pense<|END_THINKING|><|x|>Oui", "je pense", "<|x|>Oui"),
     "Kimi-VL": Transcript("kimi_vl", "◁think▷图◁/thin ◁/think▷答案", "图◁/thin", "答案"),
     "MedGemma": Transcript("medgemma", "<unused94>thought\nfever<unused95>Rest.", "fever", "Rest."),
+    "Gemma 4": Transcript("gemma4", "<|channel>thought\nfirst\n<channel|>Then.", "first", "Then."),
     "Granite 3.2": Transcript(
         "granite",
         "Here is my thought process:\nHere is my idea.\n\nHere is my response:\n\nIt is 4.",
