@@ -14,6 +14,7 @@ from legato.common.frontend import HttpOptions, RequestOptions
 from legato.common.option import Options, option
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SAFETENSORS = ".safetensors"
 Checkpoints = Literal["awq", "compressed-tensors", "exl2", "gptq", "marlin"]
 OnLoad = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "eetq", "fp8", "int8", "int4"]
 
@@ -68,7 +69,13 @@ class LoadingOptions(Options):
     rope_factor: float | None = option(
         None, "RoPE scaling factor. Without `--rope-scaling`, the method is `linear`.", minimum=1
     )
-    speculate: int | None = option(None, "Number of tokens to speculate in every step.", later="speculative decoding")
+    speculate: int | None = option(
+        None,
+        "Maximum drafts per request and step: tokens guessed from text that occurred before (prompt, answer, recent"
+        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0.",
+        minimum=0,
+        maximum=64,
+    )
     lora_adapters: str | None = option(
         None, "LoRA adapters to load, comma-separated: `id`, `id@revision`, `name=/path`.", later="LoRA adapters"
     )
@@ -103,6 +110,12 @@ class ComputeOptions(Options):
     )
     block_size: int = option(16, "Tokens per KV cache block. Prefixes are shared in whole blocks.", minimum=1)
     prefix_caching: bool = option(True, "Reuse KV cache blocks between requests that share a prefix.")
+    prefix_cache_mb: int | None = option(
+        None,
+        "Megabytes of the KV cache, in each shard, for prefixes that no request uses at the moment; 0 keeps none."
+        " Default: on a CPU as many as the weight files have, at least 128; on a GPU no limit.",
+        minimum=0,
+    )
     watermark_gamma: float | None = option(
         None, "Fraction of the vocabulary in the watermark's green list. Default: 0.5.", minimum=0, maximum=1
     )
@@ -281,7 +294,9 @@ class LauncherOptions(
         " killed and started again. 0 sets no limit.",
         minimum=0.0,
     )
-    env: bool = option(False, "Print the environment (versions, platform, GPUs) and exit.", env=None, short="e")
+    env: bool = option(
+        False, "Log the environment (versions, platform, GPUs) before anything starts.", env=None, short="e"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +315,22 @@ class ServerOptions(ModelOptions, LoadingOptions, ComputeOptions, LogOptions, Re
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
     uds_path: str = option("/tmp/text-generation-server", "Unix socket path prefix to listen on; `-RANK` is appended.")
+    is_sharded: bool = option(
+        False,
+        "Refuse to start unless RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which shard this is.",
+        flag="sharded",
+        env=None,
+    )
+    max_input_tokens: int | None = option(
+        None,
+        "Maximum prompt length in tokens for clients whose `Warmup` names none. Default: as long as fits.",
+        minimum=1,
+    )
+    max_batch_size: int | None = option(
+        None,
+        "Maximum requests per step for clients whose `Warmup` names none, such as TGI's router. Default: 512.",
+        minimum=1,
+    )
     rank: int = option(0, "Rank of this shard, from 0.")
     world_size: int = option(1, "Number of shards.", minimum=1)
 
@@ -310,6 +341,9 @@ class DownloadOptions(ModelOptions, LogOptions):
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
+    extension: str = option(
+        SAFETENSORS, "Weight files to download. Only `.safetensors` are served; `--auto-convert` makes them.", env=None
+    )
     auto_convert: bool = option(
         True,
         "Convert PyTorch pickles to safetensors if the model has no safetensors; otherwise such a model is an error.",

@@ -242,7 +242,8 @@ class _Answer:
         timings = self._inference.succeeded([choice.stream for choice in choices], self._arrived_at)
         num_tokens = sum(choice.stream.transcript.num_tokens for choice in choices)
         seed = choices[0].stream.seed
-        request_log.succeeded(self._exchange.route, request, job.num_sequences, timings, seed, num_tokens)
+        num_drafts = sum(choice.stream.num_drafts for choice in choices)
+        request_log.succeeded(self._exchange.route, request, job.num_sequences, timings, seed, num_tokens, num_drafts)
         if self.trace is not None:
             model = self._inference.settings.model_id
             self.trace.succeeded(request, job.num_sequences, timings, seed, model)

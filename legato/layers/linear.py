@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from legato.layers.shard import Shard
 from legato.quantization.dense import DenseWeight, Weight
+from legato.quantization.host import HostWeight
 
 
 class Linear:
@@ -57,6 +58,18 @@ class Embedding:
         foreign = (ours < 0) | (ours >= self.weight.shape[0])
         found = F.embedding(ours.masked_fill(foreign, 0), self.weight)
         return self.shard.all_reduce(found.masked_fill_(foreign[:, None], 0))
+
+
+class PackedEmbedding(Embedding):
+    """Rows of a packed matrix, expanded one by one: for a CPU and a shard that has the whole vocabulary."""
+
+    def __init__(self, packed: HostWeight, shard: Shard) -> None:
+        self.packed = packed
+        self.first = 0
+        self.shard = shard
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.packed.packed.rows(ids)
 
 
 class Head:

@@ -26,7 +26,8 @@ EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnu
 
 
 class Checkpoint:
-    """`method` says how matrices are stored, or what dense ones become."""
+    """`method` says how matrices are stored, or what dense ones become; `packs` that products on the CPU read them
+    packed."""
 
     def __init__(
         self,
@@ -36,9 +37,11 @@ class Checkpoint:
         shard: Shard | None = None,
         progress: Progress | None = None,
         method: Method = DENSE,
+        packs: bool = False,
     ) -> None:
         self.dtype = dtype
         self.device = device
+        self.packs = packs
         self.dequantizes = device.type in DEQUANTIZED_ON
         self.shard = shard or Shard()
         self._source = source

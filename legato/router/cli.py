@@ -20,12 +20,14 @@ from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
 from legato.common.restarts import RestartBudget
+from legato.common.tgi_variables import variable_warnings
 from legato.ipc.api_keys import read_keys, tenant_of
 from legato.ipc.messages import WorkerSetup
 from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
 from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
+from legato.router import model_info
 from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.metrics_listener import metrics_listener
@@ -52,7 +54,7 @@ MAX_WORKERS = 8
 
 def run(options: RouterOptions) -> None:
     setup(options.logger_level, options.json_output, "text-generation-router")
-    for warning in options.warnings:
+    for warning in (*options.warnings, *variable_warnings(os.environ)):
         logger.warning(warning)
     if options.max_input_tokens and options.max_total_tokens and options.max_input_tokens >= options.max_total_tokens:
         raise OptionError("--max-input-tokens must be smaller than --max-total-tokens")
@@ -71,7 +73,8 @@ def run(options: RouterOptions) -> None:
 async def serve(
     options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int], tls: ssl.SSLContext | None
 ) -> None:
-    workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
+    model = locate(options)
+    workers = Workers(setup_for(options, model), listeners.sockets, options.max_restarts)
     startup = StartupResponder(tls)
     heartbeat = asyncio.create_task(send_heartbeats(startup.enter))
     try:
@@ -91,7 +94,7 @@ async def serve(
         steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
         with response_store(options.response_store, options.response_store_size) as stored:
-            settings = replace(settings_for(options, info, api_keys), response_store=stored)
+            settings = replace(settings_for(options, info, api_keys, model), response_store=stored)
             router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history)
             startup.close()
             async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
@@ -142,6 +145,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_step_tokens=max(step_tokens, found.max_rows),
             eos_token_ids=eos,
             prefix_caching=info.use_prefix_caching,
+            max_unused_blocks=found.max_unused_blocks if found.HasField("max_unused_blocks") else None,
             max_prompt_tokens=sizes.max_prompt_tokens,
             max_mixed_tokens=sizes.mixed_tokens,
             mixed_step_time=sizes.mixed_time,
@@ -151,6 +155,9 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_queued_tokens=options.max_queued_tokens,
             share_prefix_cache=options.share_prefix_cache,
             decoder_start_token_id=start,
+            speculate=info.speculate,
+            num_proposals=info.num_proposals,
+            vocab_size=info.vocab_size,
         )
     )
     if longest_input is not None and longest_input < found.max_input_tokens:
@@ -233,10 +240,17 @@ def setup_for(options: RouterOptions, model: Path) -> WorkerSetup:
     )
 
 
-def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: Mapping[str, int]) -> RouterSettings:
+def settings_for(
+    options: RouterOptions, info: pb.InfoResponse, api_keys: Mapping[str, int], model: Path
+) -> RouterSettings:
+    model_id, has_encoder = options.model_id or DEFAULT_MODEL, info.HasField("decoder_start_token_id")
     return RouterSettings(
-        model_id=options.model_id or DEFAULT_MODEL,
-        model_pipeline_tag="text2text-generation" if info.HasField("decoder_start_token_id") else None,
+        **model_info.build_info(os.environ),
+        model_id=model_id,
+        model_sha=model_info.model_sha(model),
+        model_pipeline_tag=model_info.pipeline_tag(
+            model, from_hub=not Path(model_id).exists(), has_encoder=has_encoder
+        ),
         max_concurrent_requests=options.max_concurrent_requests,
         max_best_of=options.max_best_of,
         max_stop_sequences=options.max_stop_sequences,

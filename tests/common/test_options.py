@@ -88,6 +88,7 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "model-id": None,
     "block-size": 16,
     "prefix-caching": True,
+    "prefix-cache-mb": None,
     "load-format": "auto",
     "device": "auto",
     "logger-level": "info",
@@ -242,7 +243,6 @@ def test_an_invalid_command_line_exits_2(args: list[str], capsys: pytest.Capture
 
 
 LATER = {
-    "--speculate": "2",
     "--lora-adapters": "some/adapter",
     "--ngrok-authtoken": "secret",
     "--ngrok-edge": "edge",
@@ -300,6 +300,7 @@ def test_forward_passes_what_the_target_has_and_what_differs_from_its_defaults()
         "--rope-factor=2.0",
         "--no-prefix-caching",
         "--json-output",
+        "--max-input-tokens=7",
     ]
     assert forward(options, DownloadOptions) == ["some/model", "--json-output"]
 

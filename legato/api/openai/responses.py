@@ -17,8 +17,10 @@ class PromptTokensDetails(Struct, kw_only=True):
 
 
 class CompletionTokensDetails(Struct, kw_only=True):
-    # Tokens of what the model said to itself.
-    reasoning_tokens: int
+    # Tokens that were guessed, by speculation, and were right.
+    accepted_prediction_tokens: int
+    # Tokens of what the model said to itself; only of models that do.
+    reasoning_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct, kw_only=True):
@@ -26,8 +28,7 @@ class Usage(Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    # Only of models that reason.
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails
 
 
 # ---- completions -----------------------------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ class FakeService(StepStreamService):
         cost: StepCost,
         block_size: int = 16,
         prefix_caching: bool = True,
+        speculate: int = 0,
         script: Script | None = None,
     ) -> None:
         super().__init__(server_urls)
@@ -106,6 +107,7 @@ class FakeService(StepStreamService):
         self._cost = cost
         self._block_size = block_size
         self._prefix_caching = prefix_caching
+        self._speculate = speculate
         self._script = script
         self._engine: FakeEngine | None = None
         self._clock = ThreadPoolExecutor(1, thread_name_prefix="clock")
@@ -116,6 +118,7 @@ class FakeService(StepStreamService):
         return pb.InfoResponse(
             dtype="fake",
             device_type="fake",
+            speculate=self._speculate,
             support_chunking=True,
             use_prefix_caching=self._prefix_caching,
             attention_impl="fake",
@@ -200,6 +203,6 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
     cost = StepCost(options.fake_step_ms / 1e3, options.fake_token_ms / 1e3)
     model, urls = FakeModel.read(files), socket_urls(options)
     script = None if options.fake_script is None else read_script(options.fake_script, files)
-    service = FakeService(model, urls, cost, options.block_size, options.prefix_caching, script)
+    service = FakeService(model, urls, cost, options.block_size, options.prefix_caching, options.speculate or 0, script)
     LoadingReports().done()
     asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))

@@ -63,7 +63,7 @@ class ChatJob(ConversationJob):
     def __init__(self, request: ChatRequest, inference: Inference, names: TokenNames, format: ChatFormat) -> None:
         super().__init__(request, inference, format)
         self._names = names
-        self._identity = identity_of("chatcmpl", request, inference.settings)
+        self._identity = identity_of("chatcmpl", request.model, inference.settings)
         # Goes before the text, where a message is continued and its client wants the whole of it.
         self.echo = last_answer(request) if request.echo else ""
 

@@ -9,7 +9,6 @@ from uuid import uuid4
 from msgspec import UNSET
 
 from legato.api.errors import InvalidRequest, RequestError
-from legato.api.openai.requests import SharedFields
 from legato.api.openai.responses import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
 from legato.http import sse
 from legato.http.answering import Choice, StreamErrors, first_streams, num_prompt_tokens
@@ -21,6 +20,7 @@ from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import FinishReason as NativeReason
 
 STREAM_ERRORS = StreamErrors(errors.event)
+TGI = "tgi"
 
 
 class OpenAIJob:
@@ -94,11 +94,12 @@ class ChunkWriter:
         return sse.KEEP_ALIVE
 
 
-def identity_of(prefix: str, request: SharedFields, settings: RouterSettings) -> Identity:
+def identity_of(prefix: str, model: str | None, settings: RouterSettings) -> Identity:
+    """`model` is the name to answer with. TGI's examples send its own name, which means the model that is served."""
     return Identity(
         id=f"{prefix}-{uuid4().hex}",
         created=int(time.time()),
-        model=settings.model_id if request.model is None else request.model,
+        model=settings.model_id if model in (None, TGI) else model,
         system_fingerprint=f"{settings.version}-{settings.docker_label or 'native'}",
     )
 
@@ -119,7 +120,8 @@ def usage_of(choices: Sequence[Choice], num_reasoning: int | None = None) -> Usa
         prompt_tokens_details=PromptTokensDetails(
             cached_tokens=sum(stream.num_cached for stream in first_streams(choices))
         ),
-        completion_tokens_details=UNSET
-        if num_reasoning is None
-        else CompletionTokensDetails(reasoning_tokens=num_reasoning),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=sum(choice.stream.num_drafts for choice in choices if not choice.prompt_only),
+            reasoning_tokens=UNSET if num_reasoning is None else num_reasoning,
+        ),
     )
