@@ -77,6 +77,14 @@ def test_the_suite_passes_in_its_environment(name: str, addresses: dict[str, str
         pytest.fail(f"the suite of {name} failed, see above", pytrace=False)
 
 
+def test_the_suite_of_vercels_sdk_passes(addresses: dict[str, str]) -> None:
+    """In JavaScript: Node runs it beside its packages."""
+    words = ["node", "--test", "suite.mjs"]
+    done = subprocess.run(words, cwd=ENVIRONMENTS / "vercel", env=_quiet_environment() | addresses, check=False)
+    if done.returncode != 0:
+        pytest.fail("the suite of vercel failed, see above", pytrace=False)
+
+
 def _quiet_environment() -> dict[str, str]:
     """Without the keys and endpoints that somebody may have set for these clients."""
     kept = ("PATH", "HOME", "LANG", "TMPDIR", "PYTEST_ADDOPTS")

@@ -19,7 +19,6 @@ class MessagesUsage(Struct, kw_only=True):
 
 class TextBlock(Struct, kw_only=True, tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(Struct, kw_only=True, tag="thinking"):
