@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-tokenizers test-pages test-cards test-clients test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -122,12 +122,32 @@ CLIENT_NAMES := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)
 TOOL_SCHEMAS := bfcl-eval==2026.3.23
 NO_INDEX = { echo "error: $@ could not be created: is the package index reachable?"; exit 1; }
 
-test-clients: setup $(CLIENT_NAMES:%=$(CLIENTS)/%/.installed) $(CLIENTS)/tool-schemas/.fetched ## the published clients against real processes
+test-clients: setup $(CLIENT_NAMES:%=$(CLIENTS)/%/.installed) $(CLIENTS)/vercel/.installed $(CLIENTS)/tool-schemas/.fetched ## the published clients against real processes
 	LEGATO_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest -s -c tests/clients/pytest.ini tests/clients/check_clients.py
 
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
+	touch $@
+
+NPM_INSTALL = npm install --no-audit --no-fund --loglevel=error --prefix $(@D) || { echo "error: $@ could not be created: is npm installed and its registry reachable?"; exit 1; }
+
+$(CLIENTS)/vercel/.installed: tests/clients/vercel/package.json tests/clients/vercel/suite.mjs
+	mkdir -p $(@D)
+	cp tests/clients/vercel/package.json tests/clients/vercel/suite.mjs $(@D)
+	$(NPM_INSTALL)
+	touch $@
+
+# The programs themselves, a quarter of a gigabyte each.
+AGENTS := .agents
+
+test-agents: setup $(AGENTS)/.installed ## Codex and Claude Code edit a file through a server with a scripted shard
+	LEGATO_AGENTS=$(CURDIR)/$(AGENTS) $(BIN)/pytest -s -c tests/agents/pytest.ini --rootdir . tests/agents/check_agents.py
+
+$(AGENTS)/.installed: tests/agents/package.json
+	mkdir -p $(@D)
+	cp tests/agents/package.json $(@D)
+	$(NPM_INSTALL)
 	touch $@
 
 $(CLIENTS)/tool-schemas/.fetched: Makefile | setup
@@ -148,6 +168,7 @@ $(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml const
 
 fuzz: setup ## 20,000 requests made from the OpenAPI document, other ones every time
 	FUZZ_CASES=20000 $(BIN)/pytest tests/fuzz tests/fuzz/server.py
+	EVENT_CASES=1000 $(BIN)/pytest tests/http/routes/agents/test_event_order.py
 
 faults: setup ## the fault tests with as many cases as they are meant to have
 	FAULTS=full $(BIN)/pytest tests/faults

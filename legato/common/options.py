@@ -254,6 +254,12 @@ class FakeShardOptions(Options):
         " configuration and tokenizer, but no weights.",
         env=None,
     )
+    fake_script: str | None = option(
+        None,
+        'JSON file with what a fake shard answers: a list of `{"prompt": REGEX, "text": TEXT}`, the first that matches'
+        " the prompt counts. Default: words at random.",
+        env=None,
+    )
     fake_step_ms: float = option(0.0, "Simulated duration of a step, in milliseconds.", env=None, minimum=0)
     fake_token_ms: float = option(
         0.0, "Simulated additional duration per token of a step, in milliseconds.", env=None, minimum=0

@@ -75,6 +75,11 @@ class Transcript:
         return "".join(self._texts)
 
     @property
+    def stop_string(self) -> str | None:
+        """The one that ended the text, if one did."""
+        return None if self._stops is None else self._stops.found
+
+    @property
     def has_stop_strings(self) -> bool:
         return self._stops is not None
 

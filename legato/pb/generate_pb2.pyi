@@ -126,7 +126,7 @@ class Input(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[InputChunk, _Mapping]]] = ...) -> None: ...
 
 class NextTokenChooserParameters(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "watermark", "frequency_penalty", "grammar", "grammar_type", "logit_bias", "min_p", "presence_penalty", "token_bias", "min_new_tokens", "end_token_ids")
+    __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "watermark", "frequency_penalty", "grammar", "grammar_type", "logit_bias", "min_p", "presence_penalty", "token_bias", "min_new_tokens", "end_token_ids", "reasoning")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class NextTokenChooserParameters(_message.Message):
     TOKEN_BIAS_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -175,7 +176,20 @@ class NextTokenChooserParameters(_message.Message):
     token_bias: _containers.ScalarMap[int, float]
     min_new_tokens: int
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: bool = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: bool = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., logit_bias: _Optional[_Mapping[str, int]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., token_bias: _Optional[_Mapping[int, float]] = ..., min_new_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    reasoning: Reasoning
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: bool = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: bool = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., logit_bias: _Optional[_Mapping[str, int]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., token_bias: _Optional[_Mapping[int, float]] = ..., min_new_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ...) -> None: ...
+
+class Reasoning(_message.Message):
+    __slots__ = ("start_ids", "ends", "forced_ids", "budget")
+    START_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_IDS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    start_ids: _containers.RepeatedScalarFieldContainer[int]
+    ends: _containers.RepeatedScalarFieldContainer[str]
+    forced_ids: _containers.RepeatedScalarFieldContainer[int]
+    budget: int
+    def __init__(self, start_ids: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[str]] = ..., forced_ids: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class StoppingCriteriaParameters(_message.Message):
     __slots__ = ("max_new_tokens", "stop_sequences", "ignore_eos_token")

@@ -32,6 +32,7 @@ from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.metrics_listener import metrics_listener
 from legato.router.recovery import ConnectedShards, Recovery
+from legato.router.response_store import response_store
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.startup import StartupResponder
@@ -92,11 +93,12 @@ async def serve(
 
         steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
-        settings = settings_for(options, info, api_keys, model)
-        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history)
-        startup.close()
-        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
-            await router.run(listeners, options.graceful_termination_timeout)
+        with response_store(options.response_store, options.response_store_size) as stored:
+            settings = replace(settings_for(options, info, api_keys, model), response_store=stored)
+            router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history)
+            startup.close()
+            async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
+                await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
         startup.close()
@@ -265,6 +267,9 @@ def settings_for(
         image_url_allow=options.image_url_allow,
         payload_limit=options.payload_limit,
         tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        reasoning_budget=options.reasoning_budget,
+        response_store_size=options.response_store_size,
         ssl_certfile=_absolute(options.ssl_certfile),
         ssl_keyfile=_absolute(options.ssl_keyfile),
         cors_allow_origin=options.cors_allow_origin,

@@ -35,8 +35,8 @@ def serve(options: ServerOptions) -> None:
         raise OptionError("--sharded needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which a launcher sets")
     if options.rank >= options.world_size:
         raise OptionError(f"--rank ({options.rank}) must be less than --world-size ({options.world_size})")
-    if not options.fake and (options.fake_step_ms or options.fake_token_ms):
-        raise OptionError("--fake-step-ms and --fake-token-ms are for a fake shard: add --fake")
+    if not options.fake and (options.fake_step_ms or options.fake_token_ms or options.fake_script):
+        raise OptionError("--fake-step-ms, --fake-token-ms and --fake-script are for a fake shard: add --fake")
     claim_socket(f"{options.uds_path}-{options.rank}", "--uds-path")
     files = ModelFiles.open(locate(options))
     files.config()

@@ -29,6 +29,7 @@ from legato.server.graphs.steps import StepGraphs
 from legato.server.memory import is_out_of_memory, refused_for_memory, release
 from legato.server.pending import ForwardResult, PendingStep, SampledTokens, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
+from legato.server.reasoning import RowReasoning
 from legato.server.rows import Rows, RowStep, to_device
 from legato.server.vision.images import VisionEncoder
 from legato.vision.rules import ImageRules
@@ -270,7 +271,8 @@ class Engine:
             admission.row, admission.parameters, prompt_ids, generated_ids, top_n_tokens=admission.top_n_tokens
         )
         grammar, most = from_pb(admission.parameters), admission.max_new_tokens
-        self.grammars.set_row(admission.row, grammar, generated_ids.tolist(), most)
+        reasoning = RowReasoning.of(admission.parameters)
+        self.grammars.set_row(admission.row, grammar, generated_ids.tolist(), most, reasoning)
 
     def _prompt_scores(self, hidden: torch.Tensor, parts: list[RowStep]) -> dict[int, list[PromptScores]]:
         wanted: dict[int, list[PromptScores]] = {}
