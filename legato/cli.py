@@ -38,7 +38,11 @@ def legato() -> None:
     """A text-generation server in Python."""
 
 
-PROGRAMS = {"engine": "legato.benchmark.engine.cli", "serve": "legato.benchmark.serve.cli"}
+PROGRAMS = {
+    "engine": "legato.benchmark.engine.cli",
+    "serve": "legato.benchmark.serve.cli",
+    "cpu": "legato.benchmark.cpu.cli",
+}
 bench = _Group("bench", programs=PROGRAMS, help="Measure Legato.")
 legato.add_command(bench)
 

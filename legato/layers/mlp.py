@@ -12,6 +12,7 @@ from legato.common.errors import UnsupportedModel
 from legato.kernels.activation import Activation, gate_and_mul
 from legato.layers.linear import Linear
 from legato.quantization.dense import DenseWeight
+from legato.quantization.weight import QuantizedWeight
 
 
 class Product(Protocol):
@@ -98,6 +99,8 @@ class GatedMLP:
         return self.down(self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind is not None and isinstance(self.gate_up, Linear) and isinstance(self.gate_up.weight, DenseWeight):
-            return self.gate_up.weight.apply_gated(x, self.kind)
+        if self.kind is not None and isinstance(self.gate_up, Linear):
+            weight = self.gate_up.weight
+            if isinstance(weight, (DenseWeight, QuantizedWeight)):
+                return weight.apply_gated(x, self.kind)
         return self.gate(self.gate_up(x))

@@ -32,6 +32,7 @@ from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.metrics_listener import metrics_listener
 from legato.router.recovery import ConnectedShards, Recovery
+from legato.router.response_store import response_store
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.startup import StartupResponder
@@ -92,11 +93,12 @@ async def serve(
 
         steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
-        settings = settings_for(options, info, api_keys, model)
-        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history)
-        startup.close()
-        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
-            await router.run(listeners, options.graceful_termination_timeout)
+        with response_store(options.response_store, options.response_store_size) as stored:
+            settings = replace(settings_for(options, info, api_keys, model), response_store=stored)
+            router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history)
+            startup.close()
+            async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
+                await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
         startup.close()
@@ -143,6 +145,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_step_tokens=max(step_tokens, found.max_rows),
             eos_token_ids=eos,
             prefix_caching=info.use_prefix_caching,
+            max_unused_blocks=found.max_unused_blocks if found.HasField("max_unused_blocks") else None,
             max_prompt_tokens=sizes.max_prompt_tokens,
             max_mixed_tokens=sizes.mixed_tokens,
             mixed_step_time=sizes.mixed_time,
@@ -152,6 +155,9 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_queued_tokens=options.max_queued_tokens,
             share_prefix_cache=options.share_prefix_cache,
             decoder_start_token_id=start,
+            speculate=info.speculate,
+            num_proposals=info.num_proposals,
+            vocab_size=info.vocab_size,
         )
     )
     if longest_input is not None and longest_input < found.max_input_tokens:
@@ -261,6 +267,9 @@ def settings_for(
         image_url_allow=options.image_url_allow,
         payload_limit=options.payload_limit,
         tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        reasoning_budget=options.reasoning_budget,
+        response_store_size=options.response_store_size,
         ssl_certfile=_absolute(options.ssl_certfile),
         ssl_keyfile=_absolute(options.ssl_keyfile),
         cors_allow_origin=options.cors_allow_origin,

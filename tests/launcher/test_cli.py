@@ -36,9 +36,8 @@ def test_legato_options_prints_the_reference_page(capsys: pytest.CaptureFixture[
 
 
 def test_legato_serve_is_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_program(legato, ["serve", "--speculate=2"]) == 1
-    expected = "error: --speculate: speculative decoding is not available in this version of Legato\n"
-    assert capsys.readouterr().err == expected
+    assert run_program(legato, ["serve", "--ngrok"]) == 1
+    assert capsys.readouterr().err.startswith("error: --ngrok: ")
 
 
 def test_legato_env_names_versions_without_importing_them(capsys: pytest.CaptureFixture[str]) -> None:

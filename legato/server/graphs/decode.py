@@ -40,6 +40,7 @@ class Decoded:
     logits: torch.Tensor  # [size, vocab_size], of the rows that sample
     token_ids: torch.Tensor  # [size] int64, greedy
     logprobs: torch.Tensor  # [size] float32
+    hidden: torch.Tensor | None = None  # [size, hidden_size], the states that the logits are of; if they are kept
 
 
 Replay: TypeAlias = Callable[[], None]
@@ -100,6 +101,7 @@ class Graphs(ABC):
         self._rows = rows
         self._record = record
         self._shard = shard
+        self.keeps_hidden = False  # set before the first capture
         self._graphs: dict[int, tuple[Replay, Decoded]] = {}
 
     @abstractmethod
@@ -197,7 +199,8 @@ class DecodeGraphs(Graphs):
             on_host=None,
             sides=sides,
         )
-        logits = self._model.logits(self._model.forward(step, self._cache))
+        hidden = self._model.forward(step, self._cache)
+        logits = self._model.logits(hidden)
         token_ids, logprobs = greedy_sample(logits)
         advance_rows(row_numbers, token_ids, tables)
-        return Decoded(logits, token_ids, logprobs)
+        return Decoded(logits, token_ids, logprobs, hidden if self.keeps_hidden else None)
