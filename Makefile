@@ -102,7 +102,7 @@ test-pages: setup ## the pages in headless Chromium, with screenshots
 test-cards: setup ## every kernel compiled for every supported GPU, no device needed: an hour on two cores
 	$(BIN)/pytest -m cards tests/kernels/test_cards.py
 
-test-tgi: setup ## the requests of TGI's integration tests on 21 tiny models, answers compared with its snapshots
+test-tgi: setup ## the requests of TGI's integration tests on tiny models, answers compared with its snapshots
 	$(BIN)/pytest -m "tgi or not tgi" tests/tgi
 
 wheel: setup ## sdist and wheel, in dist/
