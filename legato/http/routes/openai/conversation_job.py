@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from legato.api.errors import InvalidRequest
-from legato.api.openai.requests import EFFORTS, ChatRequest
+from legato.api.openai.requests import ChatRequest
 from legato.chat.answers import AnswerParser, ChatFormat, ReasoningWish
 from legato.chat.reasoning.formats import Phase, ReasoningFormat
 from legato.chat.tools.requests import ToolError
@@ -19,6 +19,7 @@ from legato.http.routes.openai.conversation import (
     continues,
     last_answer,
     read_conversation,
+    reasoning_wish,
     tool_use,
 )
 from legato.http.routes.openai.options import SharedOptions, grammar_of, shared_options, top_logprobs
@@ -95,13 +96,6 @@ class ConversationJob(OpenAIJob):
     def parser(self) -> AnswerParser | None:
         """For one answer. None: all of it is content."""
         return self.format.parser(self._use, self._phase)
-
-
-def reasoning_wish(request: ChatRequest) -> ReasoningWish:
-    effort = request.reasoning_effort
-    if effort is not None and effort not in EFFORTS:
-        raise InvalidRequest(f"`reasoning_effort` must be one of {', '.join(EFFORTS)}", "reasoning_effort")
-    return ReasoningWish(None, effort, request.thinking_token_budget)
 
 
 def _num_top(request: ChatRequest) -> int | None:

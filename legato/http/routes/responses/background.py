@@ -33,6 +33,7 @@ class BackgroundExchange(Exchange):
     def __init__(self, outer: Exchange, store: ResponseStore, response_id: str) -> None:
         super().__init__(outer._scope, outer._receive, outer._send)
         self.body_size = outer.body_size
+        self.trace = None  # which ended with the request
         self.asker = ClientConnection(outer.tenant)
         self._store = store
         self._id = response_id

@@ -65,6 +65,7 @@ class ResponseJob(ConversationJob):
         wants_summary = request.reasoning is not None and request.reasoning.summary not in (None, "none")
         self.output = ResponseOutput(self.tools, as_summary=wants_summary, encrypt=ENCRYPTED in (request.include or ()))
         self.answer_parser: AnswerParser | None = None
+        self._waiting: list[TokenLogprob] = []
         self.response = new_response(request, inference.settings.model_id, stored=stored or keep is not None)
 
     def add(self, pieces: list[Piece]) -> Iterable[ev.ResponseEvent]:
@@ -72,15 +73,23 @@ class ResponseJob(ConversationJob):
         parser = self.answer_parser
         for some in [pieces] if self.num_top is None else [[piece] for piece in pieces]:
             texts = [piece.text for piece in some]
-            events: list[Event] = [Content("".join(texts))] if any(texts) else []
-            yield from self.output.add(events if parser is None else parser.feed(texts), self._logprobs(some))
+            content: list[Event] = [Content("".join(texts))] if any(texts) else []
+            events = content if parser is None else parser.feed(texts)
+            yield from self.output.add(events, self._logprobs(some, events))
 
     def begin(self) -> None:
         """When the prompt is known, and before the first token."""
         self.answer_parser = self.parser()
 
-    def _logprobs(self, pieces: list[Piece]) -> list[TokenLogprob]:
-        return [] if self.num_top is None else chat_logprobs(pieces, self._names).content
+    def _logprobs(self, pieces: list[Piece], events: list[Event]) -> list[TokenLogprob]:
+        """Those of the text among the events: of tokens that were held back until it was known what they are, too."""
+        if self.num_top is None:
+            return []
+        waiting, self._waiting = self._waiting + chat_logprobs(pieces, self._names).content, []
+        if any(isinstance(event, Content) for event in events):
+            return waiting
+        self._waiting = [] if events else waiting
+        return []
 
     def finish(self, choice: Choice) -> Iterable[ev.ResponseEvent]:
         """The rest of the parts; then the response is complete."""
