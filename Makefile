@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos soak sim audit proto docs bench clean
+.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos soak sim audit proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -78,6 +78,9 @@ test-models: setup ## the tests that need real weights, fetched once
 
 test-shards: setup ## every architecture and variant in two shards, some in four
 	$(BIN)/pytest -m shards tests/models
+
+test-lora: setup ## LoRA adapters: every architecture against PEFT, real processes in one shard and two, SmolLM2
+	$(BIN)/pytest -m 'lora or weights' tests/lora
 
 test-pages: setup ## the pages in headless Chromium, with screenshots
 	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages

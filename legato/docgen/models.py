@@ -17,8 +17,8 @@ prompts of different lengths in one batch, for GGUF a file that was converted fr
 shards work as well. The checkpoints are examples; any with the same `model_type` runs.
 
 Weights are safetensors; `text-generation-server download-weights` converts PyTorch's pickles. GGUF files are
-dequantised when they are loaded. Quantized checkpoints: [docs/quantization.md](quantization.md). Adapters are not
-supported yet.
+dequantised when they are loaded. Quantized checkpoints: [docs/quantization.md](quantization.md). LoRA
+adapters: [docs/lora.md](lora.md).
 """
 
 IMAGES = """\

@@ -62,7 +62,9 @@ class Inference:
             tokenizer=tokenizer,
             chat_template=chat_template,
             vocabulary=Vocabulary(tokenizer),
-            validator=Validator(tokenizer, scheduler.limits, settings, scheduler.prepare, images),
+            validator=Validator(
+                tokenizer, scheduler.limits, settings, scheduler.prepare, images, lambda: scheduler.adapters
+            ),
             settings=settings,
             metrics=metrics,
             concurrency=ConcurrencyLimit(settings.max_concurrent_requests),

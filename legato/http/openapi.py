@@ -16,6 +16,8 @@ from legato.api.errors import (
     Overloaded,
     PayloadTooLarge,
     TimedOut,
+    Unhealthy,
+    UnknownModel,
 )
 from legato.api.native import (
     CompatGenerateRequest,
@@ -27,7 +29,7 @@ from legato.api.native import (
     StreamResponse,
     TokenizeRequest,
 )
-from legato.api.openai.requests import ChatRequest, CompletionRequest
+from legato.api.openai.requests import ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest
 from legato.api.openai.responses import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -43,7 +45,7 @@ from legato.http.auth import OPEN_PATHS, Unauthorized
 from legato.http.pages.routes import MEDIA_TYPES
 from legato.http.routes import health
 from legato.http.routes.openai import errors as openai_errors
-from legato.http.routes.openai.errors import UnknownModel
+from legato.http.routes.openai.adapters import AdapterChange, AdapterForbidden
 from legato.http.routes.platforms import kserve
 from legato.http.routes.platforms.vertex import VertexRequest, VertexResponse
 from legato.ipc.settings import RouterSettings
@@ -59,7 +61,7 @@ _ERRORS = {
     400: ("The body is not JSON", "validation", "Failed to parse the request body as JSON: ..."),
     401: ("No API key, or a wrong one", "unauthorized", "The API key is not valid"),
     403: ("The server has no API keys, and another machine asks", "unauthorized", str(health.LocalOnly())),
-    404: ("No such file", "not_found", "There is no such file"),
+    404: ("No such file or adapter", "not_found", "`adapter_id` is unknown: no adapter 'french' is loaded"),
     413: ("The body is too large", "validation", "The request body is larger than the limit of 2000000 bytes"),
     415: ("The body is compressed", "validation", str(CompressedBody("gzip"))),
     422: ("The request cannot be served", "validation", "Input validation error: `inputs` cannot be empty"),
@@ -69,17 +71,20 @@ _ERRORS = {
     504: ("Took longer than the server allows", "timeout", _TOO_LONG),
 }
 _BODY_ERRORS = (400, 413, 415, 422)
-_GENERATION_ERRORS = (*_BODY_ERRORS, 424, 429, 504)
+_GENERATION_ERRORS = (*_BODY_ERRORS, 404, 424, 429, 504)
 # status -> (description, an error that has it)
 _OPENAI_ERRORS = {
     400: ("The request cannot be served", InvalidRequest("`n` must be >= 1 and <= 8. Given: 9", "n")),
     401: ("No API key, or a wrong one", Unauthorized("The API key is not valid")),
+    403: ("Not allowed", AdapterForbidden("This API key may not change LoRA adapters")),
     404: ("No such model", UnknownModel("other")),
+    409: ("The adapter is loaded already, or changing", AdapterForbidden("an adapter 'french' is loaded already")),
     413: ("The body is too large", PayloadTooLarge(2_000_000)),
     415: ("The body is compressed", CompressedBody("gzip")),
     422: ("The chat template refuses", TemplateError("...")),
     429: ("Too many requests; try again", Overloaded()),
     500: ("Generation failed", GenerationFailed("...")),
+    503: ("The shards are restarting", Unhealthy("the shards were lost: the adapter was not loaded")),
     504: ("Took longer than the server allows", TimedOut(_TOO_LONG)),
 }
 
@@ -174,7 +179,7 @@ OPERATIONS = [
         ChatRequest,
         _CHAT_EXAMPLE,
         {_JSON: ChatCompletion, _EVENTS: (ChatCompletionChunk, OpenAIError, _Done)},
-        (400, 413, 415, 422, 429, 500, 504),
+        (400, 404, 413, 415, 422, 429, 500, 504),
     ),
     Operation(
         "post",
@@ -184,9 +189,29 @@ OPERATIONS = [
         CompletionRequest,
         {"prompt": "The capital of France is", "max_tokens": 20},
         {_JSON: Completion, _EVENTS: (CompletionChunk, OpenAIError, _Done)},
-        (400, 413, 415, 429, 500, 504),
+        (400, 404, 413, 415, 429, 500, 504),
     ),
-    Operation("get", "/v1/models", "The model, as in OpenAI's API", response={_JSON: ModelList}),
+    Operation(
+        "post",
+        "/v1/load_lora_adapter",
+        "Load a LoRA adapter",
+        "With --lora-allow-runtime. Answers when requests may name the adapter; others do not wait.",
+        LoadAdapterRequest,
+        {"lora_name": "french", "lora_path": "/srv/adapters/french"},
+        {_JSON: AdapterChange},
+        (400, 403, 409, 413, 415, 422, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/unload_lora_adapter",
+        "Unload a LoRA adapter",
+        "New requests are refused at once. Answers when the last one that uses it has ended.",
+        UnloadAdapterRequest,
+        {"lora_name": "french"},
+        {_JSON: AdapterChange},
+        (400, 403, 404, 409, 413, 415),
+    ),
+    Operation("get", "/v1/models", "The model and its LoRA adapters, as in OpenAI's API", response={_JSON: ModelList}),
     Operation("get", "/v1/models/{model}", "One model by its name", response={_JSON: ModelObject}, errors=(404,)),
     Operation(
         "post",

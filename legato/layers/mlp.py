@@ -98,6 +98,9 @@ class GatedMLP:
         return self.down(self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind is not None and isinstance(self.gate_up, Linear) and isinstance(self.gate_up.weight, DenseWeight):
-            return self.gate_up.weight.apply_gated(x, self.kind)
-        return self.gate(self.gate_up(x))
+        gate_up = self.gate_up
+        if self.kind is None or not isinstance(gate_up, Linear) or not isinstance(gate_up.weight, DenseWeight):
+            return self.gate(gate_up(x))
+        if gate_up.lora is not None and gate_up.lora.is_active:  # adapters add to the product, before the gate
+            return self.gate(gate_up(x))
+        return gate_up.weight.apply_gated(x, self.kind)

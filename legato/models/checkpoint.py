@@ -13,6 +13,7 @@ import torch
 from legato.common.errors import ModelFileError
 from legato.layers.shard import Shard
 from legato.models.sources import Staging, TensorSource
+from legato.models.targets import AdapterTarget
 from legato.quantization.method import DENSE, Method
 from legato.quantization.stored import Ranges
 
@@ -49,6 +50,7 @@ class Checkpoint:
         self._staging = Staging(device)
         self._total = source.nbytes() // self.shard.world_size
         self._read_bytes = 0
+        self.targets: list[AdapterTarget] = []  # the layers that adapters may change
         self.kinds: Counter[str] = Counter()  # of quantized matrices, with their products, and how many there are
 
     def __contains__(self, name: str) -> bool:

@@ -20,7 +20,6 @@ come without `.weight` and `.bias`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 import torch
@@ -31,20 +30,12 @@ from legato.layers.norm import LayerNorm
 from legato.layers.shard import Heads
 from legato.models.checkpoint import Checkpoint
 from legato.models.rows import QkvLayout, merged_ranges, qkv_rows, without_neighbours
+from legato.models.targets import AdapterTarget, MatrixPart, expert_targets
 from legato.quantization.dense import Weight, dense_weight
 from legato.quantization.experts import DenseExperts, ExpertWeights, expert_weights
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.stored import MatrixSlice, Ranges
 from legato.quantization.weight import Matrix, kinds_of, weight_of
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixPart:
-    """A matrix [out_features, in] of the checkpoint, and the rows of it that are wanted; None for all."""
-
-    name: str
-    out_features: int
-    rows: Ranges | None = None
 
 
 class RowOptions(TypedDict, total=False):
@@ -63,8 +54,11 @@ class Weights(Checkpoint):
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """Each shard has equally many rows; what reaches beyond the vocabulary is zero."""
-        first, _ = self.shard.padded_span(vocab_size)
-        return Embedding(self._vocabulary(f"{name}.weight", (vocab_size, hidden_size)), first, self.shard)
+        first, last = self.shard.padded_span(vocab_size)
+        embedding = Embedding(self._vocabulary(f"{name}.weight", (vocab_size, hidden_size)), first, self.shard)
+        parts = (MatrixPart(name, hidden_size),)
+        self.targets.append(AdapterTarget(embedding, parts, vocab_size, columns=(first, last), is_embedding=True))
+        return embedding
 
     def head(
         self, name: str, embedding: Embedding, vocab_size: int, hidden_size: int, *, tied: bool, bias: bool = False
@@ -77,7 +71,10 @@ class Weights(Checkpoint):
             weight = embedding.weight if tied else self._vocabulary(f"{name}.weight", (vocab_size, hidden_size))
             self.skip(f"{name}.weight")  # a checkpoint that says "tied" may still carry a copy
         added = self._vocabulary(f"{name}.bias", (vocab_size,)) if bias else None
-        return Head(dense_weight(weight, added), vocab_size, self.shard)
+        head = Head(dense_weight(weight, added), vocab_size, self.shard)
+        rows = [self.shard.padded_span(vocab_size)]
+        self.targets.append(AdapterTarget(head, (MatrixPart(name, vocab_size, rows),), hidden_size))
+        return head
 
     def heads(self, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> Heads:
         """This shard's part of the heads."""
@@ -115,7 +112,7 @@ class Weights(Checkpoint):
                 MatrixPart(name, n, merged_ranges(spans)) for name, n, spans in zip(names, counts, alone, strict=True)
             ]
         order = without_neighbours(heads, neighbours) if neighbours else None
-        return Linear(self._weight(parts, in_features, None, bias, transposed, order))
+        return self._linear(parts, in_features, bias, transposed, order)
 
     def output(self, name: str, heads: Heads, out_features: int, **how: Unpack[RowOptions]) -> RowLinear:
         """The projection behind attention: its inputs are the heads."""
@@ -139,7 +136,7 @@ class Weights(Checkpoint):
         first, last = self.shard.span(out_features)
         rows = [(i * out_features + first, i * out_features + last) for i in range(fused)]
         parts = [MatrixPart(name, fused * out_features, rows) for name in _as_list(names)]
-        return Linear(self._weight(parts, in_features, None, bias, transposed))
+        return self._linear(parts, in_features, bias, transposed)
 
     def row(self, name: str, out_features: int, in_features: int, **how: Unpack[RowOptions]) -> RowLinear:
         """What comes behind `column`: each shard brings its span of the inputs."""
@@ -158,7 +155,7 @@ class Weights(Checkpoint):
         """Whole on every shard, and never quantized on load: routers of experts, projections to something small.
         `order` is that of the outputs where it should not be the checkpoint's."""
         parts = [MatrixPart(name, out_features) for name in _as_list(names)]
-        return Linear(self._weight(parts, in_features, None, bias, transposed, order, quantize=False))
+        return self._linear(parts, in_features, bias, transposed, order, quantize=False)
 
     def per_head(
         self,
@@ -173,7 +170,7 @@ class Weights(Checkpoint):
         if order is not None:
             order = (torch.arange(heads.num_heads)[:, None] * size + order).flatten()
         parts = [MatrixPart(name, heads.all_heads * size, rows) for name in _as_list(names)]
-        return Linear(self._weight(parts, in_features, None, False, False, order))
+        return self._linear(parts, in_features, order=order)
 
     def experts(
         self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
@@ -182,6 +179,13 @@ class Weights(Checkpoint):
 
         Checkpoints have three matrices for each expert, `parts` by name (gate, up, down), or all experts in two.
         """
+        made = self._experts(name, num_experts, inner, hidden, parts)
+        self.targets += expert_targets(name, parts, made, self.shard.span(inner), inner, hidden)
+        return made
+
+    def _experts(
+        self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
+    ) -> tuple[ExpertWeights, ExpertWeights]:
         first, last = span = self.shard.span(inner)
         quantizer = self._method.quantizer
         if f"{name}.gate_up_proj" in self:
@@ -250,7 +254,23 @@ class Weights(Checkpoint):
             self.skip(f"{name}.bias")
         part = MatrixPart(name, out_features)
         weight = self._weight([part], in_features, columns, has_bias, transposed, dtype=dtype)
-        return RowLinear(weight, self.shard, reduce)
+        layer = RowLinear(weight, self.shard, reduce)
+        self.targets.append(AdapterTarget(layer, (part,), in_features, columns=columns))
+        return layer
+
+    def _linear(
+        self,
+        parts: Sequence[MatrixPart],
+        in_features: int,
+        bias: bool = False,
+        transposed: bool = False,
+        order: torch.Tensor | None = None,
+        *,
+        quantize: bool = True,
+    ) -> Linear:
+        layer = Linear(self._weight(parts, in_features, None, bias, transposed, order, quantize=quantize))
+        self.targets.append(AdapterTarget(layer, tuple(parts), in_features, order=order))
+        return layer
 
     def _weight(
         self,

@@ -43,6 +43,10 @@ class ShardsLost(LegatoError):
     """A shard ended, cannot be reached, or answers what nobody asked."""
 
 
+class AdapterFailed(LegatoError):
+    """A shard cannot serve an adapter."""
+
+
 @dataclass(frozen=True, slots=True)
 class WarmupLimits:
     max_input_tokens: int | None
@@ -136,6 +140,21 @@ class GrpcShards:
         for answer in answers:
             if answer.HasField("error"):
                 raise GrammarError(answer.error)
+
+    async def load_adapter(self, name: str, path: str) -> pb.AdapterInfo:
+        """Have all shards read an adapter from a folder, while steps go on. AdapterFailed."""
+        request = pb.LoadAdapterRequest(adapter_id=name, path=path)
+        answers = await self._all([stub.LoadAdapter(request) for stub in self._stubs])
+        for answer in answers:
+            if answer.HasField("error"):
+                good = [stub for stub, each in zip(self._stubs, answers, strict=True) if not each.HasField("error")]
+                await self._all([stub.UnloadAdapter(pb.UnloadAdapterRequest(adapter_id=name)) for stub in good])
+                raise AdapterFailed(answer.error)
+        loaded: pb.AdapterInfo = answers[0].adapter
+        return loaded
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._all([stub.UnloadAdapter(pb.UnloadAdapterRequest(adapter_id=name)) for stub in self._stubs])
 
     async def _all(self, calls: list[Awaitable[T]]) -> list[T]:
         """The answers of all shards, which may take any time while the shards answer to `Health`."""
@@ -270,6 +289,8 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
     )
     for row, traceparent in plan.traces:
         request.traces.add(row=row, traceparent=traceparent)
+    for placement in plan.placements:
+        request.adapters.add(adapter_id=placement.name, slot=placement.slot, pages=placement.pages)
     return request
 
 
@@ -289,6 +310,8 @@ def _admission(admission: Admission) -> pb.Admission:
     message.blocks.extend(admission.blocks)
     message.prompt_logprobs = request.prompt_logprobs and admission.num_generated == 0
     message.max_new_tokens = request.max_new_tokens
+    if admission.adapter_name:
+        message.adapter_id, message.adapter_slot = admission.adapter_name, admission.adapter_slot
     return message
 
 

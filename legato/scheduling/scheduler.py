@@ -15,9 +15,10 @@ import heapq
 import itertools
 from collections import deque
 
+from legato.scheduling.adapters import ADAPTER_PATIENCE, AdapterSlots
 from legato.scheduling.blocks import BlockPool
 from legato.scheduling.budget import StepBudget
-from legato.scheduling.deadlines import Deadlines
+from legato.scheduling.deadlines import RequestDeadlines
 from legato.scheduling.entry import NEVER, Entry, InFlight, PlannedRow
 from legato.scheduling.limits import Refusal, SchedulerLimits
 from legato.scheduling.prefix_tree import Node, PrefixTree
@@ -42,13 +43,13 @@ class Scheduler:
         assert limits.decoder_start_token_id is None or not limits.prefix_caching, "what an encoder made is not shared"
         self.queue: Queue[Entry] = Queue()
         self.stats = SchedulerStats()
+        self.adapters = AdapterSlots(limits.num_adapter_pages)
         self._use(limits)
         self._tenants = Tenants()
         self.shares = RequestShares(limits.max_requests, limits.max_queued_tokens)
         self._retry = RetryEstimate()
         self._now = 0.0  # as callers told last
-        self._queue_deadlines = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
-        self._run_deadlines = Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG)
+        self._deadlines = RequestDeadlines(limits)
         self._entries: dict[int, Entry] = {}
         self._step_ids = itertools.count(1)
         self._arrivals = itertools.count()
@@ -62,6 +63,7 @@ class Scheduler:
         self._budget = StepBudget(limits.step_sizes)
         self._free_rows = list(range(limits.max_rows))
         self._in_flight: deque[InFlight] = deque()
+        self.adapters.reset(limits.num_adapter_pages)
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -70,6 +72,8 @@ class Scheduler:
         assert request.id not in self._entries, f"request {request.id} is here already"
         assert request.input_ids, "a prompt has at least one token"
         limits, self._now = self.limits, now
+        if request.adapter and request.adapter not in self.adapters.known:
+            return Output(error=Refusal.UNKNOWN_ADAPTER, is_unknown=True)
         if not self.shares.take(request):
             return Output(error=Refusal.OVERLOADED, retry_after=self._retry.seconds(1, now))
         if not self._entries:
@@ -82,8 +86,7 @@ class Scheduler:
             self.shares.give_back(request, is_queued=True)
             return Output(error=Refusal.DOES_NOT_FIT)
         self._entries[request.id] = entry
-        self._queue_deadlines.start(request.id, now)
-        self._run_deadlines.start(request.id, now)
+        self._deadlines.start(request.id, now)
         self.queue.push(entry)
         return None
 
@@ -95,17 +98,15 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When `expire` will have something to do, unless it has ended by then."""
-        found = (self._queue_deadlines.next, self._run_deadlines.next)
-        return min((deadline for deadline in found if deadline is not None), default=None)
+        return self._deadlines.next
 
     def expire(self, now: float) -> list[tuple[int, Output]]:
         """End the requests whose time is up. Returns what they get to see instead of tokens."""
         self._now = now
         expired: list[tuple[int, Output]] = []
-        for deadlines in (self._queue_deadlines, self._run_deadlines):
-            for request_id in deadlines.take_passed(now):
-                self._finish(self._entries[request_id])
-                expired.append((request_id, Output(error=deadlines.problem, timed_out=True)))
+        for request_id, problem in self._deadlines.take_passed(now):
+            self._finish(self._entries[request_id])
+            expired.append((request_id, Output(error=problem, timed_out=True)))
         return expired
 
     @property
@@ -166,7 +167,8 @@ class Scheduler:
         """
         if not (self.queue and budget and self._free_rows):
             return budget
-        filling = {self._next_block(entry, entry.node, entry.num_indexed) for entry in self.running}
+        size = self.limits.block_size if self.limits.prefix_caching else 0
+        filling = {entry.next_block(entry.node, entry.num_indexed, size) for entry in self.running}
         passed: list[Entry] = []
         while budget and self._free_rows and len(passed) < LOOK_AHEAD and step.work < MAX_ADMISSION_WORK:
             entry = self.queue.call()
@@ -177,11 +179,16 @@ class Scheduler:
                 passed.append(entry)
                 break
             node, blocks = self._cached_prefix(entry)
-            upcoming = self._next_block(entry, node, len(blocks))
+            upcoming = entry.next_block(node, len(blocks), size)
             # Preempted, and its last token is still on the way; or another request is computing what comes next:
             # in a moment it is in the cache.
             if entry.num_pending or (upcoming and upcoming in filling and not entry.wants_prompt_logprobs):
                 passed.append(entry)
+                continue
+            if not self.adapters.has_room(entry.request.adapter):
+                passed.append(entry)
+                if self._now - entry.queued_at > ADAPTER_PATIENCE:
+                    break  # adapters that others use become free at last
                 continue
             if entry.num_whole > budget or not self._admit(step.plan, entry, node, blocks):
                 passed.append(entry)
@@ -212,16 +219,9 @@ class Scheduler:
         reusable = (len(entry.tokens) - 1) // self.limits.block_size
         if not self.limits.prefix_caching or entry.wants_prompt_logprobs:
             reusable = 0
-        root = self.tree.root("" if self.limits.share_prefix_cache else entry.request.tenant)
+        tenant = "" if self.limits.share_prefix_cache else entry.request.tenant
+        root = self.tree.root(tenant, entry.request.adapter)
         return self.tree.match(root, entry.tokens.tobytes(), reusable)
-
-    def _next_block(self, entry: Entry, node: Node | None, depth: int) -> tuple[int, bytes] | None:
-        """Names the block below `node`, which is `depth` blocks deep, by the entry's tokens, if it knows them all."""
-        size = self.limits.block_size
-        start = depth * size
-        if start + size >= len(entry.tokens) or not self.limits.prefix_caching:
-            return None
-        return id(node), entry.tokens[start : start + size].tobytes()
 
     def _admit(self, plan: StepPlan, entry: Entry, node: Node, blocks: list[int]) -> bool:
         """Give a request a row and the cached part of its tokens, if the rest has a chance to fit."""
@@ -242,16 +242,16 @@ class Scheduler:
             entry.queue_time = self._now - entry.queued_at
             entry.tenant.served += entry.num_prompt - entry.num_cached
             self.shares.leave_queue(entry.request)
-            self._queue_deadlines.stop(entry.id)
+            self._deadlines.leave_queue(entry.id)
         entry.epoch += 1
         entry.prompt_logprobs, entry.prompt_top_tokens = [None], []
         bisect.insort(self.running, entry, key=_rank)
         self.max_running_tokens += entry.max_len
         self.stats.prompt_tokens += len(tokens)
         self.stats.cached_tokens += entry.num_scheduled
-        plan.admitted.append(
-            Admission(entry.row, entry.request, tokens[:], entry.num_generated, entry.num_scheduled, list(blocks))
-        )
+        admission = Admission(entry.row, entry.request, tokens[:], entry.num_generated, entry.num_scheduled, [*blocks])
+        self.adapters.admit(entry.request.adapter, admission, plan.placements)
+        plan.admitted.append(admission)
         return True
 
     # ---- memory ---------------------------------------------------------------------------------------------------
@@ -285,6 +285,7 @@ class Scheduler:
         heapq.heappush(self._free_rows, entry.row)
         self.pool.free(sorted(entry.private))
         self.tree.unlock(entry.node)
+        self.adapters.release(entry.request.adapter)
         del self.running[bisect.bisect_left(self.running, entry.rank, key=_rank)]
         self.max_running_tokens -= entry.max_len
         entry.forget_row()
@@ -293,8 +294,7 @@ class Scheduler:
         entry.done = True
         del self._entries[entry.id]
         self._retry.finish(1, self._now)
-        self._queue_deadlines.stop(entry.id)
-        self._run_deadlines.stop(entry.id)
+        self._deadlines.stop(entry.id)
         self._tenants.leave(entry.tenant)
         self.shares.give_back(entry.request, is_queued=entry.epoch == 0)
         if entry.row is not None:

@@ -14,7 +14,8 @@ from legato.common.options import DownloadOptions, ServerOptions
 from legato.common.program import command, run_program, with_version
 from legato.common.sockets import claim_socket
 from legato.modelfiles.files import ModelFiles
-from legato.modelfiles.locate import locate
+from legato.modelfiles.locate import cache_of, locate, open_model
+from legato.modelfiles.merged import MergedModel
 from legato.server.quantizing.options import QuantizeOptions
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ def serve(options: ServerOptions) -> None:
     if not options.fake and (options.fake_step_ms or options.fake_token_ms):
         raise OptionError("--fake-step-ms and --fake-token-ms are for a fake shard: add --fake")
     claim_socket(f"{options.uds_path}-{options.rank}", "--uds-path")
-    files = ModelFiles.open(locate(options))
+    files = open_model(options)
     files.config()
     if options.fake:
         from legato.server.fake.service import run as run_fake  # never brings in torch
@@ -53,8 +54,12 @@ def download_weights(options: DownloadOptions) -> None:
         if is_snapshot and options.model_id and not any(path.glob("*.bin")):
             fetch_pickles(options.model_id, path)
         convert(path)
-    files = ModelFiles.open(path)
+    files = ModelFiles.open(path, cache_of(options))
     files.check_weights()
+    if options.merge_lora and isinstance(files, MergedModel):
+        from legato.server.merging import merge, target_of  # brings in torch
+
+        files = ModelFiles.open(merge(files, target_of(str(options.model_id), files)))
     logger.info("Weights downloaded", extra={"fields": {"path": str(files.path)}})
 
 

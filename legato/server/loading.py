@@ -18,6 +18,7 @@ from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import CausalModel, get_model, model_config
+from legato.models.targets import AdapterTarget
 from legato.server.rendezvous import join, share_cores
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     shard: Shard = field(default_factory=Shard)
+    targets: list[AdapterTarget] = field(default_factory=list)  # the layers that LoRA adapters may change
 
 
 def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] = lambda: None) -> LoadedModel:
@@ -52,15 +54,16 @@ def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] 
         progress = LoadProgress(step, advance) if options.load_format == "auto" else None
         dummy = options.load_format == "dummy"
         trusted = options.trust_remote_code
+        targets: list[AdapterTarget] = []
         model = get_model(
             files, config, dtype, device, shard=shard, dummy=dummy, progress=progress, trust_remote_code=trusted,
-            quantize=options.quantize,
+            quantize=options.quantize, targets=targets,
         )  # fmt: skip
     seconds = round(time.perf_counter() - started, 2)
     logger.info(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
     )
-    return LoadedModel(model, files, device, dtype, shard)
+    return LoadedModel(model, files, device, dtype, shard, targets)
 
 
 @contextmanager

@@ -67,7 +67,8 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
     device, packed = rows.last_tokens.device, Packed(rows, parts)
     d = packed.num_decodes
     row_index, positions = to_device(packed.rows, device), to_device(packed.positions, device)
-    blocks = rows.block_tables[to_device(packed.owners, device), positions // block_size].long()
+    owners = to_device(packed.owners, device)
+    blocks = rows.block_tables[owners, positions // block_size].long()
     input_ids = rows.last_tokens[row_index[:d]]
     if d < len(parts):
         input_ids = torch.cat((input_ids, to_device(packed.chunk_ids, device)))
@@ -88,6 +89,7 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         chunks=_spans(packed.counts[d:], packed.starts[d:], d, device),
         on_host=on_host,
         sides=None if rows.encoder_lens is None else _sides(rows, rows.encoder_lens, parts, packed),
+        adapters=rows.adapters_of(parts, owners),
     )
 
 

@@ -98,6 +98,11 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "image-url-allow": (),
     "hang-timeout": 30.0,
     "load-timeout": 600.0,
+    "lora-device-ranks": None,
+    "lora-max-rank": None,
+    "lora-target-modules": (),
+    "lora-allow-runtime": False,
+    "lora-allow": (),
     "max-restarts": 10,
 }
 
@@ -238,7 +243,6 @@ def test_an_invalid_command_line_exits_2(args: list[str], capsys: pytest.Capture
 
 LATER = {
     "--speculate": "2",
-    "--lora-adapters": "some/adapter",
     "--ngrok-authtoken": "secret",
     "--ngrok-edge": "edge",
 }

@@ -53,6 +53,8 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_group_rows_kernel",
         "_grouped_linear_kernel",
         "_single_token_kernel",
+        "_shrink_kernel",
+        "_expand_kernel",
     }
 
 
@@ -74,6 +76,11 @@ def test_weights_keys_and_activations_are_loaded_16_bytes_at_a_time(compiled):
 def test_products_of_a_rotation_are_rounded_before_they_are_added(compiled):
     """As transformers does. Left to itself the compiler fuses them, and one bfloat16 token in thirty is another."""
     assert [kernel["fused_bf16"] for kernel in compiled if kernel["name"] == "_rotary_and_store_kernel"] == [0] * 4
+
+
+def test_adapters_run_on_the_matrix_units(compiled):
+    adapters = [kernel for kernel in compiled if kernel["name"] in ("_shrink_kernel", "_expand_kernel")]
+    assert adapters and all(kernel["mma"] or kernel["wgmma"] for kernel in adapters)
 
 
 def test_experts_with_many_rows_run_on_the_matrix_units(compiled):

@@ -77,6 +77,7 @@ class Member:
     num_generated: int = 0
     prompt_logprobs: list[float] = field(default_factory=list)
     admitted: bool = False
+    adapter: int = 0  # its number; 0: none
 
     @property
     def num_to_compute(self) -> int:
