@@ -10,14 +10,18 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos soak sim audit proto docs bench clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-pages test-cards test-clients test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-install: $(SERVE_VENV)/.legato ## create .venv with what serving needs
+install: $(SERVE_VENV)/.legato kernels ## create .venv with what serving needs
 
-setup: $(VENV)/.installed ## create .venv-dev with Legato and its development tools
+setup: $(VENV)/.installed kernels ## create .venv-dev with Legato and its development tools
+
+# Says why, and goes on, where there is no compiler.
+kernels: ## compile the kernels for CPUs, if a source is newer
+	@$(PYTHON) legato/cpu/build.py
 
 # constraints.txt pins torch: with the range in pyproject.toml alone pip would download the newest CUDA build first.
 PIP_INSTALL = install --disable-pip-version-check -c constraints.txt
@@ -41,11 +45,12 @@ serve: install ## serve the default model on port 3000
 # Two targets at a time with one thread each, because oversubscribed OpenMP threads take twice as long. The longest
 # targets come first.
 test: setup ## everything CI runs
-	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-processes unit-engine unit-models lint imports types unit-texts
+	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-processes unit-models unit-texts unit-engine types lint imports
 
 lint: setup
-	$(BIN)/ruff check legato tests examples
-	$(BIN)/ruff format --check legato tests examples
+	$(BIN)/ruff check legato tests examples docker
+	$(BIN)/ruff format --check legato tests examples docker
+	$(BIN)/hadolint Dockerfile
 
 types: setup
 	$(BIN)/mypy
@@ -53,8 +58,8 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
-MODELS := tests/kernels tests/models tests/quantization tests/sampling
-ENGINE := tests/server tests/client tests/examples tests/plan tests/grammar
+MODELS := tests/cpu tests/kernels tests/models tests/quantization tests/sampling
+ENGINE := tests/server tests/client tests/doctor tests/examples tests/plan tests/grammar
 
 TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/simulation \
 	tests/telemetry tests/text tests/vision
@@ -87,6 +92,19 @@ test-pages: setup ## the pages in headless Chromium, with screenshots
 
 test-cards: setup ## every kernel compiled for every supported GPU, no device needed: an hour on two cores
 	$(BIN)/pytest -m cards tests/kernels/test_cards.py
+
+test-tgi: setup ## the requests of TGI's integration tests on 21 tiny models, answers compared with its snapshots
+	$(BIN)/pytest -m "tgi or not tgi" tests/tgi
+
+wheel: setup ## sdist and wheel, in dist/
+	rm -rf dist
+	$(BIN)/python -m build
+
+test-wheel: wheel ## the wheel in an environment of its own, up to a served answer
+	$(BIN)/pytest -m packaging tests/packaging/test_wheel.py
+
+test-docker: setup ## the steps of the Dockerfile in a folder, up to a served answer: no Docker needed
+	$(BIN)/pytest -m packaging tests/packaging/test_image.py
 
 # Published clients, each set in its own environment because their dependencies conflict.
 CLIENTS := .clients
@@ -162,8 +180,8 @@ $(AUDIT)/.installed: Makefile
 
 # Generated with the oldest supported tools: stubs work with that version of the library and newer ones.
 proto: setup ## regenerate the stubs from the .proto files
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=legato/pb --pyi_out=legato/pb --grpc_python_out=legato/pb proto/generate.proto
-	sed -i 's/^import generate_pb2 as/from legato.pb import generate_pb2 as/' legato/pb/generate_pb2_grpc.py
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=legato/pb --pyi_out=legato/pb --grpc_python_out=legato/pb proto/*.proto
+	sed -i -E 's/^import (generate\w*)_pb2 as/from legato.pb import \1_pb2 as/' legato/pb/*_pb2_grpc.py
 	$(BIN)/python -m grpc_tools.protoc -Iexamples/route_guide --python_out=examples/route_guide --pyi_out=examples/route_guide --grpc_python_out=examples/route_guide examples/route_guide/route_guide.proto
 
 docs: setup ## regenerate the reference pages

@@ -15,6 +15,7 @@ from legato.common.frontend import HttpOptions, RequestOptions
 from legato.common.option import Options, option
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SAFETENSORS = ".safetensors"
 Checkpoints = Literal["awq", "compressed-tensors", "exl2", "gptq", "marlin"]
 OnLoad = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "eetq", "fp8", "int8", "int4"]
 
@@ -275,7 +276,9 @@ class LauncherOptions(
         " killed and started again. 0 sets no limit.",
         minimum=0.0,
     )
-    env: bool = option(False, "Print the environment (versions, platform, GPUs) and exit.", env=None, short="e")
+    env: bool = option(
+        False, "Log the environment (versions, platform, GPUs) before anything starts.", env=None, short="e"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +308,22 @@ class ServerOptions(
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
     uds_path: str = option("/tmp/text-generation-server", "Unix socket path prefix to listen on; `-RANK` is appended.")
+    is_sharded: bool = option(
+        False,
+        "Refuse to start unless RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which shard this is.",
+        flag="sharded",
+        env=None,
+    )
+    max_input_tokens: int | None = option(
+        None,
+        "Maximum prompt length in tokens for clients whose `Warmup` names none. Default: as long as fits.",
+        minimum=1,
+    )
+    max_batch_size: int | None = option(
+        None,
+        "Maximum requests per step for clients whose `Warmup` names none, such as TGI's router. Default: 512.",
+        minimum=1,
+    )
     rank: int = option(0, "Rank of this shard, from 0.")
     world_size: int = option(1, "Number of shards.", minimum=1)
 
@@ -315,6 +334,9 @@ class DownloadOptions(ModelOptions, LogOptions):
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
+    extension: str = option(
+        SAFETENSORS, "Weight files to download. Only `.safetensors` are served; `--auto-convert` makes them.", env=None
+    )
     auto_convert: bool = option(
         True,
         "Convert PyTorch pickles to safetensors if the model has no safetensors; otherwise such a model is an error.",

@@ -47,6 +47,11 @@ def reference_page() -> str:
     return "\n".join(sections)
 
 
+def schema() -> str:
+    """The OpenAPI document itself, for programs."""
+    return json.dumps(document(RouterSettings(model_id="any model")), indent=2)
+
+
 def _reachable(start: Any, types: Json) -> set[str]:
     """Names of the types that something refers to, directly or through others."""
     found: set[str] = set()

@@ -15,7 +15,8 @@ from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
 from legato.common.progress import LISTENING
 from legato.common.sockets import browser_url, is_answered, is_own_socket
-from legato.launcher import endpoints, sizing, startup
+from legato.common.tgi_variables import variable_warnings
+from legato.launcher import endpoints, environment, sizing, startup
 from legato.launcher.plan import LaunchPlan, make_plan
 from legato.launcher.processes import Child, ChildFailed, Supervisor
 from legato.launcher.supervision import ServerProcesses, Tell
@@ -31,15 +32,10 @@ WAITING_LOG_INTERVAL = 10.0
 
 def serve(options: LauncherOptions) -> int:
     """Run all processes until a signal or a failure ends them."""
-    if options.env:
-        from legato.launcher.environment import describe
-
-        print(describe())
-        return 0
     logs.setup(options.logger_level, options.json_output, "launcher")
-    for warning in options.warnings:
-        logger.warning(warning)
-    for warning in command_line_warnings():
+    if options.env:
+        logger.info("Environment", extra={"fields": environment.facts()})
+    for warning in (*options.warnings, *command_line_warnings(), *variable_warnings(os.environ)):
         logger.warning(warning)
     tls_context(options.ssl_certfile, options.ssl_keyfile)  # before the model is loaded
     sizing.check_limits(options)

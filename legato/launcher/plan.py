@@ -9,6 +9,7 @@ from pathlib import Path
 
 from legato.common.options import DownloadOptions, LauncherOptions, RouterOptions, ServerOptions
 from legato.common.program import forward, secrets, variables
+from legato.common.tgi_variables import without_idle
 from legato.launcher.processes import ProcessCommand
 
 # Makes glibc request 2 MB pages (madvise). A decode step on a CPU reads all weights once, and hardware prefetchers stop
@@ -28,7 +29,7 @@ def make_plan(options: LauncherOptions, sockets: list[str], environ: Mapping[str
     # Children always log JSON, which keeps level and fields until the launcher formats them.
     options = replace(options, json_output=True)
     # Options are passed as arguments: a variable that a flag overrides must not reach a child.
-    inherited = {name: value for name, value in environ.items() if name not in variables(LauncherOptions)}
+    inherited = without_idle({name: value for name, value in environ.items() if name not in variables(LauncherOptions)})
     inherited |= {"PYTHONUNBUFFERED": "1"}
     return LaunchPlan(
         # The server checks the files of a local model.

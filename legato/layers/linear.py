@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from legato.layers.lora import LoraDelta
 from legato.layers.shard import Shard
 from legato.quantization.dense import DenseWeight, Weight
+from legato.quantization.host import HostWeight
 
 
 class Linear:
@@ -71,6 +72,19 @@ class Embedding:
         if self.lora is not None:
             found = self.lora.look_up(found, ours, foreign)
         return self.shard.all_reduce(found)
+
+
+class PackedEmbedding(Embedding):
+    """Rows of a packed matrix, expanded one by one: for a CPU and a shard that has the whole vocabulary."""
+
+    def __init__(self, packed: HostWeight, shard: Shard) -> None:
+        self.packed = packed
+        self.first = 0
+        self.shard = shard
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        found = self.packed.packed.rows(ids)
+        return found if self.lora is None else self.lora.look_up(found, ids)
 
 
 class Head:

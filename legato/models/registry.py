@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from dataclasses import replace
 from types import ModuleType
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ from legato.modelfiles.merged import MergedModel
 from legato.models.checkpoint import Progress
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
+from legato.models.gguf_reader import GgufReader
 from legato.models.gguf_source import GgufSource
 from legato.models.merge import MergedSource
 from legato.models.methods import find_method, on_load
@@ -93,6 +95,16 @@ class LimitedModel(CausalModel, Protocol):
         ...
 
 
+@runtime_checkable
+class GreedyModel(CausalModel, Protocol):
+    """A `CausalModel` with a faster way to the likeliest tokens than the sampler's."""
+
+    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [m, vocab_size] -> token ids [m] int64, of equal ones the lowest, and their log probabilities [m]
+        float32, NaN where a row is not finite."""
+        ...
+
+
 def get_model(
     files: ModelFiles,
     config: ModelConfig,
@@ -104,10 +116,11 @@ def get_model(
     progress: Progress | None = None,
     trust_remote_code: bool = False,
     quantize: str | None = None,
+    packs: bool = False,
     targets: list[AdapterTarget] | None = None,
 ) -> CausalModel:
     """Build this shard of the model that `config` describes and fill it from `files`. `quantize` is the method that
-    was asked for; `targets` gets the layers that LoRA adapters may change."""
+    was asked for; `packs` is for a CPU: matrices are packed; `targets` gets the layers that adapters may change."""
     if config.model_type not in ARCHITECTURES:
         fallback = _fallback(files, trust_remote_code)
         if quantize is not None or files.quantization() is not None:
@@ -117,13 +130,15 @@ def get_model(
     architecture = architecture_for(config.model_type)
     if dummy:
         method = DENSE if quantize is None else on_load(quantize)
-        made = DummyWeights(dtype, device, shard, method)
+        made = DummyWeights(dtype, device, shard, method, packs)
         built: CausalModel = architecture(config, made)
         _note_targets(targets, made)
         return built
     source = open_source(files)
     method = find_method(files, source, quantize)
-    weights = Weights(source, dtype, device, shard, progress, method)
+    if packs and isinstance(source, GgufSource) and (shard is None or shard.world_size == 1):
+        method = replace(method, name="gguf", reader=GgufReader(source))
+    weights = Weights(source, dtype, device, shard, progress, method, packs)
     try:
         model: CausalModel = architecture(config, weights)
         weights.check_all_used()

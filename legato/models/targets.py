@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -39,6 +39,14 @@ class MatrixPart:
     @property
     def num_rows(self) -> int:
         return self.out_features if self.rows is None else sum(last - first for first, last in self.rows)
+
+
+class TargetCut(TypedDict, total=False):
+    """Fields of `AdapterTarget`."""
+
+    columns: tuple[int, int] | None
+    order: torch.Tensor | None
+    is_embedding: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

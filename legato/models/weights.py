@@ -25,14 +25,15 @@ from typing import TypedDict, Unpack
 import torch
 import torch.nn.functional as F
 
-from legato.layers.linear import Embedding, Head, Linear, RowLinear
+from legato.layers.linear import Embedding, Head, Linear, PackedEmbedding, RowLinear
 from legato.layers.norm import LayerNorm
 from legato.layers.shard import Heads
 from legato.models.checkpoint import Checkpoint
 from legato.models.rows import QkvLayout, merged_ranges, qkv_rows, without_neighbours
-from legato.models.targets import AdapterTarget, MatrixPart, expert_targets
+from legato.models.targets import MatrixPart, expert_targets
 from legato.quantization.dense import Weight, dense_weight
 from legato.quantization.experts import DenseExperts, ExpertWeights, expert_weights
+from legato.quantization.host import HostWeight, host_weight
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.stored import MatrixSlice, Ranges
 from legato.quantization.weight import Matrix, kinds_of, weight_of
@@ -55,15 +56,22 @@ class Weights(Checkpoint):
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """Each shard has equally many rows; what reaches beyond the vocabulary is zero."""
         first, last = self.shard.padded_span(vocab_size)
-        embedding = Embedding(self._vocabulary(f"{name}.weight", (vocab_size, hidden_size)), first, self.shard)
-        parts = (MatrixPart(name, hidden_size),)
-        self.targets.append(AdapterTarget(embedding, parts, vocab_size, columns=(first, last), is_embedding=True))
-        return embedding
+        embedding, parts = self._embedding(name, vocab_size, hidden_size, first), [MatrixPart(name, hidden_size)]
+        return self._target(embedding, parts, vocab_size, columns=(first, last), is_embedding=True)
+
+    def _embedding(self, name: str, vocab_size: int, hidden_size: int, first: int) -> Embedding:
+        if self.packs and self.shard.world_size == 1:
+            weight = self._packed_vocabulary(name, vocab_size, hidden_size)
+            if isinstance(weight, HostWeight):
+                return PackedEmbedding(weight, self.shard)
+        return Embedding(self._vocabulary(f"{name}.weight", (vocab_size, hidden_size)), first, self.shard)
 
     def head(
         self, name: str, embedding: Embedding, vocab_size: int, hidden_size: int, *, tied: bool, bias: bool = False
     ) -> Head:
         """The embedding once more if it is `tied`, or if the checkpoint has no other matrix."""
+        if isinstance(embedding, PackedEmbedding):
+            return self._packed_head(name, embedding, vocab_size, hidden_size, tied, bias)
         if not tied and self._is_quantized(name):
             weight = self._quantized_head(name, vocab_size, hidden_size)
         else:
@@ -71,10 +79,27 @@ class Weights(Checkpoint):
             weight = embedding.weight if tied else self._vocabulary(f"{name}.weight", (vocab_size, hidden_size))
             self.skip(f"{name}.weight")  # a checkpoint that says "tied" may still carry a copy
         added = self._vocabulary(f"{name}.bias", (vocab_size,)) if bias else None
-        head = Head(dense_weight(weight, added), vocab_size, self.shard)
-        rows = [self.shard.padded_span(vocab_size)]
-        self.targets.append(AdapterTarget(head, (MatrixPart(name, vocab_size, rows),), hidden_size))
-        return head
+        head, rows = Head(dense_weight(weight, added), vocab_size, self.shard), [self.shard.padded_span(vocab_size)]
+        return self._target(head, [MatrixPart(name, vocab_size, rows)], hidden_size)
+
+    def _packed_vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Weight:
+        weight = host_weight([self._matrix(MatrixSlice(name, vocab_size, hidden_size), packs=True)])
+        self.kinds.update(kinds_of(weight))
+        return weight
+
+    def _packed_head(
+        self, name: str, embedding: PackedEmbedding, vocab_size: int, hidden_size: int, tied: bool, bias: bool
+    ) -> Head:
+        tied = tied or not self.has_matrix(name)
+        weight: Weight = embedding.packed
+        if tied:
+            self.skip(f"{name}.weight")
+        else:
+            weight = self._packed_vocabulary(name, vocab_size, hidden_size)
+        if bias:
+            added = self._vocabulary(f"{name}.bias", (vocab_size,))
+            weight = weight.with_bias(added) if isinstance(weight, HostWeight) else weight
+        return self._target(Head(weight, vocab_size, self.shard), [MatrixPart(name, vocab_size)], hidden_size)
 
     def heads(self, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> Heads:
         """This shard's part of the heads."""
@@ -254,9 +279,7 @@ class Weights(Checkpoint):
             self.skip(f"{name}.bias")
         part = MatrixPart(name, out_features)
         weight = self._weight([part], in_features, columns, has_bias, transposed, dtype=dtype)
-        layer = RowLinear(weight, self.shard, reduce)
-        self.targets.append(AdapterTarget(layer, (part,), in_features, columns=columns))
-        return layer
+        return self._target(RowLinear(weight, self.shard, reduce), [part], in_features, columns=columns)
 
     def _linear(
         self,
@@ -268,9 +291,8 @@ class Weights(Checkpoint):
         *,
         quantize: bool = True,
     ) -> Linear:
-        layer = Linear(self._weight(parts, in_features, None, bias, transposed, order, quantize=quantize))
-        self.targets.append(AdapterTarget(layer, tuple(parts), in_features, order=order))
-        return layer
+        weight = self._weight(parts, in_features, None, bias, transposed, order, quantize=quantize)
+        return self._target(Linear(weight), parts, in_features, order=order)
 
     def _weight(
         self,
@@ -292,18 +314,25 @@ class Weights(Checkpoint):
                         else part.rows, columns)
             for part in parts
         ]  # fmt: skip
-        matrices = [self._matrix(each, transposed, quantize, dtype) for each in wanted]
+        packs = self.packs and quantize
+        matrices = [self._matrix(each, transposed, quantize, dtype, packs) for each in wanted]
         biases = [self.tensor(f"{each.name}.bias", (each.out_features,), each.cut()) for each in wanted if bias]
-        weight = weight_of(matrices, torch.cat(biases) if biases else None, order)
+        make = host_weight if packs else weight_of
+        weight = make(matrices, torch.cat(biases) if biases else None, order)
         self.kinds.update(kinds_of(weight))
         return weight
 
     def _matrix(
-        self, wanted: MatrixSlice, transposed: bool = False, quantize: bool = True, dtype: torch.dtype | None = None
+        self,
+        wanted: MatrixSlice,
+        transposed: bool = False,
+        quantize: bool = True,
+        dtype: torch.dtype | None = None,
+        packs: bool = False,
     ) -> Matrix:
-        """The one place where a matrix gets its format."""
+        """The one place where a matrix gets its format. `packs`: it will be packed, from whatever it is."""
         matrix = self._stored_matrix(wanted, transposed, quantize, dtype)
-        if isinstance(matrix, torch.Tensor) or not self.dequantizes:
+        if isinstance(matrix, torch.Tensor) or not self.dequantizes or packs:
             return matrix
         self.kinds[f"{matrix.kind}: dequantized on load"] += 1
         return matrix.dense(dtype or self.dtype)

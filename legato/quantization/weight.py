@@ -92,4 +92,5 @@ def kinds_of(weight: object) -> list[str]:
     """What the quantized matrices of a weight are and what multiplies them, for the log."""
     if isinstance(weight, QuantizedWeight):
         return [f"{weight.matrix.kind}: {weight.product_name}"]
-    return [kind for part in getattr(weight, "weights", ()) for kind in kinds_of(part)]
+    parts = [kind for part in getattr(weight, "weights", ()) for kind in kinds_of(part)]
+    return parts + list(getattr(weight, "kinds", ()))

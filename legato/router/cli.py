@@ -20,12 +20,14 @@ from legato.common.logging import setup
 from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
 from legato.common.restarts import RestartBudget
+from legato.common.tgi_variables import variable_warnings
 from legato.ipc.api_keys import KeyRights, read_keys, tenant_of
 from legato.ipc.messages import WorkerSetup
 from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
 from legato.modelfiles.locate import locate
 from legato.pb import generate_pb2 as pb
+from legato.router import model_info
 from legato.router.adapters import AdapterRegistry, AdapterRules
 from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
@@ -52,7 +54,7 @@ MAX_WORKERS = 8
 
 def run(options: RouterOptions) -> None:
     setup(options.logger_level, options.json_output, "text-generation-router")
-    for warning in options.warnings:
+    for warning in (*options.warnings, *variable_warnings(os.environ)):
         logger.warning(warning)
     if options.max_input_tokens and options.max_total_tokens and options.max_input_tokens >= options.max_total_tokens:
         raise OptionError("--max-input-tokens must be smaller than --max-total-tokens")
@@ -73,7 +75,8 @@ def run(options: RouterOptions) -> None:
 async def serve(
     options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, KeyRights], tls: ssl.SSLContext | None
 ) -> None:
-    workers = Workers(setup_for(options, locate(options)), listeners.sockets, options.max_restarts)
+    model = locate(options)
+    workers = Workers(setup_for(options, model), listeners.sockets, options.max_restarts)
     startup = StartupResponder(tls)
     heartbeat = asyncio.create_task(send_heartbeats(startup.enter))
     try:
@@ -91,7 +94,7 @@ async def serve(
             history.add(step)
 
         steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
-        settings = settings_for(options, info, api_keys)
+        settings = settings_for(options, info, api_keys, model)
         adapters = AdapterRegistry(steps, info.adapters, adapter_rules(options), settings.base_names)
         recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts), adapters)
         router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history, adapters)
@@ -242,10 +245,17 @@ def setup_for(options: RouterOptions, model: Path) -> WorkerSetup:
     )
 
 
-def settings_for(options: RouterOptions, info: pb.InfoResponse, api_keys: Mapping[str, KeyRights]) -> RouterSettings:
+def settings_for(
+    options: RouterOptions, info: pb.InfoResponse, api_keys: Mapping[str, KeyRights], model: Path
+) -> RouterSettings:
+    model_id, has_encoder = options.model_id or DEFAULT_MODEL, info.HasField("decoder_start_token_id")
     return RouterSettings(
-        model_id=options.model_id or DEFAULT_MODEL,
-        model_pipeline_tag="text2text-generation" if info.HasField("decoder_start_token_id") else None,
+        **model_info.build_info(os.environ),
+        model_id=model_id,
+        model_sha=model_info.model_sha(model),
+        model_pipeline_tag=model_info.pipeline_tag(
+            model, from_hub=not Path(model_id).exists(), has_encoder=has_encoder
+        ),
         max_concurrent_requests=options.max_concurrent_requests,
         max_best_of=options.max_best_of,
         max_stop_sequences=options.max_stop_sequences,

@@ -15,7 +15,7 @@ from legato.grammar.wire import from_pb
 from legato.layers.kv_cache import KVCache
 from legato.layers.lora import StepAdapters
 from legato.layers.shard import Shard
-from legato.models.registry import CausalModel
+from legato.models.registry import CausalModel, GreedyModel
 from legato.models.vision import VisionModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
@@ -72,6 +72,7 @@ class Engine:
         self._max_splits = MAX_SPLITS if self.shard.world_size == 1 else 0
         # Encoders of prompts and images have no fixed shape.
         self._mixed_sizes = [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows)
+        self._likeliest = model.likeliest if isinstance(model, GreedyModel) else None
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
             self.use_graphs(graph_sizes, CudaRecorder())
@@ -183,6 +184,10 @@ class Engine:
         return self.model.logits(step.wanted(hidden) if has_scores else hidden), scores
 
     def _choose(self, logits: torch.Tensor, rows: list[int]) -> SampledTokens:
+        if self._likeliest is not None and self.sampler.is_greedy(rows) and not self.grammars.active(rows):
+            token_ids, logprobs = self._likeliest(logits)
+            self.rows.last_tokens[to_device(np.array(rows), self.device)] = token_ids
+            return SampledTokens(rows, token_ids, logprobs)
         sampled = self.sampler.sample(logits, rows, self.grammars.allowed(rows))
         self.rows.last_tokens[to_device(np.array(rows), self.device)] = sampled.token_ids
         # The largest logit is finite if the others are: NaN and infinity win.

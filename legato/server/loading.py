@@ -13,10 +13,13 @@ import torch
 from legato.common.errors import ModelError, ModelFileError, OptionError
 from legato.common.options import ServerOptions
 from legato.common.progress import LOADING_WEIGHTS
+from legato.cpu.library import library
+from legato.cpu.threads import usable_cores
 from legato.kernels.language import enable_triton
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
+from legato.models.host import on_host
 from legato.models.registry import CausalModel, get_model, model_config
 from legato.models.targets import AdapterTarget
 from legato.server.rendezvous import join, share_cores
@@ -53,17 +56,36 @@ def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] 
         step = FINE_STEP if options.json_output else STEP
         progress = LoadProgress(step, advance) if options.load_format == "auto" else None
         dummy = options.load_format == "dummy"
+        packs = device.type == "cpu" and options.dtype is None
+        if packs:
+            start_kernels(options.world_size)
         trusted = options.trust_remote_code
         targets: list[AdapterTarget] = []
         model = get_model(
             files, config, dtype, device, shard=shard, dummy=dummy, progress=progress, trust_remote_code=trusted,
-            quantize=options.quantize, targets=targets,
+            quantize=options.quantize, packs=packs, targets=targets,
         )  # fmt: skip
+        if packs and options.world_size == 1:
+            model = on_host(model)
     seconds = round(time.perf_counter() - started, 2)
     logger.info(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
     )
     return LoadedModel(model, files, device, dtype, shard, targets)
+
+
+def start_kernels(world_size: int) -> None:
+    """Start the threads of the CPU kernels, or say that there are none."""
+    kernels = library()
+    if kernels is None:
+        logger.warning(
+            "The CPU kernels are not built, torch's int8 products are used instead: they are slower. "
+            "Install a C compiler and run `python -m legato.cpu.build`"
+        )
+        return
+    wanted = max(1, min(torch.get_num_threads(), usable_cores() // world_size))
+    fields = {"instructions": kernels.instruction_set, "threads": kernels.start_threads(wanted)}
+    logger.info("CPU kernels", extra={"fields": fields})
 
 
 @contextmanager

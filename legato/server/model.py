@@ -20,7 +20,7 @@ from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
 from legato.server.adapters import open_adapters
-from legato.server.capacity import Capacity, RequestedLimits, gib
+from legato.server.capacity import DEFAULT_ROWS, Capacity, RequestedLimits, gib
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
 from legato.server.graphs.captures import kept_rows, mixed_sizes
@@ -128,6 +128,7 @@ class Model:
         if self._engine is not None:  # a second warm-up replaces the first cache
             unfreeze_gc()
         self._engine = self._capacity = None
+        request = self._with_defaults(request)
         max_positions = self.loaded.model.config.max_positions
         requested = RequestedLimits(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
         # Shards agree on what the one with the least memory can hold.
@@ -150,6 +151,15 @@ class Model:
         }
         logger.info(WARMED_UP, extra={"fields": fields})
         return capacity
+
+    def _with_defaults(self, request: pb.WarmupRequest) -> pb.WarmupRequest:
+        """The limits that the caller does not name: TGI's router does not know of `max_rows`."""
+        named = pb.WarmupRequest()
+        named.CopyFrom(request)
+        named.max_rows = request.max_rows or self.options.max_batch_size or DEFAULT_ROWS
+        if not request.max_input_tokens and self.options.max_input_tokens is not None:
+            named.max_input_tokens = self.options.max_input_tokens
+        return named
 
     def _budget(self, requested: RequestedLimits) -> int:
         """Bytes for the KV cache."""

@@ -7,9 +7,11 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TypeVar
 
 import grpc
+from tokenizers import Tokenizer
 
 from legato.common.errors import LegatoError
 from legato.common.gc import freeze_gc
@@ -118,6 +120,17 @@ class TextGenerationService(StepStreamService):
             await self._on_engine("ClearCache", lambda: self._batches("ClearCache").clear(request))
         return pb.ClearCacheResponse()
 
+    @property
+    def is_warm(self) -> bool:
+        return self._warm is not None
+
+    async def num_tokens(self, text: str) -> int:
+        return await asyncio.to_thread(lambda: len(self._tokenizer.encode(text).ids))
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._model.loaded.files.tokenizer()
+
     async def PrepareGrammar(self, request: pb.PrepareGrammarRequest, context: Context) -> pb.PrepareGrammarResponse:
         grammar = from_pb(request)
         if grammar is None:
@@ -219,7 +232,7 @@ class TextGenerationService(StepStreamService):
     def _batches(self, method: str) -> UnaryBatches:
         self._refuse_while_streaming(method)
         if self._unary is None:
-            self._unary = UnaryBatches(self._model, self._model.loaded.files.tokenizer())
+            self._unary = UnaryBatches(self._model, self._tokenizer)
         return self._unary
 
     async def _on_engine(self, method: str, call: Callable[[], T]) -> T:

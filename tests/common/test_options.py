@@ -299,6 +299,7 @@ def test_forward_passes_what_the_target_has_and_what_differs_from_its_defaults()
         "--rope-factor=2.0",
         "--no-prefix-caching",
         "--json-output",
+        "--max-input-tokens=7",
     ]
     assert forward(options, DownloadOptions) == ["some/model", "--json-output"]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from legato import __version__
 from legato.launcher.processes import SAME_SIGNAL_SECONDS
 from tests.launcher.conftest import Launched
 
@@ -313,9 +314,16 @@ def test_every_visible_device_gets_a_shard(launch: Launch) -> None:
     assert "num_shard=2" in launched.log
 
 
-def test_environment_is_printed_without_starting_anything(launch: Launch) -> None:
+def test_environment_is_logged_and_the_server_starts(launch: Launch) -> None:
+    """TGI's Docker tests start every container with `--env`."""
     launched = launch("--env")
-    assert launched.wait() == (0, "")
-    assert f"python: {platform.python_version()}" in launched.log
-    assert "torch: " in launched.log
-    assert launched.journal == []
+    launched.until_logged("Listening on")
+    first = launched.log.splitlines()[0]
+    assert f"Environment legato={__version__}" in first
+    assert f"python={platform.python_version()}" in first
+
+
+def test_a_variable_of_tgi_that_does_nothing_is_reported_once(launch: Launch) -> None:
+    launched = launch(ATTENTION="flashinfer")
+    launched.until_logged("Listening on")
+    assert launched.log.count("ATTENTION has no effect") == 1

@@ -302,6 +302,32 @@ def test_a_caller_cannot_choose_a_block_that_the_shard_gave_to_another(talk: Any
     talk(conversation)
 
 
+def test_block_0_is_for_the_health_call_of_tgis_router(talk: Any) -> None:
+    """Which it makes after a failed generation, again and again, until it is answered."""
+
+    async def conversation(shard: rpc.TextGenerationServiceStub) -> None:
+        for _ in range(3):
+            answer = await shard.Prefill(prefill(2**64 - 1, request(2**64 - 1, PROMPT[:1], 1, blocks=[0], slots=[0])))
+            assert answer.generations[0].generated_text.generated_tokens == 1
+
+    talk(conversation)
+
+
+def test_joined_batches_tell_how_long_that_took(talk: Any) -> None:
+    async def conversation(shard: rpc.TextGenerationServiceStub) -> None:
+        first = await shard.Prefill(prefill(1, request(1, PROMPT, 9)))
+        second = await shard.Prefill(prefill(2, request(2, PROMPT, 9)))
+        assert not first.HasField("concat_ns")
+        both = await shard.Decode(decode(first.batch, second.batch))
+        assert 0 < both.concat_ns < both.total_ns
+        assert not (await shard.Decode(decode(both.batch))).HasField("concat_ns")
+        third = await shard.Prefill(prefill(3, request(3, PROMPT, 9), join=both.batch))
+        assert 0 < third.concat_ns < third.total_ns
+        await shard.ClearCache(pb.ClearCacheRequest())
+
+    talk(conversation)
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 

@@ -84,7 +84,7 @@ class ChatJob(OpenAIJob):
         super().__init__(self._options(), 1, inference.settings)
         self._num_top = _num_top(request)
         self._max_tokens = _max_tokens(request)
-        self._identity = identity_of("chatcmpl", request, inference.settings)
+        self._identity = identity_of("chatcmpl", request.model, inference.settings)
         # Goes before the text, where a message is continued and its client wants the whole of it.
         self.echo = last_answer(request) if request.echo else ""
 

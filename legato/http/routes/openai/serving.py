@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from uuid import uuid4
 
 from legato.api.errors import InvalidRequest
-from legato.api.openai.requests import SharedFields
 from legato.api.openai.responses import FinishReason, PromptTokensDetails, Usage
 from legato.http.answering import Choice, StreamErrors, first_streams, num_prompt_tokens
 from legato.http.routes.openai import errors
@@ -18,6 +17,7 @@ from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import FinishReason as NativeReason
 
 STREAM_ERRORS = StreamErrors(errors.event)
+TGI = "tgi"
 
 
 class OpenAIJob:
@@ -79,11 +79,12 @@ class ChunkWriter:
         return (self.envelope.usage(usage_of(self._all)) if self._options.include_usage else b"") + DONE
 
 
-def identity_of(prefix: str, request: SharedFields, settings: RouterSettings) -> Identity:
+def identity_of(prefix: str, model: str | None, settings: RouterSettings) -> Identity:
+    """`model` is the name to answer with. TGI's examples send its own name, which means the model that is served."""
     return Identity(
         id=f"{prefix}-{uuid4().hex}",
         created=int(time.time()),
-        model=settings.model_id if request.model is None else request.model,
+        model=settings.model_id if model in (None, TGI) else model,
         system_fingerprint=f"{settings.version}-{settings.docker_label or 'native'}",
     )
 

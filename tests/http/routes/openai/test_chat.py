@@ -29,7 +29,7 @@ def test_an_answer_field_by_field() -> None:
     prompt_tokens = len(token_ids("user:hi;assistant:"))
     assert answer == {
         "object": "chat.completion",
-        "model": "tgi",
+        "model": "tiny",
         "system_fingerprint": "0.1.0-native",
         "choices": [
             {
