@@ -51,8 +51,8 @@ NUM_FILES = 8
 LOADED_BYTES = 100_000_000
 
 
-def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Every linear layer of a Llama, by name: (outputs, inputs)."""
+def shapes_of(config: dict[str, Any], modules: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The linear layers of a Llama, or those with these last names: (outputs, inputs)."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -66,7 +66,8 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
         "mlp.down_proj": (hidden, inner),
     }
     count = range(config["num_hidden_layers"])
-    return {f"model.layers.{i}.{name}": shape for i in count for name, shape in layer.items()}
+    chosen = {name: shape for name, shape in layer.items() if not modules or name.rpartition(".")[2] in modules}
+    return {f"model.layers.{i}.{name}": shape for i in count for name, shape in chosen.items()}
 
 
 def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int) -> Path:
@@ -211,19 +212,22 @@ async def opened(args: Any, arguments: Sequence[str]) -> AsyncIterator[Bench]:
 
 async def measure(args: Any, folder: Path) -> dict[str, Any]:
     config = SHAPES[args.model] if args.model in SHAPES else json.loads((Path(args.model) / "config.json").read_text())
-    shapes = shapes_of(config)
-    ranks = [args.ranks[i % len(args.ranks)] for i in range(args.adapters)]
+    shapes = shapes_of(config, args.modules)
+    ranks = [args.ranks[i % NUM_FILES % len(args.ranks)] for i in range(args.adapters)]
     files = {}
     for number in range(min(NUM_FILES, args.adapters)):
         files[number] = write_adapter(folder / f"f{number}", shapes, ranks[number])
     size = sum(sum(shape) for shape in shapes.values()) * 2
-    loaded = write_adapter(folder / "loaded", shapes, max(1, round(args.loaded_bytes / size)))
+    loaded_rank = min(256, max(1, round(args.loaded_bytes / size)))
+    loaded = write_adapter(folder / "loaded", shapes, loaded_rank)
     names = ",".join(f"a{i}={files[i % len(files)]}" for i in range(args.adapters))
     device_ranks = sum(-(-rank // 8) * 8 for rank in ranks)
     results: dict[str, Any] = {}
     async with opened(args, []) as bench:
         results |= await bench.passes("base")
     with_adapters = [f"--lora-adapters={names}", f"--lora-device-ranks={device_ranks}", "--lora-allow-runtime"]
+    with_adapters.append(f"--lora-max-rank={max(*ranks, loaded_rank)}")
+    with_adapters += [f"--lora-target-modules={','.join(args.modules)}"] if args.modules else []
     async with opened(args, with_adapters) as bench:
         results |= await bench.passes("no-adapter", "mixed", "half")
         results["load"] = await bench.load(loaded)
@@ -235,6 +239,9 @@ async def measure(args: Any, folder: Path) -> dict[str, Any]:
         "streams": args.streams,
         "adapters": args.adapters,
         "ranks": sorted(set(ranks)),
+        "modules": args.modules or "all linear layers",
+        # What a step that uses all of them has to read, besides the base model's weights.
+        "adapter_bytes": sum(ranks) * size,
         "loaded_bytes": (loaded / "adapter_model.safetensors").stat().st_size,
         "passes": results,
         "share_of_base": shares,
@@ -249,6 +256,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--adapters", type=int, default=64)
     parser.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=list(RANKS))
+    parser.add_argument(
+        "--modules", type=lambda text: text.split(","), default=[], help="that adapters change; all linear ones"
+    )
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3)

@@ -86,14 +86,19 @@ class LoraConfig:
     num_stages: int = 3
 
 
-def lora_config(num_rows: int, in_features: int, max_rank: int, itemsize: int = 2) -> LoraConfig:
-    """`splits` depends on the layer alone: the same row gives the same sums, whatever else is in the step. Blocks fit
-    into the 64 KiB of shared memory that the smallest cards have."""
-    splits = 8 if in_features >= 8192 else 4 if in_features >= 2048 else 1
-    block_m = 16 if num_rows <= 1024 else 64
-    block_r, wide = 32 if max_rank > 16 else 16, block_m == 16 and itemsize == 2
-    return LoraConfig(block_m, block_n=64, block_k=128 if wide else 64, block_r=block_r, splits=splits,
-                      num_stages=3 if itemsize == 2 else 2)  # fmt: skip
+def lora_config(num_rows: int, place: LoraPlace, max_rank: int, itemsize: int = 2) -> LoraConfig:
+    """`splits` depends on the layer alone: the same row gives the same sums, whatever else is in the step. Wide blocks
+    read B at the speed of the memory, and all of them fit the 64 KiB of shared memory that the smallest cards have."""
+    splits = 8 if place.in_features >= 8192 else 4 if place.in_features >= 2048 else 1
+    widest = max(place.out_sizes)
+    return LoraConfig(
+        block_m=16 if num_rows <= 1024 else 64,
+        block_n=256 if widest >= 4096 and itemsize == 2 else 128 if widest >= 512 else 64,
+        block_k=32 if itemsize > 2 else 128 if num_rows <= 1024 else 64,
+        block_r=64 if max_rank > 32 else 32 if max_rank > 16 else 16,
+        splits=splits,
+        num_stages=3 if itemsize == 2 else 2,
+    )
 
 
 def lora_add(
@@ -201,7 +206,7 @@ def _lora_add_triton(
     num_rows = groups.ids.numel()
     if num_rows == 0:
         return out
-    config = config or lora_config(num_rows, place.in_features, pages.max_rank, x.element_size())
+    config = config or lora_config(num_rows, place, pages.max_rank, x.element_size())
     shape = (config.splits, num_rows, place.num_parts, pages.max_rank)
     shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)  # what lies beyond a rank is not read
     grid = (_num_tiles(groups, config), place.num_parts, config.splits)
@@ -228,7 +233,7 @@ def _lora_add_triton(
 
 
 def _lora_expand_triton(out: Tensor, shrunk: Tensor, groups: Groups, pages: LoraPages, place: LoraPlace) -> Tensor:
-    config = lora_config(groups.ids.numel(), 1, pages.max_rank, out.element_size())
+    config = lora_config(groups.ids.numel(), place, pages.max_rank, out.element_size())
     return _expand(out, shrunk[None, :, None], groups, pages, place, None, config)
 
 

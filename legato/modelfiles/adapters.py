@@ -85,11 +85,6 @@ def _matching(patterns: dict[str, Any], module: str) -> str:
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
 
 
-def is_adapter(folder: Path) -> bool:
-    """A folder of PEFT's, and not of a whole model."""
-    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
-
-
 def read_config(folder: Path) -> PeftConfig:
     file = folder / CONFIG
     if not file.is_file():
@@ -146,7 +141,8 @@ def _number(file: Path, key: str, value: object) -> float:
 def weights_file(folder: Path) -> Path:
     file = folder / WEIGHTS
     if not file.is_file():
-        reason = f"; {PICKLE} is a pickle, which Legato does not load: save the adapter again with PEFT"
+        remedy = f"convert it with `text-generation-server download-weights {folder}`"
+        reason = f"; {PICKLE} is a pickle, which Legato does not load: {remedy}"
         raise ModelFileError(f"{file} is missing{reason if (folder / PICKLE).is_file() else ''}")
     _check_safetensors(file)
     return file

@@ -25,7 +25,7 @@ from legato.ipc.api_keys import KeyRights, read_keys, tenant_of
 from legato.ipc.messages import WorkerSetup
 from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
-from legato.modelfiles.locate import locate
+from legato.modelfiles.locate import cache_of, locate
 from legato.pb import generate_pb2 as pb
 from legato.router import model_info
 from legato.router.adapters import AdapterRegistry, AdapterRules
@@ -254,7 +254,7 @@ def settings_for(
         model_id=model_id,
         model_sha=model_info.model_sha(model),
         model_pipeline_tag=model_info.pipeline_tag(
-            model, from_hub=not Path(model_id).exists(), has_encoder=has_encoder
+            model, from_hub=not Path(model_id).exists(), has_encoder=has_encoder, cache=cache_of(options)
         ),
         max_concurrent_requests=options.max_concurrent_requests,
         max_best_of=options.max_best_of,

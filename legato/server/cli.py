@@ -69,7 +69,8 @@ def download_weights(options: DownloadOptions) -> None:
             " converts PyTorch files to them"
         )
     path = _located(options)
-    if options.auto_convert and (path / "config.json").exists() and not any(path.glob("*.safetensors")):
+    is_known = (path / "config.json").exists() or (path / "adapter_config.json").exists()
+    if options.auto_convert and is_known and not any(path.glob("*.safetensors")):
         from legato.server.convert import convert, fetch_pickles  # brings in torch, for the few models that need it
 
         is_snapshot = options.weights_cache_override is None and path.parent.name == "snapshots"

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from legato.common.errors import ModelError, ModelFileError, ModelNotFound, UnsupportedModel
+from legato.common.options import DownloadOptions
+from legato.modelfiles.adapters import weights_file
 from legato.modelfiles.files import ModelFiles, ModelFolder
 from legato.modelfiles.merged import MergedModel
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
 from legato.server import cli
-from legato.server.cli import DownloadOptions
 from tests.lora.tiny_adapters import peft_logits, random_prompts
 from tests.models.answers import step_logits
 from tests.server.local import DEVICE
@@ -85,3 +87,18 @@ def test_a_quantized_base_and_a_base_of_another_shape_are_refused(
     adapter = changed(adapters["linear"], tmp_path / "b", base_model_name_or_path=str(other))
     with pytest.raises(ModelFileError, match="the adapter is for another model"):
         logits_of(adapter, [[5, 6]])
+
+
+def test_a_pickled_adapter_is_refused_and_converted(
+    adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(adapters["linear"], tmp_path / "pickled")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    torch.save(tensors, folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelFileError, match="is a pickle, which Legato does not load"):
+        weights_file(folder)
+    monkeypatch.setattr(cli, "setup", lambda *_: None)
+    cli.download_weights(DownloadOptions(model_id=str(folder)))
+    converted = load_file(folder / "adapter_model.safetensors")
+    assert converted.keys() == tensors.keys() and all(torch.equal(converted[name], tensors[name]) for name in tensors)
