@@ -144,9 +144,10 @@ def _matrices(pages: LoraPages, place: LoraPlace, group: int) -> tuple[Tensor, T
     rank = int(pages.ranks[place.index, slot])
     if rank == 0:
         return None
-    used = pages.pages[pages.table[slot, : ceil_div(rank, PAGE_RANKS)].long()]
-    a = used[:, place.a_begin : place.a_begin + place.a_size]
-    b = used[:, place.b_begin : place.b_begin + place.b_size]
+    used = pages.table[slot, : ceil_div(rank, PAGE_RANKS)].long()
+    # Cut first: a page holds all layers, and what is indexed is copied.
+    a = pages.pages[:, place.a_begin : place.a_begin + place.a_size].index_select(0, used)
+    b = pages.pages[:, place.b_begin : place.b_begin + place.b_size].index_select(0, used)
     a = a.reshape(-1, place.num_parts, place.num_experts, place.in_features)[:rank, :, expert]
     b = b.reshape(-1, place.num_experts, place.out_features)[:rank, expert]
     return widened(a), widened(b)

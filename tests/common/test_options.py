@@ -157,6 +157,7 @@ def test_groups_end_with_the_programs_own_options() -> None:
         "HTTP",
         "Logs",
         "Supervision",
+        "LoRA adapters at run time",
         "Shards",
     ]
 
