@@ -1,6 +1,6 @@
 """How long streams wait for their next token while long prompts arrive, and what these prompts pay for it.
 
-    python -m benchmarks.fairness --model llama-8b --json benchmarks/results/fairness.json
+python -m benchmarks.fairness --model llama-8b --json benchmarks/results/fairness.json
 """
 
 from __future__ import annotations

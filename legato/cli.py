@@ -38,7 +38,11 @@ def legato() -> None:
     """A text-generation server in Python."""
 
 
-PROGRAMS = {"engine": "legato.benchmark.engine.cli", "serve": "legato.benchmark.serve.cli"}
+PROGRAMS = {
+    "engine": "legato.benchmark.engine.cli",
+    "serve": "legato.benchmark.serve.cli",
+    "cpu": "legato.benchmark.cpu.cli",
+}
 bench = _Group("bench", programs=PROGRAMS, help="Measure Legato.")
 legato.add_command(bench)
 
@@ -89,7 +93,8 @@ def router() -> None:
     if sys.argv[1:] and "print-schema" in (sys.argv[1], sys.argv[-1]):
         from legato.docgen.api import schema
 
-        sys.exit(click.echo(schema()))
+        click.echo(schema())
+        sys.exit(0)
     import_module("legato.router.cli").main()
 
 

@@ -70,7 +70,13 @@ class LoadingOptions(Options):
     rope_factor: float | None = option(
         None, "RoPE scaling factor. Without `--rope-scaling`, the method is `linear`.", minimum=1
     )
-    speculate: int | None = option(None, "Number of tokens to speculate in every step.", later="speculative decoding")
+    speculate: int | None = option(
+        None,
+        "Maximum drafts per request and step: tokens guessed from text that occurred before (prompt, answer, recent"
+        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0.",
+        minimum=0,
+        maximum=64,
+    )
 
     @property
     def rope(self) -> tuple[Literal["linear", "dynamic"], float] | None:
@@ -102,6 +108,12 @@ class ComputeOptions(Options):
     )
     block_size: int = option(16, "Tokens per KV cache block. Prefixes are shared in whole blocks.", minimum=1)
     prefix_caching: bool = option(True, "Reuse KV cache blocks between requests that share a prefix.")
+    prefix_cache_mb: int | None = option(
+        None,
+        "Megabytes of the KV cache, in each shard, for prefixes that no request uses at the moment; 0 keeps none."
+        " Default: on a CPU as many as the weight files have, at least 128; on a GPU no limit.",
+        minimum=0,
+    )
     watermark_gamma: float | None = option(
         None, "Fraction of the vocabulary in the watermark's green list. Default: 0.5.", minimum=0, maximum=1
     )
@@ -238,6 +250,12 @@ class FakeShardOptions(Options):
         False,
         "Generate made-up tokens instead of running the model, to measure or test everything else. Reads the model's"
         " configuration and tokenizer, but no weights.",
+        env=None,
+    )
+    fake_script: str | None = option(
+        None,
+        'JSON file with what a fake shard answers: a list of `{"prompt": REGEX, "text": TEXT}`, the first that matches'
+        " the prompt counts. Default: words at random.",
         env=None,
     )
     fake_step_ms: float = option(0.0, "Simulated duration of a step, in milliseconds.", env=None, minimum=0)

@@ -29,6 +29,7 @@ from legato.ipc.settings import RouterSettings
 from legato.pb import generate_pb2 as pb
 from legato.scheduling.adapters import NO_ADAPTER, AdapterInfo
 from legato.scheduling.state import DEFAULT_PRIORITY, GenerationRequest, ModelLimits
+from legato.text.galactica import SequenceSplitter, without_markers
 from legato.vision.prompts import Images, PromptImage, refuse_images, with_cache_keys
 
 T = TypeVar("T")
@@ -128,6 +129,7 @@ class Validator:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._splitter = SequenceSplitter(tokenizer)
         self.limits = limits
         self.settings = settings
         self._has_foreign_tokens = max(tokenizer.get_vocab().values(), default=0) >= limits.vocab_size
@@ -210,7 +212,16 @@ class Validator:
         return await self._grammars.check(grammar, field)
 
     async def tokenize(self, inputs: str) -> list[SimpleToken]:
-        return await self.in_thread(lambda: token_offsets(self.encode(inputs, with_offsets=True), inputs), len(inputs))
+        return await self.in_thread(lambda: self.offsets(inputs), len(inputs))
+
+    def offsets(self, inputs: str, *, add_special_tokens: bool = True) -> list[SimpleToken]:
+        """The tokens of a text, and where they are in it."""
+        encoding = self.encode(inputs, with_offsets=True, add_special_tokens=add_special_tokens)
+        marked, offsets = self._splitter.marked(inputs), encoding.offsets
+        if marked != inputs:
+            places = without_markers(marked)
+            offsets = [(places[start], places[stop]) for start, stop in offsets]
+        return token_offsets(encoding.ids, offsets, inputs)
 
     async def input_ids(self, inputs: str) -> list[int]:
         """Empty for text that the tokenizer's normalizer removes completely."""
@@ -238,7 +249,7 @@ class Validator:
         # The batch calls release the interpreter lock, the plain one does not: a long text would stop every stream.
         encode = self._tokenizer.encode_batch if with_offsets else self._tokenizer.encode_batch_fast
         try:
-            encoding: Encoding = encode([inputs], add_special_tokens=add_special_tokens)[0]
+            encoding: Encoding = encode([self._splitter.marked(inputs)], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:  # a panic inside the tokenizer is not an Exception
             raise InvalidRequest(f"tokenizer error {error}") from error
         if self._has_foreign_tokens:
@@ -363,7 +374,7 @@ def _seed(parameters: GenerateParameters, best_of: int) -> int:
     return parameters.seed
 
 
-def token_offsets(encoding: Encoding, text: str) -> list[SimpleToken]:
+def token_offsets(ids: list[int], offsets: list[tuple[int, int]], text: str) -> list[SimpleToken]:
     """Where tokens are in a text, in bytes of its UTF-8. Tokens that share a character have all of it; special tokens
     that were added have nothing."""
     byte_at: Sequence[int]
@@ -373,5 +384,5 @@ def token_offsets(encoding: Encoding, text: str) -> list[SimpleToken]:
         byte_at = [0, *accumulate(len(character.encode()) for character in text)]
     return [
         SimpleToken(id=token_id, text=text[start:stop], start=byte_at[start], stop=byte_at[stop])
-        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+        for token_id, (start, stop) in zip(ids, offsets, strict=True)
     ]

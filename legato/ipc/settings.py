@@ -26,6 +26,13 @@ class RouterSettings:
     schema_lenient: bool = False
     # How the model writes calls of tools: a name in `tools/dialects.py`, or "auto" to go by its chat template.
     tool_call_parser: str = "auto"
+    # How it marks its reasoning: a name in `chat/reasoning/formats.py`, "none", or "auto" to go by its chat template.
+    reasoning_parser: str = "auto"
+    # The most tokens of reasoning where a request does not say; None: no limit.
+    reasoning_budget: int | None = None
+    # The SQLite file that the workers keep responses in, and its bytes; None: in the worker's own memory; 0: nowhere.
+    response_store: str | None = None
+    response_store_size: int = 32 << 20
     # Images of prompts: the most bytes, the most bytes that are fetched, the most pixels, and the hosts to fetch from.
     max_image_bytes: int = 1 << 24
     max_image_fetch_size: int = 1 << 30

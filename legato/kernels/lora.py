@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from legato.kernels.grouped_linear import Groups, _find_tile
+from legato.kernels.grouped_linear import Groups, find_tile
 from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, jit_for_any, kernel_or_torch, tl, widened
 from legato.kernels.overlap import launch_options, wait_for_previous
 
@@ -323,7 +323,7 @@ def _shrink_kernel(
 ) -> None:
     """A program multiplies rows of one group with a piece of one part's A."""
     wait_for_previous(OVERLAP)
-    group, first, last = _find_tile(starts, tl.program_id(0), NUM_GROUPS, BLOCK_M)
+    group, first, last = find_tile(starts, tl.program_id(0), NUM_GROUPS, BLOCK_M)
     if group >= NUM_GROUPS:
         return
     part, split = tl.program_id(1), tl.program_id(2)
@@ -380,7 +380,7 @@ def _expand_kernel(
 ) -> None:
     """A program adds to some outputs of one part, of rows of one group."""
     wait_for_previous(OVERLAP)
-    group, first, last = _find_tile(starts, tl.program_id(0), NUM_GROUPS, BLOCK_M)
+    group, first, last = find_tile(starts, tl.program_id(0), NUM_GROUPS, BLOCK_M)
     if group >= NUM_GROUPS:
         return
     slot, expert = group // NUM_EXPERTS, group % NUM_EXPERTS

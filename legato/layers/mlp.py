@@ -12,6 +12,7 @@ from legato.common.errors import UnsupportedModel
 from legato.kernels.activation import Activation, gate_and_mul
 from legato.layers.linear import Linear
 from legato.quantization.dense import DenseWeight
+from legato.quantization.weight import QuantizedWeight
 
 
 class Product(Protocol):
@@ -98,9 +99,9 @@ class GatedMLP:
         return self.down(self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up
-        if self.kind is None or not isinstance(gate_up, Linear) or not isinstance(gate_up.weight, DenseWeight):
-            return self.gate(gate_up(x))
-        if gate_up.lora is not None and gate_up.lora.is_active:  # adapters add to the product, before the gate
-            return self.gate(gate_up(x))
-        return gate_up.weight.apply_gated(x, self.kind)
+        if self.kind is not None and isinstance(self.gate_up, Linear):
+            weight, lora = self.gate_up.weight, self.gate_up.lora
+            is_adapted = lora is not None and lora.is_active  # adapters add to the product, before the gate
+            if isinstance(weight, (DenseWeight, QuantizedWeight)) and not is_adapted:
+                return weight.apply_gated(x, self.kind)
+        return self.gate(self.gate_up(x))

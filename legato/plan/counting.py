@@ -33,6 +33,7 @@ from legato.quantization.dense import Weight
 from legato.quantization.experts import ExpertWeights
 from legato.quantization.method import DENSE, Method
 from legato.quantization.stored import Ranges
+from legato.quantization.weight import Matrix
 
 # Floating-point formats of safetensors, which are loaded in the model's dtype; others stay as they are.
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -112,6 +113,12 @@ class CountingWeights(DummyWeights):
         weight = super()._weight(*arguments, **how)
         self.num_bytes = before + weight.nbytes
         return weight
+
+    def matrix(self, *arguments: Any, **part: Any) -> Matrix:
+        before = self.num_bytes
+        matrix = super().matrix(*arguments, **part)
+        self.num_bytes = before + matrix.nbytes
+        return matrix
 
     def experts(self, *arguments: Any) -> tuple[ExpertWeights, ExpertWeights]:
         before = self.num_bytes

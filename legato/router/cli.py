@@ -33,6 +33,7 @@ from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.metrics_listener import metrics_listener
 from legato.router.recovery import ConnectedShards, Recovery
+from legato.router.response_store import response_store
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.startup import StartupResponder
@@ -94,13 +95,15 @@ async def serve(
             history.add(step)
 
         steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
-        settings = settings_for(options, info, api_keys, model)
-        adapters = AdapterRegistry(steps, info.adapters, adapter_rules(options), settings.base_names)
-        recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts), adapters)
-        router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history, adapters)
-        startup.close()
-        async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
-            await router.run(listeners, options.graceful_termination_timeout)
+        with response_store(options.response_store, options.response_store_size) as stored:
+            settings = replace(settings_for(options, info, api_keys, model), response_store=stored)
+            adapters = AdapterRegistry(steps, info.adapters, adapter_rules(options), settings.base_names)
+            budget = RestartBudget(options.max_restarts)
+            recovery = Recovery(steps, shards, lambda: reconnect(options), budget, adapters)
+            router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history, adapters)
+            startup.close()
+            async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
+                await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
         startup.close()
@@ -147,6 +150,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_step_tokens=max(step_tokens, found.max_rows),
             eos_token_ids=eos,
             prefix_caching=info.use_prefix_caching,
+            max_unused_blocks=found.max_unused_blocks if found.HasField("max_unused_blocks") else None,
             max_prompt_tokens=sizes.max_prompt_tokens,
             max_mixed_tokens=sizes.mixed_tokens,
             mixed_step_time=sizes.mixed_time,
@@ -157,6 +161,9 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             share_prefix_cache=options.share_prefix_cache,
             decoder_start_token_id=start,
             num_adapter_pages=info.num_adapter_pages,
+            speculate=info.speculate,
+            num_proposals=info.num_proposals,
+            vocab_size=info.vocab_size,
         )
     )
     if longest_input is not None and longest_input < found.max_input_tokens:
@@ -249,8 +256,10 @@ def settings_for(
     options: RouterOptions, info: pb.InfoResponse, api_keys: Mapping[str, KeyRights], model: Path
 ) -> RouterSettings:
     model_id, has_encoder = options.model_id or DEFAULT_MODEL, info.HasField("decoder_start_token_id")
+    build = model_info.BuildInfo.of(os.environ)
     return RouterSettings(
-        **model_info.build_info(os.environ),
+        sha=build.sha,
+        docker_label=build.docker_label,
         model_id=model_id,
         model_sha=model_info.model_sha(model),
         model_pipeline_tag=model_info.pipeline_tag(
@@ -270,6 +279,9 @@ def settings_for(
         image_url_allow=options.image_url_allow,
         payload_limit=options.payload_limit,
         tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        reasoning_budget=options.reasoning_budget,
+        response_store_size=options.response_store_size,
         ssl_certfile=_absolute(options.ssl_certfile),
         ssl_keyfile=_absolute(options.ssl_keyfile),
         cors_allow_origin=options.cors_allow_origin,

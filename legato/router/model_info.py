@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from legato.modelfiles.files import ModelFiles
@@ -28,6 +29,13 @@ def pipeline_tag(model: Path, *, from_hub: bool, has_encoder: bool, cache: Path 
     return "text-generation" if from_hub else None  # as in TGI, a folder has no tag
 
 
-def build_info(environ: Mapping[str, str]) -> dict[str, str | None]:
+@dataclass(frozen=True, slots=True)
+class BuildInfo:
     """Commit and label of the image that this runs in, which the Dockerfile writes into its environment."""
-    return {"sha": environ.get("GIT_SHA") or None, "docker_label": environ.get("DOCKER_LABEL") or None}
+
+    sha: str | None
+    docker_label: str | None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> BuildInfo:
+        return cls(environ.get("GIT_SHA") or None, environ.get("DOCKER_LABEL") or None)

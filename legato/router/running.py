@@ -18,6 +18,7 @@ from legato.ipc.settings import RouterSettings
 from legato.router.adapters import AdapterRegistry
 from legato.router.dashboard import Dashboard, StepHistory
 from legato.router.health import HealthMonitor
+from legato.router.idle_memory import IdleMemory
 from legato.router.listening import Listeners
 from legato.router.port import Port
 from legato.router.recovery import Recovery
@@ -82,9 +83,11 @@ class RouterProcess:
             loop.add_signal_handler(number, self._on_signal, number)
         watch = asyncio.create_task(self._workers.watch())
         health = asyncio.create_task(self._health.run())
+        trimming = asyncio.create_task(IdleMemory(self._steps).run())
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait([steps, watch, health, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
+        trimming.cancel()
         watch.cancel()
         listeners.close()
         lag.stop()

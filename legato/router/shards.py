@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import grpc
@@ -156,6 +157,10 @@ class GrpcShards:
     async def unload_adapter(self, name: str) -> None:
         await self._all([stub.UnloadAdapter(pb.UnloadAdapterRequest(adapter_id=name)) for stub in self._stubs])
 
+    async def release(self, blocks: list[int]) -> None:
+        """Give the memory of these blocks back. No step may use them meanwhile."""
+        await self._all([stub.ClearCache(pb.ClearCacheRequest(blocks=blocks)) for stub in self._stubs])
+
     async def _all(self, calls: list[Awaitable[T]]) -> list[T]:
         """The answers of all shards, which may take any time while the shards answer to `Health`."""
         answers = asyncio.gather(*map(_answer, calls))
@@ -286,7 +291,12 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
         num_tokens=plan.num_tokens,
         num_new_blocks=[len(blocks) for blocks in plan.new_blocks],
         new_blocks=[block for blocks in plan.new_blocks for block in blocks],
+        num_proposals=plan.num_proposals,
     )
+    if plan.drafts:
+        drafts = [plan.drafts.get(row, []) for row in plan.rows]
+        request.num_drafts.extend(map(len, drafts))
+        request.draft_ids.extend(chain.from_iterable(drafts))
     for row, traceparent in plan.traces:
         request.traces.add(row=row, traceparent=traceparent)
     for placement in plan.placements:
@@ -320,6 +330,8 @@ def _from_pb(response: pb.StepResponse) -> StepResult:
         response.id,
         list(response.token_ids),
         list(response.logprobs),
+        list(response.num_sampled),
+        list(response.proposed_ids),
         forward_ns=response.forward_ns,
         total_ns=response.total_ns,
         error=response.error if response.HasField("error") else None,

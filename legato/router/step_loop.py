@@ -47,6 +47,8 @@ class Shards(Protocol):
 
     async def healthy(self, timeout: float) -> bool: ...
 
+    async def release(self, blocks: list[int]) -> None: ...
+
 
 class Receiver(Protocol):
     """Gets the outputs of requests, one at a time; the last of a request has a finish reason or an error."""
@@ -336,7 +338,7 @@ class StepLoop:
 
     def _on_result(self, result: StepResult) -> None:
         arrived = time.perf_counter()
-        outputs = self.scheduler.complete(result)
+        outputs = self.scheduler.complete(result, self._clock.now())
         booked = time.perf_counter()
         self._step_began = self._clock.now()
         if self._proven is not (result.error is None):
@@ -349,7 +351,7 @@ class StepLoop:
             self._deliver(request_id, output)
         filter_time = booked - arrived + time.perf_counter() - delivering
         gap, self._last_arrival = arrived - self._last_arrival, arrived
-        self._on_step(self._sent.popleft().figures(result, arrived, gap, filter_time, len(outputs)))
+        self._on_step(self._sent.popleft().figures(result, arrived, gap, filter_time, outputs))
 
     def _judge(self, result: StepResult) -> None:
         """A failed step leaves the shards in doubt until a token comes."""

@@ -104,14 +104,20 @@ class AdapterSlots:
         self.residents.move_to_end(number)
         return placement
 
-    def admit(self, number: int, admission: Admission, placements: list[Placement]) -> None:
+    def is_overtaken(self, number: int, waited: float) -> bool:
+        """Whether others go first: it has no room, and has waited for less than `ADAPTER_PATIENCE` seconds."""
+        return waited <= ADAPTER_PATIENCE and not self.has_room(number)
+
+    def admit(self, admission: Admission, placements: list[Placement]) -> Admission:
         """A request enters a row: `hold` its adapter, if it has one, and tell the shards."""
+        number = admission.request.adapter
         if number == NO_ADAPTER:
-            return
+            return admission
         placement = self.hold(number)
         if placement is not None:
             placements.append(placement)
         admission.adapter_name, admission.adapter_slot = self.known[number].name, self.residents[number].slot
+        return admission
 
     def release(self, number: int) -> None:
         if number == NO_ADAPTER:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-
-from legato.scheduling.limits import Refusal, SchedulerLimits
+from collections.abc import Iterator
 
 
 class Deadlines:
@@ -38,33 +37,28 @@ class Deadlines:
 
 
 class RequestDeadlines:
-    """Of all requests: until when each must have a row, and until when it must have ended."""
+    """Of requests: to have a row, and to have ended."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self._of_queue = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
-        self._of_run = Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG)
-
-    def start(self, request_id: int, now: float) -> None:
-        self._of_queue.start(request_id, now)
-        self._of_run.start(request_id, now)
-
-    def leave_queue(self, request_id: int) -> None:
-        self._of_queue.stop(request_id)
-
-    def stop(self, request_id: int) -> None:
-        self._of_queue.stop(request_id)
-        self._of_run.stop(request_id)
+    def __init__(self, queue: Deadlines, run: Deadlines) -> None:
+        self._queue, self._run = queue, run
 
     @property
     def next(self) -> float | None:
-        found = (self._of_queue.next, self._of_run.next)
-        return min((deadline for deadline in found if deadline is not None), default=None)
+        return min((end for end in (self._queue.next, self._run.next) if end is not None), default=None)
 
-    def take_passed(self, now: float) -> list[tuple[int, str]]:
-        """Requests whose time is up, each once, and what is said of them."""
-        passed: dict[int, str] = {}
-        for deadlines in (self._of_queue, self._of_run):
+    def start(self, request_id: int, now: float) -> None:
+        self._queue.start(request_id, now)
+        self._run.start(request_id, now)
+
+    def leave_queue(self, request_id: int) -> None:
+        self._queue.stop(request_id)
+
+    def stop(self, request_id: int) -> None:
+        self._queue.stop(request_id)
+        self._run.stop(request_id)
+
+    def take_passed(self, now: float) -> Iterator[tuple[int, str]]:
+        """Requests and what is wrong with them. They are to be stopped one by one: some have passed both."""
+        for deadlines in (self._queue, self._run):
             for request_id in deadlines.take_passed(now):
-                self.stop(request_id)
-                passed[request_id] = deadlines.problem
-        return list(passed.items())
+                yield request_id, deadlines.problem

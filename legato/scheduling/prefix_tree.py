@@ -134,6 +134,10 @@ class PrefixTree:
             self._remove(node)
         return blocks
 
+    def evict_beyond(self, most: int | None) -> list[int]:
+        """Give back the unused blocks that are more than `most`, where there is such a limit."""
+        return [] if most is None or self._num_unused <= most else self.evict(self._num_unused - most)
+
     def nodes(self) -> Iterator[Node]:
         for root in self._roots.values():
             yield from _below(root)

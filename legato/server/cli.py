@@ -11,12 +11,13 @@ from pathlib import Path
 import click
 
 from legato.common.errors import ModelNotFound, OptionError
+from legato.common.gc import paused_gc
 from legato.common.logging import setup
 from legato.common.options import SAFETENSORS, DownloadOptions, ServerOptions
 from legato.common.program import command, run_program, with_version
 from legato.common.sockets import claim_socket
 from legato.common.tgi_variables import variable_warnings
-from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.files import ModelFiles, has_pickles
 from legato.modelfiles.locate import cache_of, locate, open_model
 from legato.modelfiles.merged import MergedModel
 from legato.server.quantizing.options import QuantizeOptions
@@ -35,8 +36,8 @@ def serve(options: ServerOptions) -> None:
         raise OptionError("--sharded needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which a launcher sets")
     if options.rank >= options.world_size:
         raise OptionError(f"--rank ({options.rank}) must be less than --world-size ({options.world_size})")
-    if not options.fake and (options.fake_step_ms or options.fake_token_ms):
-        raise OptionError("--fake-step-ms and --fake-token-ms are for a fake shard: add --fake")
+    if not options.fake and (options.fake_step_ms or options.fake_token_ms or options.fake_script):
+        raise OptionError("--fake-step-ms, --fake-token-ms and --fake-script are for a fake shard: add --fake")
     claim_socket(f"{options.uds_path}-{options.rank}", "--uds-path")
     files = open_model(options)
     files.config()
@@ -48,9 +49,19 @@ def serve(options: ServerOptions) -> None:
     if options.load_format == "auto":
         files.check_weights()
     let_openmp_sleep(os.environ)
-    from legato.server.service import run  # brings in torch, which takes seconds: wrong flags and files end before
+    with paused_gc():
+        _leave_out_triton(options)
+        from legato.server.service import run  # brings in torch, which takes seconds: wrong flags and files end before
 
     run(files, options)
+
+
+def _leave_out_triton(options: ServerOptions) -> None:
+    """On a CPU none of its kernels ever runs, and its library takes 50 MB and a part of the start."""
+    import torch
+
+    if options.device == "cpu" or not torch.cuda.is_available():
+        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # an import then fails as if it were missing
 
 
 def let_openmp_sleep(environ: MutableMapping[str, str]) -> None:
@@ -74,7 +85,7 @@ def download_weights(options: DownloadOptions) -> None:
         from legato.server.convert import convert, fetch_pickles  # brings in torch, for the few models that need it
 
         is_snapshot = options.weights_cache_override is None and path.parent.name == "snapshots"
-        if is_snapshot and options.model_id and not any(path.glob("*.bin")):
+        if is_snapshot and options.model_id and not has_pickles(path):
             fetch_pickles(options.model_id, path)
         convert(path)
     files = ModelFiles.open(path, cache_of(options))

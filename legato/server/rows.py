@@ -39,7 +39,14 @@ class RowStep:
     count: int
     samples: bool
     decode: bool  # the one token is the last sampled one, on the device
-    num_whole: int = 0  # leading tokens that one forward must compute: those of the encoder and the next
+    num_whole: int = 0  # leading tokens that one forward must compute: those of the encoder and the next, or all drafts
+    # Guesses at what follows the last known token, which is the first of `count`. It samples after each of them.
+    draft_ids: tuple[int, ...] = ()
+
+    @property
+    def num_sampled(self) -> int:
+        """Positions at which it samples."""
+        return 1 + len(self.draft_ids) if self.samples else 0
 
 
 class RowAdapters:
@@ -103,13 +110,13 @@ class Rows:
 
     def wants_scores(self, part: RowStep) -> bool:
         """Whether the log probabilities of this part's tokens are wanted: it is part of a prompt, then."""
-        return self[part.row].prompt_logprobs and not part.decode
+        return self[part.row].prompt_logprobs and not part.decode and not part.draft_ids
 
-    def adapters_of(self, parts: list[RowStep], owners: torch.Tensor) -> StepAdapters | None:
+    def adapters_of(self, parts: list[RowStep], owners: np.ndarray) -> StepAdapters | None:
         """Of a step's tokens, whose rows are `owners`; None if none of them has one."""
         if self.adapters is None or not self.adapters.are_used_by(parts):
             return None
-        return self.adapters.of_tokens(owners)
+        return self.adapters.of_tokens(to_device(owners, self.device))
 
     def admit(
         self,
@@ -158,18 +165,32 @@ class Rows:
             self.block_tables[there[0], there[1]] = there[2].int()
             self._new_blocks.clear()
 
-    def advance(self, row: int, count: int) -> RowStep:
-        """Count `count` more computed tokens. A row whose known tokens are then all computed samples one."""
+    def advance(self, row: int, count: int, draft_ids: tuple[int, ...] = ()) -> RowStep:
+        """Count `count` more computed tokens. A row whose known tokens are then all computed samples one. Drafts count
+        as rejected: `accept_drafts` counts those that are not."""
         sequence = self[row]
         start = sequence.computed
-        sequence.computed += count
+        sequence.computed += count - len(draft_ids)
         assert sequence.computed <= sequence.known, f"row {row} was asked to compute tokens it does not have"
         samples = sequence.computed == sequence.known
         decode = start >= len(sequence.input_ids)
         sequence.known += samples
         num_whole = sequence.encoder_len + 1 if start < sequence.encoder_len else 0
         assert not num_whole or (start == 0 and count >= num_whole), f"row {row}: an encoder reads its prompt at once"
-        return RowStep(row, start, count, samples, decode, num_whole)
+        if not draft_ids:
+            return RowStep(row, start, count, samples, decode, num_whole)
+        assert samples and count == len(draft_ids) + 1, f"row {row}: drafts follow the last known token, alone"
+        return RowStep(row, start, count, samples, False, count, draft_ids)
+
+    def accept_drafts(self, parts: list[RowStep], num_sampled: list[int], last_tokens: list[int]) -> None:
+        """Each part has got so many tokens, and goes on with the last of them."""
+        for part, count in zip(parts, num_sampled, strict=True):
+            self[part.row].known += count - 1
+            self[part.row].computed += count - 1
+        numbers = [[part.row for part in parts], [self[part.row].computed for part in parts], last_tokens]
+        there = to_device(np.array(numbers, dtype=np.int64), self.device)
+        self.lengths[there[0]] = there[1].int()
+        self.last_tokens[there[0]] = there[2]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -102,6 +102,7 @@ class TextGenerationService(StepStreamService):
             max_total_tokens=capacity.max_total_tokens,
             num_blocks=capacity.num_blocks,
             max_rows=capacity.max_rows,
+            max_unused_blocks=self._model.max_unused_blocks,
         )
         self._warm = request, response
         return response
@@ -116,6 +117,10 @@ class TextGenerationService(StepStreamService):
         return await self._on_engine("FilterBatch", lambda: self._batches("FilterBatch").filter(request))
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
+        """Of unary batches, as in TGI, or of the blocks that a router names."""
+        if request.blocks:
+            await self._on_engine("ClearCache", lambda: self._model.release_blocks(list(request.blocks)))
+            return pb.ClearCacheResponse()
         if self._unary is not None:
             await self._on_engine("ClearCache", lambda: self._batches("ClearCache").clear(request))
         return pb.ClearCacheResponse()

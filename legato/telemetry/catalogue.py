@@ -122,6 +122,8 @@ BATCHES = (
     _counter("legato_prompt_tokens", "Prompt tokens", "Prompt tokens of admitted requests.", "tokens"),
     _counter("legato_prefix_hit_tokens", "Prefix hits", "Prompt tokens found in the prefix cache.", "tokens"),
     _counter("legato_generated_tokens", "Throughput", "Tokens generated, as they come.", "tokens"),
+    _counter("legato_draft_tokens", "Drafts", "Drafts that steps verified (speculation).", "tokens"),
+    _counter("legato_accepted_draft_tokens", "Accepted drafts", "Drafts that were what was sampled.", "tokens"),
     _counter(
         "legato_preemptions", "Preemptions", "Requests that released their blocks and were resumed later."
     ),

@@ -61,6 +61,9 @@ class StepFigures:
     num_preempted: int
     failed: bool = False
     num_placements: int = 0  # adapters that it brought to the device
+    # Drafts that it verified, and of each row with drafts that were right, how many.
+    num_drafts: int = 0
+    accepted: tuple[int, ...] = ()
 
 
 class SchedulerLoad(Protocol):
@@ -173,8 +176,14 @@ class Metrics:
         histograms["tgi_batch_decode_duration"].observe(step.decode_time, method)
         histograms["tgi_batch_filter_duration"].observe(step.filter_time, method)
         counters["legato_generated_tokens"].inc(by=step.num_tokens)
-        # Every token has a step of its own.
-        histograms["tgi_request_skipped_tokens"].observe(0, times=step.num_tokens)
+        # Every token that no step had to be waited for was a draft of the step that brought the one before.
+        skipped = histograms["tgi_request_skipped_tokens"]
+        skipped.observe(0, times=step.num_tokens - sum(step.accepted) - len(step.accepted))
+        for num_accepted in step.accepted:
+            skipped.observe(num_accepted)
+        if step.num_drafts:
+            counters["legato_draft_tokens"].inc(by=step.num_drafts)
+            counters["legato_accepted_draft_tokens"].inc(by=sum(step.accepted))
         if step.num_gaps:
             histograms["legato_inter_token_seconds"].observe(step.gap, times=step.num_gaps)
         if step.num_placements:

@@ -82,17 +82,23 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "queue-timeout": 0.0,
     "request-timeout": 0.0,
     "fake": False,
+    "fake-script": None,
     "fake-step-ms": 0.0,
     "fake-token-ms": 0.0,
     "model-id": None,
     "block-size": 16,
     "prefix-caching": True,
+    "prefix-cache-mb": None,
     "load-format": "auto",
     "device": "auto",
     "logger-level": "info",
     "schema-lenient": False,
     "api-key-file": None,
     "tool-call-parser": "auto",
+    "reasoning-parser": "auto",
+    "reasoning-budget": None,
+    "response-store": None,
+    "response-store-size": 32 << 20,
     "max-image-bytes": 1 << 24,
     "max-image-pixels": 1 << 24,
     "image-url-allow": (),
@@ -243,7 +249,6 @@ def test_an_invalid_command_line_exits_2(args: list[str], capsys: pytest.Capture
 
 
 LATER = {
-    "--speculate": "2",
     "--ngrok-authtoken": "secret",
     "--ngrok-edge": "edge",
 }

@@ -32,15 +32,15 @@ def load(folder: Path, packs: bool = True) -> CausalModel:
 class Sequences:
     """Some sequences of random tokens and the steps that compute them."""
 
-    def __init__(self, model: CausalModel, lengths: list[int]) -> None:
+    def __init__(self, model: CausalModel, lengths: list[int], block_size: int = BLOCK_SIZE) -> None:
         self.model = model
-        self.cache = KVCache(model.kv_shape, NUM_BLOCKS, BLOCK_SIZE, CPU)
+        self.cache = KVCache(model.kv_shape, NUM_BLOCKS, block_size, CPU)
         self.rows = Rows(len(lengths), NUM_BLOCKS, CPU)
         generator = torch.Generator().manual_seed(1)
         block = 1
         for row, length in enumerate(lengths):
             ids = torch.randint(3, 300, (length,), generator=generator).tolist()
-            count = -(-(length + 8) // BLOCK_SIZE)
+            count = -(-(length + 8) // block_size)
             self.rows.admit(row, row, ids, 0, False)
             self.rows.append_blocks(row, list(range(block, block + count)))
             block += count
@@ -50,7 +50,7 @@ class Sequences:
     def step(self, counts: dict[int, int], everything: bool = False) -> torch.Tensor:
         """The logits of those that sample, or of all tokens."""
         parts = [self.rows.advance(row, count) for row, count in counts.items()]
-        step = prepare(self.rows, parts, BLOCK_SIZE, torch.float32)
+        step = prepare(self.rows, parts, self.cache.block_size, self.model.kv_shape.dtype)
         if everything:
             step = replace(step, logits_indices=None)
         return self.model.logits(self.model.forward(step, self.cache))

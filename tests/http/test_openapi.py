@@ -12,7 +12,8 @@ import pytest
 from legato.api.native import GenerateParameters
 from legato.http.app import _routes, create_app
 from legato.http.inference import Inference
-from legato.http.openapi import OPERATIONS, document
+from legato.http.openapi import document
+from legato.http.operations import OPERATIONS
 from legato.http.pages.docs import PAGE
 from legato.telemetry.metrics import Metrics
 from tests.http.asgi import LIMITS, SETTINGS, FakeBackend, get, post, tokenizer

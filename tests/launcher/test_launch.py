@@ -9,12 +9,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from legato import __version__
 from legato.launcher.processes import SAME_SIGNAL_SECONDS
+from legato.modelfiles.cache import MANIFEST, Manifest
 from tests.launcher.conftest import Launched
 
 Launch = Callable[..., Launched]
@@ -84,6 +86,17 @@ def test_another_model_is_downloaded_before_anything_starts(launch: Launch) -> N
     launched.until_logged("Listening on")
     assert launched.journal[0] == "download some/model --revision=main --json-output"
     assert "INFO download: downloading" in launched.log
+
+
+def test_a_package_that_is_in_the_cache_is_not_looked_for(launch: Launch, tmp_path: Path) -> None:
+    model = tmp_path / "pypi" / "demo" / "1.0"
+    model.mkdir(parents=True)
+    manifest = Manifest("demo", "1.0", "model.gguf", {}, {})
+    (model / "model.gguf").touch()
+    (model / MANIFEST).write_text(json.dumps(asdict(manifest)))
+    launched = launch(model="pypi:demo", LEGATO_CACHE=str(tmp_path))
+    launched.until_logged("Listening on")
+    assert not any(line.startswith("download") for line in launched.journal)
 
 
 def test_a_failed_download_passes_its_line_and_code_through(launch: Launch) -> None:

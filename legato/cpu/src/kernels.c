@@ -62,61 +62,97 @@ static void norm(const float *x, const float *weight, float eps, int64_t m0, int
 
 // -------------------------------------------------------------------------------------------------------- products
 
-// out[r][0..15] of R rows. In every group first the integer sums, then the floats, in the order of the groups.
-INLINE void tile_4(const uint8_t *w, int64_t groups, const struct quants *x, int64_t row, const int R, float *out,
-                   int64_t stride) {
-    const uint16_t *scales = (const uint16_t *)(w + groups * 256);
+// Of few rows the time is that of reading the weights: they are asked for early, also beyond the end of a page.
+#define FEW_ROWS 4
+#define AHEAD 3072
+
+// out[r][0 .. 16 B) of R rows and B blocks. In every group first the integer sums, then the floats, in the order of the
+// groups.
+INLINE void tile_4(const struct block *blocks, int64_t groups, const struct quants *x, int64_t row, const int R,
+                   const int B, float *out, int64_t stride) {
     const int64_t width = groups * GROUP;
     const int8_t *q = x->q + row * width;
     const float *scale = x->scale + row * groups, *shift = x->shift + row * groups;
-    vf acc[TILE_ROWS];
-    for (int r = 0; r < R; r++) acc[r] = vf_set1(0.0f);
-    for (int64_t g = 0; g < groups; g++, w += 256, scales += 32, q += GROUP) {
-        u4_acc sums[TILE_ROWS];
-        for (int r = 0; r < R; r++) sums[r] = u4_begin();
+    const uint8_t *w[TILE_BLOCKS];
+    vf acc[TILE_ROWS][TILE_BLOCKS];
+    for (int b = 0; b < B; b++) w[b] = blocks[b].data;
+    for (int r = 0; r < R; r++)
+        for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
+    for (int64_t g = 0; g < groups; g++, q += GROUP) {
+        u4_acc sums[TILE_ROWS][TILE_BLOCKS];
+        for (int r = 0; r < R; r++)
+            for (int b = 0; b < B; b++) sums[r][b] = u4_begin();
         for (int i = 0; i < 4; i++) {
-            vb codes = vb_load(w + 64 * i), low = vb_low(codes), high = vb_high(codes);
-            for (int r = 0; r < R; r++) sums[r] = dot_u4(sums[r], low, q + r * width + 4 * i);
-            for (int r = 0; r < R; r++) sums[r] = dot_u4(sums[r], high, q + r * width + 16 + 4 * i);
+            vb low[TILE_BLOCKS], high[TILE_BLOCKS];
+            for (int b = 0; b < B; b++) {
+                vb codes = vb_load(w[b] + 64 * i);
+                low[b] = vb_low(codes), high[b] = vb_high(codes);
+                if (R <= FEW_ROWS) __builtin_prefetch(w[b] + AHEAD + 64 * i);
+            }
+            for (int r = 0; r < R; r++) {
+                inputs near = inputs_at(q + r * width + 4 * i), far = inputs_at(q + r * width + 16 + 4 * i);
+                for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], low[b], near);
+                for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], high[b], far);
+            }
         }
-        vf by = vf_load_half(scales), least = vf_load_half(scales + LANES);
-        for (int r = 0; r < R; r++) {
-            acc[r] = vf_fma(vf_from_i(u4_sum(sums[r])), vf_mul(by, vf_set1(scale[r * groups + g])), acc[r]);
-            acc[r] = vf_fma(least, vf_set1(shift[r * groups + g]), acc[r]);
+        for (int b = 0; b < B; b++) {
+            const uint16_t *scales = (const uint16_t *)(w[b] + 256);
+            if (R <= FEW_ROWS) __builtin_prefetch(w[b] + AHEAD + 256);
+            vf by = vf_load_half(scales), least = vf_load_half(scales + LANES);
+            for (int r = 0; r < R; r++) {
+                vf sum = vf_from_i(u4_sum(sums[r][b]));
+                acc[r][b] = vf_fma(sum, vf_mul(by, vf_set1(scale[r * groups + g])), acc[r][b]);
+                acc[r][b] = vf_fma(least, vf_set1(shift[r * groups + g]), acc[r][b]);
+            }
+            w[b] += GROUP_BYTES_4;
         }
     }
-    for (int r = 0; r < R; r++) vf_store(out + r * stride, acc[r]);
+    for (int r = 0; r < R; r++)
+        for (int b = 0; b < B; b++) vf_store(out + r * stride + b * LANES, acc[r][b]);
 }
 
-INLINE void tile_8(const uint8_t *w, int64_t groups, const struct quants *x, int64_t row, const int R, float *out,
-                   int64_t stride) {
-    const uint16_t *scales = (const uint16_t *)(w + groups * 512);
+INLINE void tile_8(const struct block *blocks, int64_t groups, const struct quants *x, int64_t row, const int R,
+                   const int B, float *out, int64_t stride) {
     const int64_t width = groups * GROUP;
     const int8_t *q = x->q + row * width;
     const float *scale = x->scale + row * groups;
     const int32_t *sum = x->sum + row * groups;
-    vf acc[TILE_ROWS];
-    for (int r = 0; r < R; r++) acc[r] = vf_set1(0.0f);
-    for (int64_t g = 0; g < groups; g++, w += 512, scales += LANES, q += GROUP) {
-        u8_acc sums[TILE_ROWS];
-        for (int r = 0; r < R; r++) sums[r] = u8_begin(sum[r * groups + g]);
-        for (int i = 0; i < 8; i++) {
-            vb codes = vb_load(w + 64 * i);
-            for (int r = 0; r < R; r++) sums[r] = dot_u8(sums[r], codes, q + r * width + 4 * i);
-        }
-        vf by = vf_load_half(scales);
+    vf acc[TILE_ROWS][TILE_BLOCKS];
+    for (int r = 0; r < R; r++)
+        for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
+    for (int64_t g = 0; g < groups; g++, q += GROUP) {
+        u8_acc sums[TILE_ROWS][TILE_BLOCKS];
         for (int r = 0; r < R; r++)
-            acc[r] = vf_fma(vf_from_i(u8_sum(sums[r])), vf_mul(by, vf_set1(scale[r * groups + g])), acc[r]);
+            for (int b = 0; b < B; b++) sums[r][b] = u8_begin(sum[r * groups + g]);
+        for (int i = 0; i < 8; i++) {
+            vb codes[TILE_BLOCKS];
+            for (int b = 0; b < B; b++) {
+                codes[b] = vb_load(blocks[b].data + g * 512 + 64 * i);
+                if (R <= FEW_ROWS) __builtin_prefetch(blocks[b].data + g * 512 + AHEAD + 64 * i);
+            }
+            for (int r = 0; r < R; r++) {
+                inputs four = inputs_at(q + r * width + 4 * i);
+                for (int b = 0; b < B; b++) sums[r][b] = dot_u8(sums[r][b], codes[b], four);
+            }
+        }
+        for (int b = 0; b < B; b++) {
+            vf by = vf_load_half((const uint16_t *)(blocks[b].data + groups * 512) + g * LANES);
+            for (int r = 0; r < R; r++) {
+                vf dot = vf_from_i(u8_sum(sums[r][b]));
+                acc[r][b] = vf_fma(dot, vf_mul(by, vf_set1(scale[r * groups + g])), acc[r][b]);
+            }
+        }
     }
-    for (int r = 0; r < R; r++) vf_store(out + r * stride, acc[r]);
+    for (int r = 0; r < R; r++)
+        for (int b = 0; b < B; b++) vf_store(out + r * stride + b * LANES, acc[r][b]);
 }
 
-// 16 outputs of rows [row, row + count).
-static void block_rows(const struct block *b, const struct quants *x, int64_t row, int64_t count, float *out,
-                       int64_t stride) {
-#define TILE(R)                                                                        \
-    if (b->form == FORM_4) tile_4(b->data, x->groups, x, row, R, out, stride);         \
-    else tile_8(b->data, x->groups, x, row, R, out, stride)
+// 16 B outputs of rows [row, row + count), of blocks of one form.
+INLINE void tiles(const struct block *blocks, const int B, const struct quants *x, int64_t row, int64_t count,
+                  float *out, int64_t stride) {
+#define TILE(R)                                                                               \
+    if (blocks->form == FORM_4) tile_4(blocks, x->groups, x, row, R, B, out, stride);         \
+    else tile_8(blocks, x->groups, x, row, R, B, out, stride)
     for (; count >= TILE_ROWS; count -= TILE_ROWS, row += TILE_ROWS, out += TILE_ROWS * stride) { TILE(TILE_ROWS); }
 #if TILE_ROWS > 4
     if (count >= 4) { TILE(4); count -= 4, row += 4, out += 4 * stride; }
@@ -128,29 +164,51 @@ static void block_rows(const struct block *b, const struct quants *x, int64_t ro
 #undef TILE
 }
 
+// Two blocks share what is loaded of the rows, where an instruction set has the registers for it.
+static void block_rows(const struct block *blocks, int64_t num_blocks, const struct quants *x, int64_t row,
+                       int64_t count, float *out, int64_t stride) {
+    for (int64_t b = 0; b < num_blocks;) {
+        if (TILE_BLOCKS > 1 && b + 1 < num_blocks && blocks[b].form == blocks[b + 1].form) {
+            tiles(blocks + b, TILE_BLOCKS, x, row, count, out + b * LANES, stride);
+            b += TILE_BLOCKS;
+        } else {
+            tiles(blocks + b, 1, x, row, count, out + b * LANES, stride);
+            b++;
+        }
+    }
+}
+
 #define ROWS_AT_ONCE 64  // of a product, in a buffer on the stack
+
+// Of one block: out[m][n] = or += sums + bias.
+static void put(const struct matrix *w, int64_t b, int64_t count, const float *sums, int64_t width, float *out,
+                int64_t stride, int add) {
+    int64_t n = b * BLOCK_ROWS, left = MIN(BLOCK_ROWS, w->rows - n);
+    float bias[LANES] = {0};
+    if (w->bias) memcpy(bias, w->bias + n, (size_t)left * sizeof(float));
+    for (int64_t r = 0; r < count; r++) {
+        float *to = out + r * stride + n;
+        vf sum = vf_load(sums + r * width);
+        if (w->bias) sum = vf_add(sum, vf_load(bias));
+        if (left == LANES) {
+            vf_store(to, add ? vf_add(vf_load(to), sum) : sum);
+        } else {
+            float tail[LANES];
+            vf_store(tail, sum);
+            for (int64_t i = 0; i < left; i++) to[i] = add ? to[i] + tail[i] : tail[i];
+        }
+    }
+}
 
 static void product(const struct matrix *w, const struct quants *x, int64_t b0, int64_t b1, int64_t m0, int64_t m1,
                     float *out, int64_t stride, int add) {
-    float buffer[ROWS_AT_ONCE * LANES];
-    for (int64_t b = b0; b < b1; b++)
+    float buffer[ROWS_AT_ONCE * 2 * LANES];
+    for (int64_t b = b0; b < b1; b += 2)
         for (int64_t m = m0; m < m1; m += ROWS_AT_ONCE) {
-            int64_t count = MIN(ROWS_AT_ONCE, m1 - m), n = b * BLOCK_ROWS, left = MIN(BLOCK_ROWS, w->rows - n);
-            block_rows(&w->blocks[b], x, m, count, buffer, LANES);
-            float bias[LANES] = {0};
-            if (w->bias) memcpy(bias, w->bias + n, (size_t)left * sizeof(float));
-            for (int64_t r = 0; r < count; r++) {
-                float *to = out + (m + r) * stride + n;
-                vf sum = vf_load(buffer + r * LANES);
-                if (w->bias) sum = vf_add(sum, vf_load(bias));
-                if (left == LANES) {
-                    vf_store(to, add ? vf_add(vf_load(to), sum) : sum);
-                } else {
-                    float tail[LANES];
-                    vf_store(tail, sum);
-                    for (int64_t i = 0; i < left; i++) to[i] = add ? to[i] + tail[i] : tail[i];
-                }
-            }
+            int64_t count = MIN(ROWS_AT_ONCE, m1 - m), blocks = MIN(2, b1 - b);
+            block_rows(&w->blocks[b], blocks, x, m, count, buffer, 2 * LANES);
+            for (int64_t i = 0; i < blocks; i++)
+                put(w, b + i, count, buffer + i * LANES, 2 * LANES, out + m * stride, stride, add);
         }
 }
 
@@ -170,10 +228,8 @@ static void gated(const struct matrix *w, const struct quants *x, int64_t g0, in
     for (int64_t g = g0; g < g1; g++)
         for (int64_t m = m0; m < m1; m += ROWS_AT_ONCE) {
             int64_t count = MIN(ROWS_AT_ONCE, m1 - m);
-            for (int half = 0; half < 2; half++) {
-                block_rows(&w->blocks[2 * g + half], x, m, count, gate + half * LANES, GROUP);
-                block_rows(&ups[2 * g + half], x, m, count, up + half * LANES, GROUP);
-            }
+            block_rows(&w->blocks[2 * g], 2, x, m, count, gate, GROUP);
+            block_rows(&ups[2 * g], 2, x, m, count, up, GROUP);
             for (int64_t r = 0; r < count; r++) {
                 vf parts[2];
                 for (int half = 0; half < 2; half++) {
@@ -200,7 +256,7 @@ INLINE void rotate(float *restrict x, const float *restrict cos_sin, int64_t dim
 }
 
 static void head(const struct shape *s, const struct layer *l, const struct quants *x, int64_t head, int64_t m0,
-                 int64_t m1, const int64_t *positions, const int64_t *slots, float *queries) {
+                 int64_t m1, const struct step *t, float *queries) {
     enum { AT_ONCE = 16 };
     float buffer[AT_ONCE * MAX_HEAD_DIM];
     const int64_t dim = s->head_dim, num_blocks = dim / BLOCK_ROWS, kv_heads = s->num_kv_heads;
@@ -210,8 +266,7 @@ static void head(const struct shape *s, const struct layer *l, const struct quan
     const float *bias = l->qkv->bias ? l->qkv->bias + head * dim : 0;
     for (int64_t m = m0; m < m1; m += AT_ONCE) {
         int64_t count = MIN(AT_ONCE, m1 - m);
-        for (int64_t b = 0; b < num_blocks; b++)
-            block_rows(&l->qkv->blocks[head * num_blocks + b], x, m, count, buffer + b * LANES, dim);
+        block_rows(&l->qkv->blocks[head * num_blocks], num_blocks, x, m, count, buffer, dim);
         for (int64_t r = 0; r < count; r++) {
             float *row = buffer + r * dim;
             if (bias)
@@ -221,30 +276,36 @@ static void head(const struct shape *s, const struct layer *l, const struct quan
                 for (int64_t i = 0; i < dim; i += LANES)
                     vf_store(row + i, vf_mul(vf_mul(vf_load(row + i), factor), vf_load(weight + i)));
             }
-            if (is_query || is_key) rotate(row, s->cos_sin + positions[m + r] * s->rope_dim, s->rope_dim);
+            if (is_query || is_key) rotate(row, s->cos_sin + t->positions[m + r] * s->rope_dim, s->rope_dim);
             if (is_query) {
                 float *to = queries + ((m + r) * s->num_heads + head) * dim;
                 for (int64_t i = 0; i < dim; i += LANES)
                     vf_store(to + i, vf_mul(vf_load(row + i), vf_set1(s->scale)));
-            } else {
-                float *to = (is_key ? l->keys : l->values) + (slots[m + r] * kv_heads + kv_head) * dim;
-                memcpy(to, row, (size_t)dim * sizeof(float));
+                continue;
             }
+            int64_t block = t->slots[m + r] / t->block_size, place = t->slots[m + r] % t->block_size;
+            int64_t begin = (block * kv_heads + kv_head) * t->block_size * dim;
+            uint16_t halves[MAX_HEAD_DIM];
+            for (int64_t i = 0; i < dim; i += LANES) vf_store_half(halves + i, vf_load(row + i));
+            if (is_key)
+                for (int64_t i = 0; i < dim; i++) l->keys[begin + i * t->block_size + place] = halves[i];
+            else
+                memcpy(l->values + begin + place * dim, halves, (size_t)dim * sizeof *halves);
         }
     }
 }
 
-// c[r][0 .. 16 V) += or = sum over k of a[r][k] * b[k][..], for R rows.
-INLINE void mix_tile(const float *const *a, const float *const *b, int64_t column, int64_t depth, const int R,
-                     const int V, float *c, int64_t stride, const int add) {
+// c[r][16 v ..] += or = sum over i of a[r][i] * b[i][16 v ..], for R rows and V vectors.
+INLINE void mix_tile(const float *const *a, const float *b, int64_t step, int64_t depth, const int R, const int V,
+                     float *c, int64_t stride, const int add) {
     vf acc[MIX_ROWS][MIX_VECS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) acc[r][v] = add ? vf_load(c + r * stride + v * LANES) : vf_set1(0.0f);
-    for (int64_t k = 0; k < depth; k++) {
+    for (int64_t i = 0; i < depth; i++, b += step) {
         vf line[MIX_VECS];
-        for (int v = 0; v < V; v++) line[v] = vf_load(b[k] + column + v * LANES);
+        for (int v = 0; v < V; v++) line[v] = vf_load(b + v * LANES);
         for (int r = 0; r < R; r++) {
-            vf factor = vf_set1(a[r][k]);
+            vf factor = vf_set1(a[r][i]);
             for (int v = 0; v < V; v++) acc[r][v] = vf_fma(factor, line[v], acc[r][v]);
         }
     }
@@ -252,17 +313,17 @@ INLINE void mix_tile(const float *const *a, const float *const *b, int64_t colum
         for (int v = 0; v < V; v++) vf_store(c + r * stride + v * LANES, acc[r][v]);
 }
 
-static void mix(const float *const *a, const float *const *b, int64_t depth, int64_t rows, int64_t width, float *c,
-                int64_t stride, const int add) {
-    for (int64_t r = 0; r < rows; r += MIX_ROWS) {
-        int64_t left = MIN(MIX_ROWS, rows - r);
-        for (int64_t column = 0; column < width;) {
-            int vecs = (width - column) / LANES >= MIX_VECS ? MIX_VECS : 1;
-            float *to = c + r * stride + column;
-#define MIX(R)                                                                              \
-    if (vecs == MIX_VECS) mix_tile(a + r, b, column, depth, R, MIX_VECS, to, stride, add);  \
-    else mix_tile(a + r, b, column, depth, R, 1, to, stride, add)
-            switch (left) {
+static void mix(const float *const *a, const float *b, int64_t step, int64_t depth, int64_t rows, int64_t num_vecs,
+                float *c, int64_t stride, const int add) {
+    for (int64_t r = 0; r < rows; r += MIX_ROWS)
+        for (int64_t v = 0; v < num_vecs;) {
+            int vecs = num_vecs - v >= MIX_VECS ? MIX_VECS : 1;
+            const float *from = b + v * LANES;
+            float *to = c + r * stride + v * LANES;
+#define MIX(R)                                                                                \
+    if (vecs == MIX_VECS) mix_tile(a + r, from, step, depth, R, MIX_VECS, to, stride, add);   \
+    else mix_tile(a + r, from, step, depth, R, 1, to, stride, add)
+            switch (MIN(MIX_ROWS, rows - r)) {
                 case 1: MIX(1); break;
                 case 2: MIX(2); break;
 #if MIX_ROWS > 2
@@ -273,19 +334,8 @@ static void mix(const float *const *a, const float *const *b, int64_t depth, int
 #endif
             }
 #undef MIX
-            column += vecs * LANES;
+            v += vecs;
         }
-    }
-}
-
-// Keys of a tile with their dimensions in rows: turned[d * KEY_TILE + j]. Columns from `count` on are zero.
-static void turn_keys(const float *const *keys, int64_t count, int64_t dim, float *turned) {
-    static const float zeros[MAX_HEAD_DIM] __attribute__((aligned(64)));
-    for (int64_t j = 0; j < KEY_TILE; j += LANES) {
-        const float *rows[LANES];
-        for (int64_t i = 0; i < LANES; i++) rows[i] = j + i < count ? keys[j + i] : zeros;
-        for (int64_t d = 0; d < dim; d += LANES) turn(rows, d, turned + d * KEY_TILE + j, KEY_TILE);
-    }
 }
 
 INLINE vf capped(vf scores, float cap) {  // cap * tanh(scores / cap)
@@ -321,14 +371,13 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
                    struct quants *out, int64_t row) {
     const struct shape *s = a->shape;
     const int64_t dim = s->head_dim, per_key = s->num_heads / s->num_kv_heads, window = a->layer->window;
-    const int64_t at_once = MAX(1, QUERY_ROWS / per_key);
+    const int64_t at_once = MAX(1, QUERY_ROWS / per_key), size = a->block_size, block_floats = size * dim;
     float mixed[QUERY_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     float scores[QUERY_ROWS * KEY_TILE] __attribute__((aligned(64)));
-    float turned[MAX_HEAD_DIM * KEY_TILE] __attribute__((aligned(64)));
     float most[QUERY_ROWS], sum[QUERY_ROWS];
-    const float *query_rows[QUERY_ROWS], *weight_rows[QUERY_ROWS], *turned_rows[MAX_HEAD_DIM];
-    const float *keys[KEY_TILE], *values[KEY_TILE];
-    for (int64_t d = 0; d < dim; d++) turned_rows[d] = turned + d * KEY_TILE;
+    float keys[MAX_HEAD_DIM * KEY_TILE] __attribute__((aligned(64)));    // [dim][KEY_TILE]
+    float values[KEY_TILE * MAX_HEAD_DIM] __attribute__((aligned(64)));  // [KEY_TILE][dim]
+    const float *query_rows[QUERY_ROWS], *weight_rows[QUERY_ROWS];
     for (int64_t begin = 0; begin < count; begin += at_once) {
         int64_t num = MIN(at_once, count - begin), rows = num * per_key;
         int64_t first = position + begin, end = first + num;  // of the queries; and behind the last key they see
@@ -340,14 +389,18 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
         memset(mixed, 0, (size_t)(rows * dim) * sizeof(float));
         int64_t tile = window && first >= window ? (first - window + 1) / KEY_TILE * KEY_TILE : 0;
         for (; tile < end; tile += KEY_TILE) {
-            int64_t there = MIN(KEY_TILE, end - tile);
-            for (int64_t j = 0; j < there; j++) {
-                int64_t slot = a->table[(tile + j) / a->block_size] * a->block_size + (tile + j) % a->block_size;
-                keys[j] = a->layer->keys + (slot * s->num_kv_heads + kv_head) * dim;
-                values[j] = a->layer->values + (slot * s->num_kv_heads + kv_head) * dim;
+            int64_t there = MIN(KEY_TILE, end - tile), vecs = (there + LANES - 1) / LANES;
+            for (int64_t v = 0; v < vecs; v++) {  // blocks are multiples of 16 keys
+                int64_t at = tile + v * LANES;
+                int64_t begin = (a->table[at / size] * s->num_kv_heads + kv_head) * block_floats;
+                const uint16_t *from = a->layer->keys + begin + at % size;
+                for (int64_t d = 0; d < dim; d++)
+                    vf_store(keys + d * KEY_TILE + v * LANES, vf_load_half(from + d * size));
+                from = a->layer->values + begin + at % size * dim;
+                for (int64_t i = 0; i < MIN(LANES, there - v * LANES) * dim; i += LANES)
+                    vf_store(values + v * LANES * dim + i, vf_load_half(from + i));
             }
-            turn_keys(keys, there, dim, turned);
-            mix(query_rows, turned_rows, dim, rows, KEY_TILE, scores, KEY_TILE, 0);
+            mix(query_rows, keys, KEY_TILE, dim, rows, vecs, scores, KEY_TILE, 0);
             for (int64_t r = 0; r < rows; r++) {
                 int64_t seen = first + r / per_key + 1 - tile;
                 int64_t high = MAX(0, MIN(seen, KEY_TILE)), low = window ? MAX(0, MIN(seen - window, high)) : 0;
@@ -356,7 +409,7 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
                     for (int64_t d = 0; d < dim; d += LANES)
                         vf_store(mixed + r * dim + d, vf_mul(vf_load(mixed + r * dim + d), vf_set1(factor)));
             }
-            mix(weight_rows, values, there, rows, dim, mixed, dim, 1);
+            mix(weight_rows, values, dim, there, rows, dim / LANES, mixed, dim, 1);
         }
         for (int64_t r = 0; r < rows; r++) {
             vf inverse = vf_set1(1.0f / sum[r]);

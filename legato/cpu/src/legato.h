@@ -6,12 +6,13 @@
 #define EXPORT __attribute__((visibility("default")))
 #define GROUP 32         // inputs that share a scale, of weights and of activations
 #define BLOCK_ROWS 16    // outputs that are stored interleaved: one per vector lane
+#define GROUP_BYTES_4 320  // of FORM_4
 #define KEY_TILE 64      // keys that attention scores at a time, at multiples of it in every sequence
 #define MAX_HEAD_DIM 256
 
 // How 16 outputs are stored. By group of 32 inputs:
-//   FORM_4: 4 x 64 bytes, byte 4 r + i of vector q has input 4 q + i of row r below and input 16 + 4 q + i above;
-//           behind all groups 16 scales and 16 minima of each, half floats: weight = scale * code + minimum
+//   FORM_4: 4 x 64 bytes, byte 4 r + i of vector q has input 4 q + i of row r below and input 16 + 4 q + i above,
+//           then 16 scales and 16 minima, half floats: weight = scale * code + minimum
 //   FORM_8: 8 x 64 bytes, byte 4 r + i of vector q has 128 plus input 4 q + i of row r;
 //           behind all groups 16 scales of each: weight = scale * (code - 128), codes 1 to 255
 enum form { FORM_4 = 4, FORM_8 = 8 };
@@ -45,7 +46,9 @@ struct layer {
     const float *norm, *mlp_norm;      // [hidden]
     const float *q_norm, *k_norm;      // [head_dim] or null
     int64_t window;                    // keys that a query sees; 0: all
-    float *keys, *values;              // [num_slots][num_kv_heads][head_dim]
+    // Of every block of tokens [num_kv_heads][head_dim][block_size] and [num_kv_heads][block_size][head_dim]: a vector
+    // has one dimension of 16 keys. Half floats.
+    uint16_t *keys, *values;
 };
 
 struct shape {
@@ -84,7 +87,7 @@ struct kernels {
     // Head `head` of q, k and v: norm, rotation; q (times scale) to `queries` [T][num_heads * head_dim], k and v to
     // their slots.
     void (*head)(const struct shape *s, const struct layer *l, const struct quants *x, int64_t head, int64_t m0,
-                 int64_t m1, const int64_t *positions, const int64_t *slots, float *queries);
+                 int64_t m1, const struct step *t, float *queries);
     void (*norm)(const float *x, const float *weight, float eps, int64_t m0, int64_t m1, int64_t size,
                  struct quants *out);
     void (*quantize)(const float *x, int64_t m0, int64_t m1, int64_t size, struct quants *out);

@@ -167,7 +167,7 @@ static void head_piece(void *context, int64_t piece) {
     const struct layer_work *j = context;
     struct span s = span_of(&j->plan, piece);
     for (int64_t h = s.u0; h < s.u1; h++)
-        kernels->head(j->shape, j->layer, j->x, h, s.m0, s.m1, j->step->positions, j->step->slots, j->queries);
+        kernels->head(j->shape, j->layer, j->x, h, s.m0, s.m1, j->step, j->queries);
 }
 
 static void gated_piece(void *context, int64_t piece) {

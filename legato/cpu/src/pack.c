@@ -24,10 +24,14 @@ static uint16_t half_above(float value) {
     return half;
 }
 
-static int64_t codes_bytes(int form, int64_t groups) { return groups * (form == FORM_4 ? 256 : 512); }
-
 EXPORT int64_t legato_block_bytes(int form, int64_t groups) {
-    return (codes_bytes(form, groups) + groups * (form == FORM_4 ? 64 : 32) + 63) / 64 * 64;
+    return form == FORM_4 ? groups * GROUP_BYTES_4 : (groups * (512 + 32) + 63) / 64 * 64;
+}
+
+// Where the codes and the scales of a group are in a block.
+static int64_t codes_at(int form, int64_t group) { return group * (form == FORM_4 ? GROUP_BYTES_4 : 512); }
+static int64_t scales_at(int form, int64_t groups, int64_t group) {
+    return form == FORM_4 ? group * GROUP_BYTES_4 + 256 : groups * 512 + group * 32;
 }
 
 struct packing {
@@ -69,16 +73,14 @@ static void put_dense(const struct packing *p, uint8_t *out, uint16_t *scales, i
 
 static void pack_block(void *context, int64_t b) {
     const struct packing *p = context;
-    uint8_t *out = p->out + b * legato_block_bytes(p->form, p->groups);
-    uint16_t *scales = (uint16_t *)(out + codes_bytes(p->form, p->groups));
-    const int64_t code_bytes = p->form == FORM_4 ? 256 : 512, num_scales = p->form == FORM_4 ? 32 : 16;
-    // Rows that are not there: code 0 with scale 0.
-    memset(out, p->form == FORM_4 ? 0 : 0x80, (size_t)codes_bytes(p->form, p->groups));
-    memset(scales, 0, (size_t)(legato_block_bytes(p->form, p->groups) - codes_bytes(p->form, p->groups)));
+    const int64_t size = legato_block_bytes(p->form, p->groups);
+    uint8_t *out = p->out + b * size;
+    memset(out, 0, (size_t)size);  // rows that are not there have scale 0
     for (int64_t r = 0; r < BLOCK_ROWS && b * BLOCK_ROWS + r < p->rows; r++)
         for (int64_t g = 0; g < p->groups; g++)
             (p->dense ? put_dense : p->form == FORM_4 ? put_group_4 : put_group_8)(
-                p, out + g * code_bytes, scales + g * num_scales, r, b * BLOCK_ROWS + r, g);
+                p, out + codes_at(p->form, g), (uint16_t *)(out + scales_at(p->form, p->groups, g)), r,
+                b * BLOCK_ROWS + r, g);
 }
 
 // codes [rows][groups * 16], low halves of a group before high ones; scales and minima [rows][groups], half floats.
@@ -118,15 +120,16 @@ EXPORT void legato_matrix_free(struct matrix *m) { free(m); }
 // Row `row` as floats.
 static void unpack(const struct matrix *m, int64_t row, int64_t in_features, float *out) {
     const struct block *b = &m->blocks[row / BLOCK_ROWS];
-    const uint16_t *scales = (const uint16_t *)(b->data + codes_bytes(b->form, m->groups));
     const int64_t r = row % BLOCK_ROWS;
     for (int64_t k = 0; k < in_features; k++) {
         int64_t g = k / GROUP, i = k % GROUP;
+        const uint8_t *codes = b->data + codes_at(b->form, g);
+        const uint16_t *scales = (const uint16_t *)(b->data + scales_at(b->form, m->groups, g));
         if (b->form == FORM_4) {
-            uint8_t byte = b->data[g * 256 + i % 16 / 4 * 64 + 4 * r + i % 4];
-            out[k] = from_half(scales[g * 32 + r]) * (i < 16 ? byte & 15 : byte >> 4) + from_half(scales[g * 32 + 16 + r]);
+            uint8_t byte = codes[i % 16 / 4 * 64 + 4 * r + i % 4];
+            out[k] = from_half(scales[r]) * (i < 16 ? byte & 15 : byte >> 4) + from_half(scales[BLOCK_ROWS + r]);
         } else {
-            out[k] = from_half(scales[g * 16 + r]) * (b->data[g * 512 + i / 4 * 64 + 4 * r + i % 4] - 128);
+            out[k] = from_half(scales[r]) * (codes[i / 4 * 64 + 4 * r + i % 4] - 128);
         }
     }
 }

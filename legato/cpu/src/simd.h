@@ -22,7 +22,8 @@ INLINE int32_t load_i32(const int8_t *p) {
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 #include <immintrin.h>
 #define ISA_NAME "avx512-vnni"
-#define TILE_ROWS 8  // rows of a product at a time
+#define TILE_ROWS 6    // rows x blocks of a product at a time
+#define TILE_BLOCKS 2
 #define MIX_ROWS 6   // rows x vectors of an attention product at a time
 #define MIX_VECS 4
 
@@ -49,6 +50,7 @@ INLINE float vf_hmax(vf a) { return _mm512_reduce_max_ps(a); }
 INLINE vf vf_from_i(vi a) { return _mm512_cvtepi32_ps(a); }
 INLINE vi vi_from_f(vf a) { return _mm512_cvtps_epi32(a); }
 INLINE vf vf_load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE void vf_store_half(uint16_t *p, vf a) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, 0)); }
 INLINE vf vf_pow2(vf n, vf a) { return _mm512_scalef_ps(a, n); }
 INLINE int32_t vi_sum(vi a) { return _mm512_reduce_add_epi32(a); }
 INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
@@ -58,44 +60,18 @@ INLINE vb vb_load(const uint8_t *p) { return _mm512_load_si512(p); }
 INLINE vb vb_low(vb a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 INLINE vb vb_high(vb a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
 INLINE u4_acc u4_begin(void) { return _mm512_setzero_si512(); }
-INLINE u4_acc dot_u4(u4_acc acc, vb w, const int8_t *x) {
-    return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(load_i32(x)));
-}
+typedef __m512i inputs;
+INLINE inputs inputs_at(const int8_t *x) { return _mm512_set1_epi32(load_i32(x)); }
+INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
 INLINE u8_acc u8_begin(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
-INLINE u8_acc dot_u8(u8_acc acc, vb w, const int8_t *x) {
-    return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(load_i32(x)));
-}
+INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
-
-INLINE void turn(const float *const *rows, int64_t column, float *out, int64_t stride) {
-    vf a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = vf_load(rows[i] + column);
-    for (int i = 0; i < 8; i++) {
-        b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
-    }
-#define AS_PD(v) _mm512_castps_pd(v)
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 2; j++) {  // a[4 i + c]: columns c, 4 + c, 8 + c, 12 + c of rows 4 i to 4 i + 3
-            a[4 * i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(AS_PD(b[4 * i + j]), AS_PD(b[4 * i + j + 2])));
-            a[4 * i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(AS_PD(b[4 * i + j]), AS_PD(b[4 * i + j + 2])));
-        }
-#undef AS_PD
-    for (int c = 0; c < 4; c++) {
-        vf low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88), high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
-        vf odd_low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
-        vf odd_high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
-        vf_store(out + c * stride, _mm512_shuffle_f32x4(low, high, 0x88));
-        vf_store(out + (8 + c) * stride, _mm512_shuffle_f32x4(low, high, 0xdd));
-        vf_store(out + (4 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
-        vf_store(out + (12 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
-    }
-}
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #define TILE_ROWS 4
+#define TILE_BLOCKS 1
 #define MIX_ROWS 6
 #define MIX_VECS 1
 
@@ -126,6 +102,10 @@ INLINE vi vi_from_f(vf a) { return EACH(vi, _mm256_cvtps_epi32); }
 INLINE vf vf_load_half(const uint16_t *p) {
     return (vf){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
                 _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+INLINE void vf_store_half(uint16_t *p, vf a) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a.a, 0));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(a.b, 0));
 }
 INLINE float half_sum(__m256 v) {  // in the order of _mm512_reduce_add_ps
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -166,27 +146,27 @@ INLINE vb vb_high(vb a) {
     return (vb){_mm256_and_si256(_mm256_srli_epi16(a.a, 4), _mm256_set1_epi8(15)),
                 _mm256_and_si256(_mm256_srli_epi16(a.b, 4), _mm256_set1_epi8(15))};
 }
+typedef __m256i inputs;
+INLINE inputs inputs_at(const int8_t *x) { return _mm256_set1_epi32(load_i32(x)); }
 #ifdef __AVXVNNI__
 #define ISA_NAME "avx-vnni"
 INLINE vi vi_set1(int32_t v) { return (vi){_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
-INLINE vi dot4(vi acc, vb w, const int8_t *x) {
-    __m256i b = _mm256_set1_epi32(load_i32(x));
-    return (vi){_mm256_dpbusd_avx_epi32(acc.a, w.a, b), _mm256_dpbusd_avx_epi32(acc.b, w.b, b)};
+INLINE vi dot4(vi acc, vb w, inputs x) {
+    return (vi){_mm256_dpbusd_avx_epi32(acc.a, w.a, x), _mm256_dpbusd_avx_epi32(acc.b, w.b, x)};
 }
 INLINE u4_acc u4_begin(void) { return vi_set1(0); }
-INLINE u4_acc dot_u4(u4_acc acc, vb w, const int8_t *x) { return dot4(acc, w, x); }
+INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
 INLINE u8_acc u8_begin(int32_t sum) { return vi_set1(-128 * sum); }
-INLINE u8_acc dot_u8(u8_acc acc, vb w, const int8_t *x) { return dot4(acc, w, x); }
+INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
 #else
 #define ISA_NAME "avx2"
 // Pairs are at most 2 * 15 * 127, so 8 of them fit into 16 bits: widened once a group.
 INLINE u4_acc u4_begin(void) { return (u4_acc){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-INLINE u4_acc dot_u4(u4_acc acc, vb w, const int8_t *x) {
-    __m256i b = _mm256_set1_epi32(load_i32(x));
-    return (u4_acc){_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, b)),
-                    _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, b))};
+INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) {
+    return (u4_acc){_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, x)),
+                    _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, x))};
 }
 INLINE vi u4_sum(u4_acc a) { return EACH(vi, _mm256_madd_epi16, _mm256_set1_epi16(1)); }
 // Signs move from the weights to the inputs: |w| <= 127, so that pairs fit into 16 bits.
@@ -196,9 +176,8 @@ INLINE __m256i signed_dot(__m256i acc, __m256i w, __m256i x) {
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-INLINE u8_acc dot_u8(u8_acc acc, vb w, const int8_t *x) {
-    __m256i b = _mm256_set1_epi32(load_i32(x));
-    return (u8_acc){signed_dot(acc.a, w.a, b), signed_dot(acc.b, w.b, b)};
+INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) {
+    return (u8_acc){signed_dot(acc.a, w.a, x), signed_dot(acc.b, w.b, x)};
 }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
 #endif
@@ -206,6 +185,7 @@ INLINE vi u8_sum(u8_acc acc) { return acc; }
 #else  // plain C: any other processor
 #define ISA_NAME "plain"
 #define TILE_ROWS 2
+#define TILE_BLOCKS 1
 #define MIX_ROWS 2
 #define MIX_VECS 1
 
@@ -242,6 +222,18 @@ INLINE float half_to_float(uint16_t h) {
     return h & 0x8000 ? -value : value;
 }
 INLINE vf vf_load_half(const uint16_t *p) { LOOP(vf, half_to_float(p[i])); }
+INLINE uint16_t float_to_half(float value) {  // to nearest, ties to even, as the instructions do
+    uint32_t bits, sign, low, half;
+    float size = fabsf(value);
+    memcpy(&bits, &value, 4);
+    sign = bits >> 16 & 0x8000;
+    if (!(size < 65520.0f)) return (uint16_t)(sign | (size != size ? 0x7e00 : 0x7c00));
+    size *= 0x1p-112f;  // now the half float is in the upper bits, subnormal ones too
+    memcpy(&bits, &size, 4);
+    half = bits >> 13, low = bits & 0x1fff;
+    return (uint16_t)(sign | (half + (low > 0x1000 || (low == 0x1000 && half & 1))));
+}
+INLINE void vf_store_half(uint16_t *p, vf a) { for (int i = 0; i < LANES; i++) p[i] = float_to_half(a.v[i]); }
 INLINE float vf_sum(vf a) {  // in the order of the vector instructions
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) a.v[i] += a.v[i + half];
@@ -264,25 +256,19 @@ INLINE void vi_store_i8(int8_t *p, vi a) { for (int i = 0; i < LANES; i++) p[i] 
 INLINE vb vb_load(const uint8_t *p) { vb r; memcpy(r.v, p, sizeof r.v); return r; }
 INLINE vb vb_low(vb a) { for (int i = 0; i < 4 * LANES; i++) a.v[i] &= 15; return a; }
 INLINE vb vb_high(vb a) { for (int i = 0; i < 4 * LANES; i++) a.v[i] >>= 4; return a; }
-INLINE vi dot4(vi acc, vb w, const int8_t *x) {
+typedef const int8_t *inputs;
+INLINE inputs inputs_at(const int8_t *x) { return x; }
+INLINE vi dot4(vi acc, vb w, inputs x) {
     for (int i = 0; i < LANES; i++)
         acc.v[i] += w.v[4 * i] * x[0] + w.v[4 * i + 1] * x[1] + w.v[4 * i + 2] * x[2] + w.v[4 * i + 3] * x[3];
     return acc;
 }
 INLINE u4_acc u4_begin(void) { LOOP(vi, 0); }
-INLINE u4_acc dot_u4(u4_acc acc, vb w, const int8_t *x) { return dot4(acc, w, x); }
+INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
 INLINE u8_acc u8_begin(int32_t sum) { LOOP(vi, -128 * sum); }
-INLINE u8_acc dot_u8(u8_acc acc, vb w, const int8_t *x) { return dot4(acc, w, x); }
+INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
-#endif
-
-// turn: out[j][i] = rows[i][column + j], 16 by 16.
-#if !defined(__AVX512VNNI__)
-INLINE void turn(const float *const *rows, int64_t column, float *out, int64_t stride) {
-    for (int j = 0; j < LANES; j++)
-        for (int i = 0; i < LANES; i++) out[j * stride + i] = rows[i][column + j];
-}
 #endif
 
 // exp for x <= about 80: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; below -87 about 1e-38.

@@ -25,7 +25,8 @@ from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
 from legato.server.fake.adapters import FakeAdapters
-from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits
+from legato.server.fake.script import read_script
+from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits, Script
 from legato.server.interceptor import RequestRefused
 from legato.server.listening import serve, socket_paths, socket_urls
 from legato.server.stream import Answer, Context, StepStreamService
@@ -99,6 +100,8 @@ class FakeService(StepStreamService):
         cost: StepCost,
         block_size: int = 16,
         prefix_caching: bool = True,
+        speculate: int = 0,
+        script: Script | None = None,
         adapters: FakeAdapters | None = None,
     ) -> None:
         super().__init__(server_urls)
@@ -107,6 +110,8 @@ class FakeService(StepStreamService):
         self._cost = cost
         self._block_size = block_size
         self._prefix_caching = prefix_caching
+        self._speculate = speculate
+        self._script = script
         self._engine: FakeEngine | None = None
         self._clock = ThreadPoolExecutor(1, thread_name_prefix="clock")
         self._busy_until = 0.0
@@ -116,6 +121,7 @@ class FakeService(StepStreamService):
         return pb.InfoResponse(
             dtype="fake",
             device_type="fake",
+            speculate=self._speculate,
             support_chunking=True,
             use_prefix_caching=self._prefix_caching,
             attention_impl="fake",
@@ -174,7 +180,7 @@ class FakeService(StepStreamService):
         limits = FakeLimits(
             usable + RESERVED_BLOCKS, self._block_size, max_rows, total, most, self._model.vocab_size
         )  # fmt: skip
-        self._engine = FakeEngine(limits, self._model.token_ids, self._adapters)
+        self._engine = FakeEngine(limits, self._model.token_ids, self._script, self._adapters)
         logger.info(WARMED_UP, extra={"fields": {"kv_blocks": limits.num_blocks, "max_total_tokens": total}})
         return pb.WarmupResponse(
             max_supported_total_tokens=usable * self._block_size,
@@ -211,7 +217,10 @@ def _only_steps(method: str) -> RequestRefused:
 def run(files: ModelFiles, options: ServerOptions) -> None:
     cost = StepCost(options.fake_step_ms / 1e3, options.fake_token_ms / 1e3)
     model, urls = FakeModel.read(files), socket_urls(options)
-    adapters = FakeAdapters.open(options)
-    service = FakeService(model, urls, cost, options.block_size, options.prefix_caching, adapters)
+    script = None if options.fake_script is None else read_script(options.fake_script, files)
+    service = FakeService(
+        model, urls, cost, options.block_size, options.prefix_caching, options.speculate or 0, script,
+        FakeAdapters.open(options),
+    )  # fmt: skip
     LoadingReports().done()
     asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))

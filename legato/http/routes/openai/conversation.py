@@ -11,11 +11,11 @@ import msgspec
 from legato.api.errors import InvalidRequest
 from legato.api.native import SimpleToken
 from legato.api.openai.requests import ChatRequest
+from legato.chat.answers import ChatFormat, ReasoningWish
 from legato.chat.template import TemplateError
 from legato.chat.tools.requests import ToolUse, tool_use_of
 from legato.chat.tools.tooling import ChatRenderer, Tooling
 from legato.http.inference import Inference
-from legato.http.validation import token_offsets
 from legato.vision.prompts import PromptImage, in_messages
 
 
@@ -81,16 +81,18 @@ class ChatPrompt:
 
 
 async def read_conversation(
-    request: ChatRequest, inference: Inference, tooling: Tooling, use: ToolUse | None
+    request: ChatRequest, inference: Inference, format: ChatFormat, use: ToolUse | None, wish: ReasoningWish
 ) -> ChatPrompt:
     """Templates write the special tokens themselves, one for each image."""
     template = _template(inference)
     validator = inference.validator
     messages, sources = in_messages(request.messages, has_vision=validator.images is not None)
-    request = msgspec.structs.replace(request, messages=messages)
+    # What a request says to the template in so many words counts more than what follows from its effort.
+    kwargs = {**format.variables(wish), **(request.chat_template_kwargs or {})} or None
+    request = msgspec.structs.replace(request, messages=messages, chat_template_kwargs=kwargs)
 
     def read() -> tuple[str, list[int]]:
-        text = _render(request, template, tooling, use)
+        text = _render(request, template, format.tooling, use)
         return text, validator.encode(text, add_special_tokens=False).ids
 
     text, ids = await validator.in_thread(read, _size(request))
@@ -103,7 +105,7 @@ async def read_conversation(
 
 
 async def tokenize_conversation(
-    request: ChatRequest, inference: Inference, tooling: Tooling
+    request: ChatRequest, inference: Inference, format: ChatFormat
 ) -> tuple[str, list[SimpleToken]]:
     use = tool_use(request)
     template = _template(inference)
@@ -112,9 +114,8 @@ async def tokenize_conversation(
         raise InvalidRequest("`messages` with images cannot be tokenized without an answer", sources[0].field)
 
     def read() -> tuple[str, list[SimpleToken]]:
-        text = _render(request, template, tooling, use)
-        encoding = inference.validator.encode(text, with_offsets=True, add_special_tokens=False)
-        return text, token_offsets(encoding, text)
+        text = _render(request, template, format.tooling, use)
+        return text, inference.validator.offsets(text, add_special_tokens=False)
 
     return await inference.validator.in_thread(read, _size(request))
 

@@ -40,7 +40,7 @@ def status(error: RequestError) -> int:
 
 
 def body(error: RequestError) -> bytes:
-    described = ErrorObject(message=_message(error), type=_type(error), param=_param(error), code=_code(error))
+    described = ErrorObject(message=message(error), type=_type(error), param=_param(error), code=_code(error))
     return msgspec.json.encode(OpenAIError(error=described, error_type=error.error_type))
 
 
@@ -49,7 +49,7 @@ def event(error: RequestError) -> bytes:
     return b"data: %b\n\n" % body(error)
 
 
-def _message(error: RequestError) -> str:
+def message(error: RequestError) -> str:
     if isinstance(error, TooLong):
         # Programs look for the words "maximum context length".
         limit = f"{error.limit} tokens" if error.max_new_tokens is not None else f"{error.limit} tokens of input"

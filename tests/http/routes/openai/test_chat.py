@@ -44,6 +44,7 @@ def test_an_answer_field_by_field() -> None:
             "completion_tokens": 4,
             "total_tokens": prompt_tokens + 4,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"accepted_prediction_tokens": 0},
         },
     }
 

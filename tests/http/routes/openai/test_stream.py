@@ -17,6 +17,7 @@ from legato.api.openai.responses import (
     CompletionChoice,
     CompletionChunk,
     CompletionLogprobs,
+    CompletionTokensDetails,
     PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
@@ -31,13 +32,14 @@ from tests.http.routes.openai.fakes import CHAT, COMPLETIONS, HI, Server, chat, 
 
 TEXT = st.text(max_size=10)
 USAGE = st.builds(
-    lambda a, b, c: Usage(
+    lambda a, b, c, d: Usage(
         prompt_tokens=a,
         completion_tokens=b,
         total_tokens=a + b,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=c),
+        completion_tokens_details=CompletionTokensDetails(accepted_prediction_tokens=d),
     ),
-    *[st.integers(0, 2**32)] * 3,
+    *[st.integers(0, 2**32)] * 4,
 )
 IDENTITY = st.builds(Identity, TEXT, st.integers(0, 2**40), TEXT, TEXT)
 TOP = st.builds(TopLogprob, token=TEXT, logprob=st.floats(), bytes=st.lists(st.integers(0, 255)))
