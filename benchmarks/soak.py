@@ -91,6 +91,8 @@ class Load:
     expected: dict[int, set[Reply]]
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[dict[str, Any]] = field(default_factory=list)
+    # The longest time that a client thinks between two requests.
+    pause: float = 0.0
     # Seconds of every answer since the last sample.
     latencies: list[float] = field(default_factory=list)
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -104,6 +106,7 @@ class Load:
                 getattr(self, "_" + kind.replace(" ", "_"))(rng)
             except (OSError, http.client.HTTPException) as error:
                 self._blame(kind, f"{type(error).__name__}: {error}")
+            self._stopping.wait(rng.uniform(0.0, self.pause))
 
     def stop(self) -> None:
         self._stopping.set()
@@ -266,7 +269,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             return not any(map(server.metric, ("tgi_batch_current_size", "tgi_queue_size", "legato_kv_usage")))
 
         asked = mixed_requests()
-        load = Load(port, asked, expected_replies(port, asked, options.clients))
+        load = Load(port, asked, expected_replies(port, asked, options.clients), pause=options.pause)
         until(is_idle, DRAIN_SECONDS)
         sampler = Sampler(server, load)
         before = sampler.take()
@@ -300,6 +303,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "environment": environment(),
         "minutes": options.minutes,
         "clients": options.clients,
+        "pause": options.pause,
         "outcomes": dict(load.outcomes),
         "growth_mb": growth_mb(samples),
         "problems": found,
@@ -311,6 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=8, help="requests at a time")
+    parser.add_argument("--pause", type=float, default=0.0, help="longest time between two requests of a client")
     parser.add_argument("--model-id", help="default: that of the launcher")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape with made-up weights instead of a model")
     parser.add_argument("--out", type=Path, help="file for the figures")

@@ -29,13 +29,20 @@ class _Group(click.Group):
         return cast(click.Command, import_module(self._programs[name]).COMMAND)
 
 
+COMMANDS = {"serve": "legato.launcher.cli", "plan": "legato.plan.cli", "doctor": "legato.doctor.cli"}
+
+
 @with_version
-@click.group("legato", cls=_Group, programs={"serve": "legato.launcher.cli", "plan": "legato.plan.cli"})
+@click.group("legato", cls=_Group, programs=COMMANDS)
 def legato() -> None:
     """A text-generation server in Python."""
 
 
-PROGRAMS = {"engine": "legato.benchmark.engine.cli", "serve": "legato.benchmark.serve.cli"}
+PROGRAMS = {
+    "engine": "legato.benchmark.engine.cli",
+    "serve": "legato.benchmark.serve.cli",
+    "cpu": "legato.benchmark.cpu.cli",
+}
 bench = _Group("bench", programs=PROGRAMS, help="Measure Legato.")
 legato.add_command(bench)
 
@@ -79,6 +86,16 @@ def metrics(dashboard: bool) -> None:
     from legato.docgen import metrics as page
 
     click.echo(page.dashboard() if dashboard else page.reference_page(), nl=False)
+
+
+def router() -> None:
+    """`text-generation-router`. `print-schema` is about the HTTP API, which the router's process never imports."""
+    if sys.argv[1:] and "print-schema" in (sys.argv[1], sys.argv[-1]):
+        from legato.docgen.api import schema
+
+        click.echo(schema())
+        sys.exit(0)
+    import_module("legato.router.cli").main()
 
 
 def main() -> None:

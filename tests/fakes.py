@@ -43,8 +43,24 @@ class FakeShard:
         result = StepResult(plan.id, [], [])
         written: set[int] = set()
         for row, count, new_blocks in zip(plan.rows, plan.num_tokens, plan.new_blocks, strict=True):
-            self._run_row(row, count, new_blocks, result, written)
+            before, drafts = len(result.token_ids), plan.drafts.get(row, [])
+            self._run_row(row, count - len(drafts), new_blocks, result, written)
+            self._verify(row, drafts, result, written)
+            if plan.drafts and len(result.token_ids) > before:
+                result.num_sampled.append(len(result.token_ids) - before)
         return result
+
+    def _verify(self, row: int, drafts: list[int], result: StepResult, written: set[int]) -> None:
+        """All drafts are written to the cache; while they are right, they are known."""
+        state, are_right, start = self.rows[row], True, self.rows[row].num_computed
+        for i, draft in enumerate(drafts):
+            are_right = are_right and draft == result.token_ids[-1]
+            if are_right:
+                self._run_row(row, 1, [], result, written)
+            else:
+                slot = self._slot(state, start + i)
+                assert slot not in written, "two rows write one slot in one step"
+                self.memory[slot] = (-1, draft)
 
     def _run_row(self, row: int, count: int, new_blocks: list[int], result: StepResult, written: set[int]) -> None:
         state = self.rows[row]

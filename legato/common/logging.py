@@ -59,7 +59,9 @@ def setup(level: str, json_output: bool, program: str, stream: TextIO | None = N
     level_number, modules = _parse_levels(level, program)
     out = stream or sys.stdout
     handler = _Handler(out)
-    handler.setFormatter(JsonFormatter(program) if json_output else TextFormatter(program, colour=out.isatty()))
+    # TGI's variable. Lines that go to a file never have colours.
+    colour = out.isatty() and os.environ.get("LOG_COLORIZE", "1").lower() not in ("0", "false")
+    handler.setFormatter(JsonFormatter(program) if json_output else TextFormatter(program, colour=colour))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(FOREIGN.get(level_number, level_number))

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
+from legato.common.adapters import AdapterOptions, RuntimeAdapterOptions
 from legato.common.errors import OptionError
 from legato.common.frontend import HttpOptions, RequestOptions
 from legato.common.option import Options, option
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SAFETENSORS = ".safetensors"
 Checkpoints = Literal["awq", "compressed-tensors", "exl2", "gptq", "marlin"]
 OnLoad = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "eetq", "fp8", "int8", "int4"]
 
@@ -46,7 +48,8 @@ class LoadingOptions(Options):
 
     dtype: Literal["float16", "bfloat16", "float32"] | None = option(
         None,
-        "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively.",
+        "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively;"
+        " on a CPU weights packed in 4 or 8 bits and int8 activations.",
     )
     quantize: Literal[Checkpoints, OnLoad] | None = option(
         None,
@@ -68,9 +71,12 @@ class LoadingOptions(Options):
     rope_factor: float | None = option(
         None, "RoPE scaling factor. Without `--rope-scaling`, the method is `linear`.", minimum=1
     )
-    speculate: int | None = option(None, "Number of tokens to speculate in every step.", later="speculative decoding")
-    lora_adapters: str | None = option(
-        None, "LoRA adapters to load, comma-separated: `id`, `id@revision`, `name=/path`.", later="LoRA adapters"
+    speculate: int | None = option(
+        None,
+        "Maximum drafts per request and step: tokens guessed from text that occurred before (prompt, answer, recent"
+        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0.",
+        minimum=0,
+        maximum=64,
     )
 
     @property
@@ -103,6 +109,12 @@ class ComputeOptions(Options):
     )
     block_size: int = option(16, "Tokens per KV cache block. Prefixes are shared in whole blocks.", minimum=1)
     prefix_caching: bool = option(True, "Reuse KV cache blocks between requests that share a prefix.")
+    prefix_cache_mb: int | None = option(
+        None,
+        "Megabytes of the KV cache, in each shard, for prefixes that no request uses at the moment; 0 keeps none."
+        " Default: on a CPU as many as the weight files have, at least 128; on a GPU no limit.",
+        minimum=0,
+    )
     watermark_gamma: float | None = option(
         None, "Fraction of the vocabulary in the watermark's green list. Default: 0.5.", minimum=0, maximum=1
     )
@@ -241,6 +253,12 @@ class FakeShardOptions(Options):
         " configuration and tokenizer, but no weights.",
         env=None,
     )
+    fake_script: str | None = option(
+        None,
+        'JSON file with what a fake shard answers: a list of `{"prompt": REGEX, "text": TEXT}`, the first that matches'
+        " the prompt counts. Default: words at random.",
+        env=None,
+    )
     fake_step_ms: float = option(0.0, "Simulated duration of a step, in milliseconds.", env=None, minimum=0)
     fake_token_ms: float = option(
         0.0, "Simulated additional duration per token of a step, in milliseconds.", env=None, minimum=0
@@ -259,6 +277,8 @@ class LauncherOptions(
     RendezvousOptions,
     SupervisionOptions,
     FakeShardOptions,
+    AdapterOptions,
+    RuntimeAdapterOptions,
 ):
     """Processes"""
 
@@ -275,11 +295,15 @@ class LauncherOptions(
         " killed and started again. 0 sets no limit.",
         minimum=0.0,
     )
-    env: bool = option(False, "Print the environment (versions, platform, GPUs) and exit.", env=None, short="e")
+    env: bool = option(
+        False, "Log the environment (versions, platform, GPUs) before anything starts.", env=None, short="e"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions, SupervisionOptions):
+class RouterOptions(
+    ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions, SupervisionOptions, RuntimeAdapterOptions
+):
     """Shards"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"flag": "tokenizer-name", "env": "TOKENIZER_NAME"}}
@@ -288,12 +312,37 @@ class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, Log
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(ModelOptions, LoadingOptions, ComputeOptions, LogOptions, RendezvousOptions, FakeShardOptions):
+class ServerOptions(
+    ModelOptions,
+    LoadingOptions,
+    ComputeOptions,
+    LogOptions,
+    RendezvousOptions,
+    FakeShardOptions,
+    AdapterOptions,
+    RuntimeAdapterOptions,
+):
     """This shard"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
     uds_path: str = option("/tmp/text-generation-server", "Unix socket path prefix to listen on; `-RANK` is appended.")
+    is_sharded: bool = option(
+        False,
+        "Refuse to start unless RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which shard this is.",
+        flag="sharded",
+        env=None,
+    )
+    max_input_tokens: int | None = option(
+        None,
+        "Maximum prompt length in tokens for clients whose `Warmup` names none. Default: as long as fits.",
+        minimum=1,
+    )
+    max_batch_size: int | None = option(
+        None,
+        "Maximum requests per step for clients whose `Warmup` names none, such as TGI's router. Default: 512.",
+        minimum=1,
+    )
     rank: int = option(0, "Rank of this shard, from 0.")
     world_size: int = option(1, "Number of shards.", minimum=1)
 
@@ -304,9 +353,18 @@ class DownloadOptions(ModelOptions, LogOptions):
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
+    extension: str = option(
+        SAFETENSORS, "Weight files to download. Only `.safetensors` are served; `--auto-convert` makes them.", env=None
+    )
     auto_convert: bool = option(
         True,
         "Convert PyTorch pickles to safetensors if the model has no safetensors; otherwise such a model is an error.",
+        env=None,
+    )
+    merge_lora: bool = option(
+        False,
+        "Of a LoRA adapter: write the base model with the adapter merged into it. A folder gets the files itself, a Hub"
+        " id a folder of that name below the current one. Without it, adapters are merged when they are loaded.",
         env=None,
     )
 

@@ -19,6 +19,7 @@ from click.core import ParameterSource
 from legato import __version__
 from legato.common.errors import LegatoError, OptionError
 from legato.common.option import Option, Options, groups, table
+from legato.common.tgi_variables import adopt_token
 
 P = TypeVar("P", bound=Options)
 C = TypeVar("C", bound=click.Command)
@@ -44,6 +45,7 @@ def with_version(cmd: C) -> C:
 
 def run_program(cmd: click.Command, args: Sequence[str] | None = None, name: str | None = None) -> int:
     """Run a command and return its exit code. User errors end in one line on stderr, never in a traceback."""
+    adopt_token(os.environ)
     try:
         code = cmd.main(args, prog_name=name or cmd.name, standalone_mode=False)
     except click.ClickException as error:

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 INTRODUCTION = """\
 # HTTP API
 
-<!-- Written by `legato api > docs/api.md`. Edit legato/http/openapi.py and the structs that it lists instead. -->
+<!-- Written by `legato api > docs/api.md`. Edit legato/http/operations.py and the structs that it lists instead. -->
 
 A running server has the same reference as a page at `/docs`, and as an OpenAPI document at `/api-doc/openapi.json`.
 
@@ -45,6 +45,11 @@ def reference_page() -> str:
     sections += ["## Request types\n", *(_request_type(name, types[name]) for name in types if name in taken)]
     sections += ["## Response types\n", *(_response_type(name, types[name]) for name in types if name not in taken)]
     return "\n".join(sections)
+
+
+def schema() -> str:
+    """The OpenAPI document itself, for programs."""
+    return json.dumps(document(RouterSettings(model_id="any model")), indent=2)
 
 
 def _reachable(start: Any, types: Json) -> set[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Sequence
 
 from msgspec import Struct
 
-from legato.api.errors import ClientGone, GenerationFailed, Overloaded, RequestError, TimedOut
+from legato.api.errors import ClientGone, GenerationFailed, NotFound, Overloaded, RequestError, TimedOut
 from legato.api.native import PrefillToken, Token
 from legato.http.scheduler import SchedulerClient
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
@@ -73,6 +73,11 @@ class Transcript:
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the text, if one did."""
+        return None if self._stops is None else self._stops.found
 
     @property
     def has_stop_strings(self) -> bool:
@@ -172,6 +177,8 @@ class Stream:
         self.prompt_top_tokens: list[list[tuple[int, float]] | None] = []
         # Prompt tokens that were in the prefix cache; known with the first token.
         self.num_cached = 0
+        # Tokens that were drafts: the steps that brought them had brought others before.
+        self.num_drafts = 0
         # Monotonic seconds, for the timing headers and histograms; seconds spent in the queue.
         self.queued_at = 0.0
         self.queue_time = 0.0
@@ -263,6 +270,7 @@ class Stream:
                 self._ended = True
                 raise _error_of(output)
             pieces.append(self.transcript.add(output))
+            self.num_drafts += output.is_draft
             if self.transcript.finish_reason is not None:
                 if output.finish_reason is None:  # a stop string, which the scheduler knows nothing of
                     self._scheduler.cancel(self._request.id)
@@ -286,6 +294,8 @@ def _error_of(output: Output) -> RequestError:
     assert output.error is not None
     if output.retry_after:
         return Overloaded(output.retry_after)
+    if output.is_unknown:
+        return NotFound(output.error)
     return TimedOut(output.error) if output.timed_out else GenerationFailed(output.error)
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from legato.common import logging as logs
 from legato.common.exposure import command_line_warnings, tls_context
@@ -15,10 +16,13 @@ from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
 from legato.common.progress import LISTENING
 from legato.common.sockets import browser_url, is_answered, is_own_socket
-from legato.launcher import endpoints, sizing, startup
+from legato.common.tgi_variables import variable_warnings
+from legato.launcher import endpoints, environment, sizing, startup
 from legato.launcher.plan import LaunchPlan, make_plan
 from legato.launcher.processes import Child, ChildFailed, Supervisor
 from legato.launcher.supervision import ServerProcesses, Tell
+from legato.modelfiles.cache import cache_folder
+from legato.modelfiles.index import is_cached
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +35,10 @@ WAITING_LOG_INTERVAL = 10.0
 
 def serve(options: LauncherOptions) -> int:
     """Run all processes until a signal or a failure ends them."""
-    if options.env:
-        from legato.launcher.environment import describe
-
-        print(describe())
-        return 0
     logs.setup(options.logger_level, options.json_output, "launcher")
-    for warning in options.warnings:
-        logger.warning(warning)
-    for warning in command_line_warnings():
+    if options.env:
+        logger.info("Environment", extra={"fields": environment.facts()})
+    for warning in (*options.warnings, *command_line_warnings(), *variable_warnings(os.environ)):
         logger.warning(warning)
     tls_context(options.ssl_certfile, options.ssl_keyfile)  # before the model is loaded
     sizing.check_limits(options)
@@ -56,7 +55,7 @@ def serve(options: LauncherOptions) -> int:
 async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str]) -> int:
     """Start and supervise the processes. Returns the exit code; raises ChildFailed if one of them dies."""
     with Supervisor() as supervisor:
-        if plan.download is not None:
+        if plan.download is not None and not _is_cached(options):
             code = await _download(supervisor, supervisor.start(plan.download))
             if code is not None:
                 return code
@@ -83,6 +82,12 @@ async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str])
             raise ChildFailed(dead.describe_exit())
         logger.info("Stopped")
         return supervisor.exit_code
+
+
+def _is_cached(options: LauncherOptions) -> bool:
+    """Whether a process that looks for downloads would find nothing to do, which takes it most of a second."""
+    cache = Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
+    return options.weights_cache_override is None and is_cached(options.model_id, cache_folder(cache))
 
 
 async def _download(supervisor: Supervisor, child: Child) -> int | None:

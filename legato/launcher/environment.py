@@ -14,8 +14,13 @@ PACKAGES = ("torch", "triton", "tokenizers", "safetensors", "huggingface_hub", "
 
 
 def describe() -> str:
-    """One fact per line. Reads package metadata only: importing torch takes seconds."""
-    facts = {
+    """One fact per line."""
+    return "\n".join(f"{name}: {fact}" for name, fact in facts().items())
+
+
+def facts() -> dict[str, str]:
+    """Reads package metadata only: importing torch takes seconds."""
+    return {
         "legato": __version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
@@ -23,7 +28,6 @@ def describe() -> str:
         "cpus": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "gpus": _gpus(),
     }
-    return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
 
 
 def _version(package: str) -> str:

@@ -14,7 +14,7 @@ from legato.common.options import LauncherOptions
 logger = logging.getLogger(__name__)
 
 # Variables that list the visible devices, in order of precedence.
-DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 ANY_ADDRESS = "0.0.0.0"
 
 

@@ -102,9 +102,10 @@ class GatedMLP:
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind is not None and isinstance(self.gate_up, Linear):
-            weight = self.gate_up.weight
-            if isinstance(weight, DenseWeight):
+            weight, lora = self.gate_up.weight, self.gate_up.lora
+            is_adapted = lora is not None and lora.is_active  # adapters add to the product, before the gate
+            if isinstance(weight, DenseWeight) and not is_adapted:
                 return weight.apply_gated(x, self.kind)
-            if isinstance(weight, QuantizedWeight):
+            if isinstance(weight, QuantizedWeight) and not is_adapted:
                 return weight.apply_gated(x, Gate(self.kind, self.row_type))
         return self.gate(self.gate_up(x))

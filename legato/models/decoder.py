@@ -53,6 +53,17 @@ class Attention:
         return self.output(self.attention(self.qkv(x), cache, step))
 
 
+class Clipped:
+    """A packed projection, every number of it within [-limit, limit]."""
+
+    def __init__(self, linear: Product, limit: float) -> None:
+        self.linear = linear
+        self.limit = limit
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).clamp_(-self.limit, self.limit)
+
+
 class SequentialLayer:
     """Attention, then the MLP, each behind a norm of its own: GPT-2's order and that of most."""
 

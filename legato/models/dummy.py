@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,9 +41,14 @@ class NoTensors:
 
 class DummyWeights(Weights):
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, shard: Shard | None = None, method: Method = DENSE
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard | None = None,
+        method: Method = DENSE,
+        packs: bool = False,
     ) -> None:
-        super().__init__(NoTensors(), dtype, device, shard, method=method)
+        super().__init__(NoTensors(), dtype, device, shard, method=method, packs=packs)
 
     def __contains__(self, name: str) -> bool:
         return True
@@ -54,8 +60,12 @@ class DummyWeights(Weights):
         cut: Mapping[int, Ranges] | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Small enough that activations stay finite through any depth; norms are 1 like trained ones."""
+        """Small enough that activations stay finite through any depth; norms are 1 like trained ones. A name gives the
+        same values in every process, so that a restarted shard continues with the model that it had."""
         spans = cut or {}
         sizes = [sum(last - first for first, last in spans.get(dim, [(0, size)])) for dim, size in enumerate(shape)]
         made = torch.ones(sizes, dtype=dtype or self.dtype, device=self.device)
-        return made if len(sizes) == 1 else made.normal_(0.0, 0.02)
+        if len(sizes) == 1 or made.is_meta:  # `legato plan` counts tensors that have no values
+            return made
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        return made.normal_(0.0, 0.02, generator=generator)

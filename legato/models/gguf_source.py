@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from legato.common.errors import UnsupportedModel
@@ -136,6 +137,18 @@ class GgufSource:
         if stored.name.endswith("norm.weight"):
             return values - self._norm_offset
         return self._in_halves(stored.name, stored.shape[0], values)
+
+    def blocks(self, name: str) -> npt.NDArray[np.uint8]:
+        """A matrix as it is stored: [out, blocks in a row, bytes of a block]. The rows are the file's."""
+        stored = self.stored(name)
+        return self._file.raw(stored.name).reshape(stored.shape[0], -1, stored.type.block_bytes)
+
+    def row_order(self, name: str) -> torch.Tensor | None:
+        """The file's rows in the order of Hugging Face, where it is another."""
+        stored = self.stored(name)
+        rows = torch.arange(stored.shape[0])
+        ordered = self._in_halves(stored.name, stored.shape[0], rows)
+        return None if ordered is rows else ordered
 
     def forget(self, name: str) -> None:
         self._file.forget(self._gguf_names[name])

@@ -44,7 +44,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "eos_token_ids", "vocab_size", "max_position_embeddings", "model_type", "decoder_start_token_id", "num_uncaptured", "num_steps")
+    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "eos_token_ids", "vocab_size", "max_position_embeddings", "model_type", "decoder_start_token_id", "num_uncaptured", "num_steps", "num_proposals", "adapters", "num_adapter_pages")
     REQUIRES_PADDING_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,9 @@ class InfoResponse(_message.Message):
     DECODER_START_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_UNCAPTURED_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADAPTER_PAGES_FIELD_NUMBER: _ClassVar[int]
     requires_padding: bool
     dtype: str
     device_type: str
@@ -77,7 +80,20 @@ class InfoResponse(_message.Message):
     decoder_start_token_id: int
     num_uncaptured: int
     num_steps: int
-    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., model_type: _Optional[str] = ..., decoder_start_token_id: _Optional[int] = ..., num_uncaptured: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    num_proposals: int
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
+    num_adapter_pages: int
+    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., model_type: _Optional[str] = ..., decoder_start_token_id: _Optional[int] = ..., num_uncaptured: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_proposals: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., num_adapter_pages: _Optional[int] = ...) -> None: ...
+
+class AdapterInfo(_message.Message):
+    __slots__ = ("adapter_id", "path", "num_pages")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    path: str
+    num_pages: int
+    def __init__(self, adapter_id: _Optional[str] = ..., path: _Optional[str] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -90,10 +106,12 @@ class ServiceDiscoveryResponse(_message.Message):
     def __init__(self, urls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ClearCacheRequest(_message.Message):
-    __slots__ = ("id",)
+    __slots__ = ("id", "blocks")
     ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     id: int
-    def __init__(self, id: _Optional[int] = ...) -> None: ...
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ClearCacheResponse(_message.Message):
     __slots__ = ()
@@ -122,7 +140,7 @@ class Input(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[InputChunk, _Mapping]]] = ...) -> None: ...
 
 class NextTokenChooserParameters(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "watermark", "frequency_penalty", "grammar", "grammar_type", "logit_bias", "min_p", "presence_penalty", "token_bias", "min_new_tokens", "end_token_ids")
+    __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "watermark", "frequency_penalty", "grammar", "grammar_type", "logit_bias", "min_p", "presence_penalty", "token_bias", "min_new_tokens", "end_token_ids", "reasoning")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +172,7 @@ class NextTokenChooserParameters(_message.Message):
     TOKEN_BIAS_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -171,7 +190,20 @@ class NextTokenChooserParameters(_message.Message):
     token_bias: _containers.ScalarMap[int, float]
     min_new_tokens: int
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: bool = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: bool = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., logit_bias: _Optional[_Mapping[str, int]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., token_bias: _Optional[_Mapping[int, float]] = ..., min_new_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    reasoning: Reasoning
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: bool = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: bool = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., logit_bias: _Optional[_Mapping[str, int]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., token_bias: _Optional[_Mapping[int, float]] = ..., min_new_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ...) -> None: ...
+
+class Reasoning(_message.Message):
+    __slots__ = ("start_ids", "ends", "forced_ids", "budget")
+    START_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_IDS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    start_ids: _containers.RepeatedScalarFieldContainer[int]
+    ends: _containers.RepeatedScalarFieldContainer[str]
+    forced_ids: _containers.RepeatedScalarFieldContainer[int]
+    budget: int
+    def __init__(self, start_ids: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[str]] = ..., forced_ids: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class StoppingCriteriaParameters(_message.Message):
     __slots__ = ("max_new_tokens", "stop_sequences", "ignore_eos_token")
@@ -246,16 +278,18 @@ class CachedBatch(_message.Message):
     def __init__(self, id: _Optional[int] = ..., request_ids: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., current_tokens: _Optional[int] = ...) -> None: ...
 
 class GeneratedText(_message.Message):
-    __slots__ = ("text", "generated_tokens", "finish_reason", "seed")
+    __slots__ = ("text", "generated_tokens", "finish_reason", "seed", "prompt_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     generated_tokens: int
     finish_reason: FinishReason
     seed: int
-    def __init__(self, text: _Optional[str] = ..., generated_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., seed: _Optional[int] = ...) -> None: ...
+    prompt_tokens: int
+    def __init__(self, text: _Optional[str] = ..., generated_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("ids", "logprobs", "texts", "is_special")
@@ -360,18 +394,20 @@ class WarmupRequest(_message.Message):
     def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., max_input_tokens: _Optional[int] = ..., max_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "num_blocks", "max_rows")
+    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "num_blocks", "max_rows", "max_unused_blocks")
     MAX_SUPPORTED_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_UNUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     max_supported_total_tokens: int
     max_input_tokens: int
     max_total_tokens: int
     num_blocks: int
     max_rows: int
-    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ...) -> None: ...
+    max_unused_blocks: int
+    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_unused_blocks: _Optional[int] = ...) -> None: ...
 
 class PrepareGrammarRequest(_message.Message):
     __slots__ = ("grammar", "grammar_type")
@@ -387,8 +423,34 @@ class PrepareGrammarResponse(_message.Message):
     error: str
     def __init__(self, error: _Optional[str] = ...) -> None: ...
 
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("adapter_id", "path")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    path: str
+    def __init__(self, adapter_id: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("error", "adapter")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    adapter: AdapterInfo
+    def __init__(self, error: _Optional[str] = ..., adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("adapter_id",)
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    def __init__(self, adapter_id: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Admission(_message.Message):
-    __slots__ = ("row", "request_id", "input_ids", "num_generated", "num_cached", "blocks", "parameters", "top_n_tokens", "prompt_logprobs", "adapter_id", "images", "max_new_tokens")
+    __slots__ = ("row", "request_id", "input_ids", "num_generated", "num_cached", "blocks", "parameters", "top_n_tokens", "prompt_logprobs", "adapter_id", "images", "max_new_tokens", "adapter_slot")
     ROW_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +463,7 @@ class Admission(_message.Message):
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_SLOT_FIELD_NUMBER: _ClassVar[int]
     row: int
     request_id: int
     input_ids: bytes
@@ -413,7 +476,18 @@ class Admission(_message.Message):
     adapter_id: str
     images: _containers.RepeatedCompositeFieldContainer[AdmittedImage]
     max_new_tokens: int
-    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[int] = ..., input_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., num_cached: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: bool = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[_Union[AdmittedImage, _Mapping]]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
+    adapter_slot: int
+    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[int] = ..., input_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., num_cached: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: bool = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[_Union[AdmittedImage, _Mapping]]] = ..., max_new_tokens: _Optional[int] = ..., adapter_slot: _Optional[int] = ...) -> None: ...
+
+class AdapterPlacement(_message.Message):
+    __slots__ = ("adapter_id", "slot", "pages")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    slot: int
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, adapter_id: _Optional[str] = ..., slot: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdmittedImage(_message.Message):
     __slots__ = ("image", "start", "num_tokens")
@@ -426,7 +500,7 @@ class AdmittedImage(_message.Message):
     def __init__(self, image: _Optional[_Union[Image, _Mapping]] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("id", "admitted", "rows", "num_tokens", "num_new_blocks", "new_blocks", "traces")
+    __slots__ = ("id", "admitted", "rows", "num_tokens", "num_new_blocks", "new_blocks", "traces", "num_drafts", "draft_ids", "num_proposals", "adapters")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -434,6 +508,10 @@ class StepRequest(_message.Message):
     NUM_NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRACES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     id: int
     admitted: _containers.RepeatedCompositeFieldContainer[Admission]
     rows: _containers.RepeatedScalarFieldContainer[int]
@@ -441,7 +519,11 @@ class StepRequest(_message.Message):
     num_new_blocks: _containers.RepeatedScalarFieldContainer[int]
     new_blocks: _containers.RepeatedScalarFieldContainer[int]
     traces: _containers.RepeatedCompositeFieldContainer[TracedRow]
-    def __init__(self, id: _Optional[int] = ..., admitted: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_blocks: _Optional[_Iterable[int]] = ..., traces: _Optional[_Iterable[_Union[TracedRow, _Mapping]]] = ...) -> None: ...
+    num_drafts: _containers.RepeatedScalarFieldContainer[int]
+    draft_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_proposals: int
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterPlacement]
+    def __init__(self, id: _Optional[int] = ..., admitted: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_blocks: _Optional[_Iterable[int]] = ..., traces: _Optional[_Iterable[_Union[TracedRow, _Mapping]]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_ids: _Optional[_Iterable[int]] = ..., num_proposals: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ...) -> None: ...
 
 class TracedRow(_message.Message):
     __slots__ = ("row", "traceparent")
@@ -482,7 +564,7 @@ class RowError(_message.Message):
     def __init__(self, index: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("id", "token_ids", "logprobs", "top_tokens", "prompt_logprobs", "forward_ns", "total_ns", "error", "row_errors")
+    __slots__ = ("id", "token_ids", "logprobs", "top_tokens", "prompt_logprobs", "forward_ns", "total_ns", "error", "row_errors", "num_sampled", "proposed_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -492,6 +574,8 @@ class StepResponse(_message.Message):
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ROW_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_IDS_FIELD_NUMBER: _ClassVar[int]
     id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -501,4 +585,6 @@ class StepResponse(_message.Message):
     total_ns: int
     error: str
     row_errors: _containers.RepeatedCompositeFieldContainer[RowError]
-    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., error: _Optional[str] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ...) -> None: ...
+    num_sampled: _containers.RepeatedScalarFieldContainer[int]
+    proposed_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., error: _Optional[str] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., num_sampled: _Optional[_Iterable[int]] = ..., proposed_ids: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -45,7 +45,7 @@ def dequantize(raw: Bytes, ggml_type: GgmlType, shape: tuple[int, ...]) -> torch
     return torch.from_numpy(out).view(shape)
 
 
-def _floats(blocks: Bytes, begin: int, end: int, dtype: str = "<f2") -> Floats:
+def floats(blocks: Bytes, begin: int, end: int, dtype: str = "<f2") -> Floats:
     """The numbers that bytes `begin:end` of every block spell, `[n, count]`."""
     return np.ascontiguousarray(blocks[:, begin:end]).view(dtype).astype(np.float32)
 
@@ -67,30 +67,30 @@ def _decode_bf16(blocks: Bytes, out: Floats) -> None:
 def _decode_q4_0(blocks: Bytes, out: Floats) -> None:
     _spread_nibbles(blocks[:, 2:], out)
     out -= 8
-    out *= _floats(blocks, 0, 2)
+    out *= floats(blocks, 0, 2)
 
 
 def _decode_q4_1(blocks: Bytes, out: Floats) -> None:
     _spread_nibbles(blocks[:, 4:], out)
-    out *= _floats(blocks, 0, 2)
-    out += _floats(blocks, 2, 4)
+    out *= floats(blocks, 0, 2)
+    out += floats(blocks, 2, 4)
 
 
 def _decode_q5_0(blocks: Bytes, out: Floats) -> None:
     _spread_five_bits(blocks[:, 2:6], blocks[:, 6:], out)
     out -= 16
-    out *= _floats(blocks, 0, 2)
+    out *= floats(blocks, 0, 2)
 
 
 def _decode_q5_1(blocks: Bytes, out: Floats) -> None:
     _spread_five_bits(blocks[:, 4:8], blocks[:, 8:], out)
-    out *= _floats(blocks, 0, 2)
-    out += _floats(blocks, 2, 4)
+    out *= floats(blocks, 0, 2)
+    out += floats(blocks, 2, 4)
 
 
 def _decode_q8_0(blocks: Bytes, out: Floats) -> None:
     out[:] = blocks[:, 2:].view(np.int8)
-    out *= _floats(blocks, 0, 2)
+    out *= floats(blocks, 0, 2)
 
 
 def _spread_nibbles(quants: Bytes, out: Floats) -> None:
@@ -112,8 +112,8 @@ def _decode_q2_k(blocks: Bytes, out: Floats) -> None:
     for plane in range(4):
         groups[:, :, plane] = (quants >> (2 * plane)) & 3
     sub = out.reshape(-1, 16, 16)
-    sub *= (_floats(blocks, 80, 82) * (scales & 15))[:, :, None]
-    sub -= (_floats(blocks, 82, 84) * (scales >> 4))[:, :, None]
+    sub *= (floats(blocks, 80, 82) * (scales & 15))[:, :, None]
+    sub -= (floats(blocks, 82, 84) * (scales >> 4))[:, :, None]
 
 
 def _decode_q3_k(blocks: Bytes, out: Floats) -> None:
@@ -130,7 +130,7 @@ def _decode_q3_k(blocks: Bytes, out: Floats) -> None:
     scales = np.concatenate([low & 15, low >> 4], axis=1)
     scales |= np.concatenate([((high >> shift) & 3) << 4 for shift in (0, 2, 4, 6)], axis=1)
     sub = out.reshape(-1, 16, 16)
-    sub *= (_floats(blocks, 108, 110) * (scales.astype(np.float32) - 32))[:, :, None]
+    sub *= (floats(blocks, 108, 110) * (scales.astype(np.float32) - 32))[:, :, None]
 
 
 def _decode_q4_k(blocks: Bytes, out: Floats) -> None:
@@ -151,7 +151,15 @@ def _decode_q5_k(blocks: Bytes, out: Floats) -> None:
 
 
 def _scale_and_shift(blocks: Bytes, out: Floats) -> None:
-    """x = d·scale·q - dmin·min for the eight sub-blocks of Q4_K and Q5_K.
+    """x = d·scale·q - dmin·min for the eight sub-blocks of Q4_K and Q5_K."""
+    scales, mins = scales_and_minima(blocks)
+    sub = out.reshape(-1, 8, 32)
+    sub *= (floats(blocks, 0, 2) * scales)[:, :, None]
+    sub -= (floats(blocks, 2, 4) * mins)[:, :, None]
+
+
+def scales_and_minima(blocks: Bytes) -> tuple[Bytes, Bytes]:
+    """Of the eight sub-blocks of Q4_K and Q5_K, `[n, 8]` each.
 
     Sixteen 6-bit numbers in the twelve bytes after d and dmin: of scales (first four) and mins (next four) 0..3 the low
     six bits; the last four bytes have the low halves of scales and mins 4..7, whose upper two bits top the first eight.
@@ -159,9 +167,7 @@ def _scale_and_shift(blocks: Bytes, out: Floats) -> None:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=1)
     mins = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=1)
-    sub = out.reshape(-1, 8, 32)
-    sub *= (_floats(blocks, 0, 2) * scales)[:, :, None]
-    sub -= (_floats(blocks, 2, 4) * mins)[:, :, None]
+    return scales, mins
 
 
 def _decode_q6_k(blocks: Bytes, out: Floats) -> None:
@@ -173,12 +179,12 @@ def _decode_q6_k(blocks: Bytes, out: Floats) -> None:
         groups[:, :, group] = nibble | ((high >> (2 * group)) & 3) << 4
     out -= 32
     sub = out.reshape(-1, 16, 16)
-    sub *= (_floats(blocks, 208, 210) * blocks[:, 192:208].view(np.int8))[:, :, None]
+    sub *= (floats(blocks, 208, 210) * blocks[:, 192:208].view(np.int8))[:, :, None]
 
 
 def _decode_q8_k(blocks: Bytes, out: Floats) -> None:
     out[:] = blocks[:, 4:260].view(np.int8)
-    out *= _floats(blocks, 0, 4, "<f4")
+    out *= floats(blocks, 0, 4, "<f4")
 
 
 _DECODERS: dict[GgmlType, Callable[[Bytes, Floats], None]] = {

@@ -113,4 +113,5 @@ def kinds_of(weight: object) -> list[str]:
         return [f"{weight.matrix.kind}: {weight.product_name}"]
     if getattr(weight, "operand", None) is not None:  # experts, all of which one kernel multiplies
         return [f"{part.matrix.kind}: experts in one kernel" for part in getattr(weight, "weights", ())]
-    return [kind for part in getattr(weight, "weights", ()) for kind in kinds_of(part)]
+    parts = [kind for part in getattr(weight, "weights", ()) for kind in kinds_of(part)]
+    return parts + list(getattr(weight, "kinds", ()))

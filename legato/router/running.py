@@ -15,8 +15,10 @@ from legato.common.progress import LISTENING
 from legato.common.sockets import browser_url
 from legato.ipc import messages as msg
 from legato.ipc.settings import RouterSettings
+from legato.router.adapters import AdapterRegistry
 from legato.router.dashboard import Dashboard, StepHistory
 from legato.router.health import HealthMonitor
+from legato.router.idle_memory import IdleMemory
 from legato.router.listening import Listeners
 from legato.router.port import Port
 from legato.router.recovery import Recovery
@@ -45,8 +47,11 @@ class RouterProcess:
         settings: RouterSettings,
         hang_timeout: float,
         history: StepHistory,
+        adapters: AdapterRegistry,
     ) -> None:
         self._steps = steps
+        self._adapters = adapters
+        adapters.on_change = lambda: workers.tell_adapters(adapters.adapters)
         self._health = HealthMonitor(steps, workers, hang_timeout)
         self._recovery = recovery
         self._metrics = metrics
@@ -57,6 +62,7 @@ class RouterProcess:
         self._end_requests: Callable[[], object] = lambda: None
         self._dashboard = Dashboard(steps, metrics, workers.figures, history, settings.model_id)
         metrics.watch(steps)
+        metrics.watch_adapters(adapters.labels, lambda: len(adapters.adapters))
 
     async def run(self, listeners: Listeners, grace: float) -> None:
         """Until a signal, and then for up to `grace` seconds until every request is answered; then those that are left
@@ -77,9 +83,11 @@ class RouterProcess:
             loop.add_signal_handler(number, self._on_signal, number)
         watch = asyncio.create_task(self._workers.watch())
         health = asyncio.create_task(self._health.run())
+        trimming = asyncio.create_task(IdleMemory(self._steps).run())
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait([steps, watch, health, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
+        trimming.cancel()
         watch.cancel()
         listeners.close()
         lag.stop()
@@ -117,12 +125,13 @@ class RouterProcess:
 
     def _attach(self, worker: WorkerProcess, number: int, grace: float) -> None:
         def port(send: Callable[[msgspec.Struct], None]) -> Port:
-            return Port(self._steps, self.scrape, self._dashboard.render, self._drain, send)
+            return Port(self._steps, self.scrape, self._dashboard.render, self._drain, send, self._adapters)
 
         if number >= self._workers.count:  # the first ones have the first numbers
             self._metrics.restarted("http_worker")
         first_id = number * IDS_PER_WORKER + 1
-        worker.serve(port, msg.Serve(self._steps.limits, self._settings, first_id, grace, self._health.state))
+        state, adapters = self._health.state, self._adapters.adapters
+        worker.serve(port, msg.Serve(self._steps.limits, self._settings, first_id, grace, state, adapters))
 
     def _drain(self) -> bytes:
         self._health.drain()

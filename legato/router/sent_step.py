@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from legato.scheduling.state import StepPlan, StepResult
+from legato.scheduling.state import Output, StepPlan, StepResult
 from legato.telemetry.metrics import StepFigures
 
 
@@ -20,12 +21,14 @@ class SentStep:
     num_preempted: int
 
     def figures(
-        self, result: StepResult, arrived: float, gap: float, filter_time: float, num_tokens: int
+        self, result: StepResult, arrived: float, gap: float, filter_time: float, outputs: list[tuple[int, Output]]
     ) -> StepFigures:
-        """`gap` is the time since the result before; `num_tokens` were handed out, which took `filter_time`."""
-        plan = self.plan
+        """`gap` is the time since the result before; `outputs` were handed out, which took `filter_time`."""
+        plan, num_tokens = self.plan, len(outputs)
+        num_drafts = sum(map(len, plan.drafts.values()))
+        accepted = Counter(request_id for request_id, output in outputs if output.is_draft) if num_drafts else {}
         return StepFigures(
-            method="prefill" if plan.admitted or max(plan.num_tokens) > 1 else "decode",
+            method="prefill" if plan.admitted or sum(plan.num_tokens) > len(plan.rows) + num_drafts else "decode",
             batch_size=len(plan.rows),
             num_admitted=len(plan.admitted),
             inference_time=arrived - self.sent_at,
@@ -35,18 +38,21 @@ class SentStep:
             planning_time=self.planning_time,
             num_tokens=num_tokens,
             num_gaps=min(self._num_decodes(), num_tokens),
+            num_drafts=num_drafts,
+            accepted=tuple(accepted.values()),
             gap=gap,
             num_computed=sum(plan.num_tokens),
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_preempted=self.num_preempted,
             failed=result.error is not None,
+            num_placements=len(plan.placements),
         )
 
     def _num_decodes(self) -> int:
         """Rows that go on with a token of the step before."""
         plan = self.plan
-        count = plan.num_tokens.count(1)
+        count = plan.num_tokens.count(1) + len(plan.drafts)
         if plan.admitted and count:
             admitted = {admission.row for admission in plan.admitted}
             count -= sum(row in admitted for row, num in zip(plan.rows, plan.num_tokens, strict=True) if num == 1)

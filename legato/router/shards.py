@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import grpc
@@ -41,6 +42,10 @@ CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_se
 
 class ShardsLost(LegatoError):
     """A shard ended, cannot be reached, or answers what nobody asked."""
+
+
+class AdapterFailed(LegatoError):
+    """A shard cannot serve an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,25 @@ class GrpcShards:
         for answer in answers:
             if answer.HasField("error"):
                 raise GrammarError(answer.error)
+
+    async def load_adapter(self, name: str, path: str) -> pb.AdapterInfo:
+        """Have all shards read an adapter from a folder, while steps go on. AdapterFailed."""
+        request = pb.LoadAdapterRequest(adapter_id=name, path=path)
+        answers = await self._all([stub.LoadAdapter(request) for stub in self._stubs])
+        for answer in answers:
+            if answer.HasField("error"):
+                good = [stub for stub, each in zip(self._stubs, answers, strict=True) if not each.HasField("error")]
+                await self._all([stub.UnloadAdapter(pb.UnloadAdapterRequest(adapter_id=name)) for stub in good])
+                raise AdapterFailed(answer.error)
+        loaded: pb.AdapterInfo = answers[0].adapter
+        return loaded
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._all([stub.UnloadAdapter(pb.UnloadAdapterRequest(adapter_id=name)) for stub in self._stubs])
+
+    async def release(self, blocks: list[int]) -> None:
+        """Give the memory of these blocks back. No step may use them meanwhile."""
+        await self._all([stub.ClearCache(pb.ClearCacheRequest(blocks=blocks)) for stub in self._stubs])
 
     async def _all(self, calls: list[Awaitable[T]]) -> list[T]:
         """The answers of all shards, which may take any time while the shards answer to `Health`."""
@@ -267,9 +291,16 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
         num_tokens=plan.num_tokens,
         num_new_blocks=[len(blocks) for blocks in plan.new_blocks],
         new_blocks=[block for blocks in plan.new_blocks for block in blocks],
+        num_proposals=plan.num_proposals,
     )
+    if plan.drafts:
+        drafts = [plan.drafts.get(row, []) for row in plan.rows]
+        request.num_drafts.extend(map(len, drafts))
+        request.draft_ids.extend(chain.from_iterable(drafts))
     for row, traceparent in plan.traces:
         request.traces.add(row=row, traceparent=traceparent)
+    for placement in plan.placements:
+        request.adapters.add(adapter_id=placement.name, slot=placement.slot, pages=placement.pages)
     return request
 
 
@@ -289,6 +320,8 @@ def _admission(admission: Admission) -> pb.Admission:
     message.blocks.extend(admission.blocks)
     message.prompt_logprobs = request.prompt_logprobs and admission.num_generated == 0
     message.max_new_tokens = request.max_new_tokens
+    if admission.adapter_name:
+        message.adapter_id, message.adapter_slot = admission.adapter_name, admission.adapter_slot
     return message
 
 
@@ -297,6 +330,8 @@ def _from_pb(response: pb.StepResponse) -> StepResult:
         response.id,
         list(response.token_ids),
         list(response.logprobs),
+        list(response.num_sampled),
+        list(response.proposed_ids),
         forward_ns=response.forward_ns,
         total_ns=response.total_ns,
         error=response.error if response.HasField("error") else None,

@@ -47,6 +47,8 @@ class Shards(Protocol):
 
     async def healthy(self, timeout: float) -> bool: ...
 
+    async def release(self, blocks: list[int]) -> None: ...
+
 
 class Receiver(Protocol):
     """Gets the outputs of requests, one at a time; the last of a request has a finish reason or an error."""
@@ -118,6 +120,11 @@ class StepLoop:
         return not self._connected.is_set()
 
     @property
+    def placing(self) -> set[str]:
+        """The adapters that steps in flight bring to the device."""
+        return {placement.name for sent in self._sent for placement in sent.plan.placements}
+
+    @property
     def is_idle(self) -> bool:
         """No step shows whether the shards are well."""
         return not self._sent and self._connected.is_set()
@@ -162,6 +169,11 @@ class StepLoop:
     def cancel(self, request_id: int) -> None:
         self._receivers.pop(request_id, None)
         self.scheduler.cancel(request_id)
+
+    def end(self, request_id: int, output: Output) -> None:
+        """The last that its client sees."""
+        self.scheduler.cancel(request_id)
+        self._deliver(request_id, output)
 
     async def prepare(self, grammar: Grammar) -> None:
         """Have a grammar compiled. If the shards are lost, by those that take their place."""
@@ -326,7 +338,7 @@ class StepLoop:
 
     def _on_result(self, result: StepResult) -> None:
         arrived = time.perf_counter()
-        outputs = self.scheduler.complete(result)
+        outputs = self.scheduler.complete(result, self._clock.now())
         booked = time.perf_counter()
         self._step_began = self._clock.now()
         if self._proven is not (result.error is None):
@@ -339,7 +351,7 @@ class StepLoop:
             self._deliver(request_id, output)
         filter_time = booked - arrived + time.perf_counter() - delivering
         gap, self._last_arrival = arrived - self._last_arrival, arrived
-        self._on_step(self._sent.popleft().figures(result, arrived, gap, filter_time, len(outputs)))
+        self._on_step(self._sent.popleft().figures(result, arrived, gap, filter_time, outputs))
 
     def _judge(self, result: StepResult) -> None:
         """A failed step leaves the shards in doubt until a token comes."""

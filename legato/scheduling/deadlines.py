@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 
 class Deadlines:
@@ -33,3 +34,31 @@ class Deadlines:
         while (end := self.next) is not None and end <= now:
             passed.append(self._ends.popitem(last=False)[0])
         return passed
+
+
+class RequestDeadlines:
+    """Of requests: to have a row, and to have ended."""
+
+    def __init__(self, queue: Deadlines, run: Deadlines) -> None:
+        self._queue, self._run = queue, run
+
+    @property
+    def next(self) -> float | None:
+        return min((end for end in (self._queue.next, self._run.next) if end is not None), default=None)
+
+    def start(self, request_id: int, now: float) -> None:
+        self._queue.start(request_id, now)
+        self._run.start(request_id, now)
+
+    def leave_queue(self, request_id: int) -> None:
+        self._queue.stop(request_id)
+
+    def stop(self, request_id: int) -> None:
+        self._queue.stop(request_id)
+        self._run.stop(request_id)
+
+    def take_passed(self, now: float) -> Iterator[tuple[int, str]]:
+        """Requests and what is wrong with them. They are to be stopped one by one: some have passed both."""
+        for deadlines in (self._queue, self._run):
+            for request_id in deadlines.take_passed(now):
+                yield request_id, deadlines.problem

@@ -11,11 +11,15 @@ from __future__ import annotations
 import sys
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from legato.scheduling.limits import SchedulerLimits
-from legato.scheduling.prefix_tree import Node
+from legato.scheduling.prefix_tree import Node, PrefixTree
 from legato.scheduling.queue import Rank, Tenant
-from legato.scheduling.state import FinishReason, GenerationRequest, Output, StepPlan
+from legato.scheduling.state import Admission, FinishReason, GenerationRequest, Output, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from legato.scheduling.drafting import RequestDrafts
 
 NEVER = sys.maxsize
 
@@ -51,6 +55,7 @@ class Entry:
     num_whole: int = 1  # leading tokens that one step must compute together
     num_losses: int = 0  # of the shards, in a row, in steps that would have given it the token after `lost_at` others
     lost_at: int = 0
+    drafts: RequestDrafts | None = None  # what guesses at its next tokens are made of; only with speculation
 
     @classmethod
     def of(
@@ -104,12 +109,51 @@ class Entry:
         """Known tokens without keys and values yet. None once the last token is coming."""
         return 0 if self.num_known >= self.max_len else self.num_known - self.num_scheduled
 
+    def next_block(self, node: Node | None, depth: int, size: int) -> tuple[int, bytes] | None:
+        """Names the block of `size` tokens below `node`, which is `depth` blocks deep, by its tokens, if all of them
+        are known. None also if the size is 0: then blocks are not shared."""
+        start = depth * size
+        if start + size >= len(self.tokens) or not size:
+            return None
+        return id(node), self.tokens[start : start + size].tobytes()
+
     def fits(self, limits: SchedulerLimits) -> bool:
         """Whether it can be computed when it is alone. Its last token is never computed: that of a decoder's start
         takes its place."""
         longest = len(self.request.input_ids) + self.request.max_new_tokens
         room = limits.max_step_tokens - limits.max_rows + 1  # beside all decodes
         return longest <= limits.max_tokens and self.num_whole <= room
+
+    def take_row(self, row: int, node: Node, blocks: list[int], limits: SchedulerLimits) -> None:
+        """It begins to run, with what the tree has of its tokens, down to `node`."""
+        size = limits.block_size
+        self.row, self.node, self.blocks, self.num_indexed = row, node, blocks, len(blocks)
+        self.num_scheduled = self.capacity = len(blocks) * size
+        self.full_at = self.capacity + size if limits.prefix_caching else NEVER
+        self.prompt_logprobs, self.prompt_top_tokens = [None], []
+
+    def admission(self) -> Admission:
+        """What the shards must know of it when it enters its row."""
+        assert self.row is not None
+        tokens, cached = self.tokens[:], self.num_scheduled
+        return Admission(self.row, self.request, tokens, self.num_generated, cached, list(self.blocks))
+
+    def add_blocks(self, fresh: list[int], block_size: int) -> None:
+        self.blocks.extend(fresh)
+        self.private.update(fresh)
+        self.capacity = len(self.blocks) * block_size
+
+    def offer_blocks(self, tree: PrefixTree, num_computed: int, block_size: int) -> None:
+        """Those that are full and computed, to the tree."""
+        while self.full_at <= num_computed:
+            block = self.blocks[self.num_indexed]
+            assert self.node is not None
+            key = self.tokens[self.full_at - block_size : self.full_at].tobytes()
+            self.node, taken = tree.extend(self.node, key, block)
+            if taken:
+                self.private.remove(block)
+            self.num_indexed += 1
+            self.full_at += block_size
 
     def forget_row(self) -> None:
         """It waits again, and everything it knows is to be computed."""
@@ -122,6 +166,16 @@ class Entry:
         self.num_losses = self.num_losses + 1 if self.lost_at == len(self.tokens) else 1
         self.lost_at = len(self.tokens)
         return self.num_losses
+
+    def book_scores(self, row: int, result: StepResult) -> None:
+        """Of its prompt. Also if it was preempted since: its first token may be in this very result."""
+        self.prompt_logprobs.extend(result.prompt_logprobs.get(row, ()))
+        self.prompt_top_tokens.extend(result.prompt_top_tokens.get(row, ()))
+
+    def count_drafts(self, num_accepted: int) -> None:
+        """So many drafts of the step whose result is here were right: they are known and computed."""
+        self.num_known += num_accepted
+        self.num_scheduled += num_accepted
 
     def tell_about_prompt(self, output: Output) -> None:
         """Comes with the first token."""

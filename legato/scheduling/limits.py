@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes
 
+# What is sampled beside few rows takes no memory to speak of: a megabyte of logits each at most.
+FEWEST_SAMPLED = 32
+
 
 class Refusal:
     """Why a request ends without its last token."""
@@ -15,6 +18,7 @@ class Refusal:
     WAITED_TOO_LONG = "The request waited longer than {:g} seconds for its turn (--queue-timeout)"
     RAN_TOO_LONG = "The request took longer than {:g} seconds (--request-timeout)"
     DOES_NOT_FIT = "The request needs more memory than the shards have since they were restarted"
+    UNKNOWN_ADAPTER = "The adapter of the request is not loaded any more"
     LOST_TOO_OFTEN = "The shards failed {} times while they computed this request"
 
 
@@ -27,6 +31,8 @@ class SchedulerLimits:
     max_step_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     prefix_caching: bool = True
+    # Blocks that the prefix tree may keep although no request uses them. None: no limit.
+    max_unused_blocks: int | None = None
     # Prompt tokens of any step, if that is less.
     max_prompt_tokens: int | None = None
     # Prompt tokens of a step in which others decode, and the seconds it should take at most (`budget.py`).
@@ -40,13 +46,25 @@ class SchedulerLimits:
     max_queued_tokens: int | None = None
     # Whether tenants find each other's prompts in the prefix tree.
     share_prefix_cache: bool = False
+    # Drafts of a row in a step (`drafting.py`), and the tokens that they may be.
+    speculate: int = 0
+    # Guesses that the shards can make themselves, behind what they have sampled.
+    num_proposals: int = 0
+    vocab_size: int = 1 << 31
     # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
     decoder_start_token_id: int | None = None
+    # What the device holds of LoRA adapters.
+    num_adapter_pages: int = 0
 
     @property
     def max_tokens(self) -> int:
         """The longest sequence that fits when it is alone."""
         return (self.num_blocks - RESERVED_BLOCKS) * self.block_size
+
+    @property
+    def max_sampled(self) -> int:
+        """Positions at which one step may sample: warm-up has measured the memory for a token of every row."""
+        return min(max(self.max_rows, FEWEST_SAMPLED), self.max_step_tokens)
 
     @property
     def step_sizes(self) -> StepSizes:

@@ -14,17 +14,20 @@ import bisect
 import heapq
 import itertools
 from collections import deque
+from collections.abc import Sequence
 
+from legato.scheduling.adapters import AdapterSlots
 from legato.scheduling.blocks import BlockPool
 from legato.scheduling.budget import StepBudget
-from legato.scheduling.deadlines import Deadlines
-from legato.scheduling.entry import NEVER, Entry, InFlight, PlannedRow
+from legato.scheduling.deadlines import Deadlines, RequestDeadlines
+from legato.scheduling.drafting import Drafter
+from legato.scheduling.entry import Entry, InFlight, PlannedRow
 from legato.scheduling.limits import Refusal, SchedulerLimits
 from legato.scheduling.prefix_tree import Node, PrefixTree
 from legato.scheduling.queue import LAST, Queue, Rank, Tenants, rank
 from legato.scheduling.retry import RetryEstimate
 from legato.scheduling.shares import RequestShares
-from legato.scheduling.state import Admission, GenerationRequest, Output, SchedulerStats, StepPlan, StepResult
+from legato.scheduling.state import GenerationRequest, Output, SchedulerStats, StepPlan, StepResult
 
 # Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
 LOOK_AHEAD = 32
@@ -42,13 +45,15 @@ class Scheduler:
         assert limits.decoder_start_token_id is None or not limits.prefix_caching, "what an encoder made is not shared"
         self.queue: Queue[Entry] = Queue()
         self.stats = SchedulerStats()
+        self.adapters = AdapterSlots(limits.num_adapter_pages)
+        self._drafter = Drafter()
         self._use(limits)
         self._tenants = Tenants()
         self.shares = RequestShares(limits.max_requests, limits.max_queued_tokens)
         self._retry = RetryEstimate()
         self._now = 0.0  # as callers told last
-        self._queue_deadlines = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
-        self._run_deadlines = Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG)
+        queue = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
+        self._deadlines = RequestDeadlines(queue, Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG))
         self._entries: dict[int, Entry] = {}
         self._step_ids = itertools.count(1)
         self._arrivals = itertools.count()
@@ -62,6 +67,8 @@ class Scheduler:
         self._budget = StepBudget(limits.step_sizes)
         self._free_rows = list(range(limits.max_rows))
         self._in_flight: deque[InFlight] = deque()
+        self.adapters.reset(limits.num_adapter_pages)
+        self._drafter.pace.clear()
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -70,6 +77,8 @@ class Scheduler:
         assert request.id not in self._entries, f"request {request.id} is here already"
         assert request.input_ids, "a prompt has at least one token"
         limits, self._now = self.limits, now
+        if request.adapter and request.adapter not in self.adapters.known:
+            return Output(error=Refusal.UNKNOWN_ADAPTER, is_unknown=True)
         if not self.shares.take(request):
             return Output(error=Refusal.OVERLOADED, retry_after=self._retry.seconds(1, now))
         if not self._entries:
@@ -82,8 +91,7 @@ class Scheduler:
             self.shares.give_back(request, is_queued=True)
             return Output(error=Refusal.DOES_NOT_FIT)
         self._entries[request.id] = entry
-        self._queue_deadlines.start(request.id, now)
-        self._run_deadlines.start(request.id, now)
+        self._deadlines.start(request.id, now)
         self.queue.push(entry)
         return None
 
@@ -95,17 +103,15 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When `expire` will have something to do, unless it has ended by then."""
-        found = (self._queue_deadlines.next, self._run_deadlines.next)
-        return min((deadline for deadline in found if deadline is not None), default=None)
+        return self._deadlines.next
 
     def expire(self, now: float) -> list[tuple[int, Output]]:
         """End the requests whose time is up. Returns what they get to see instead of tokens."""
         self._now = now
         expired: list[tuple[int, Output]] = []
-        for deadlines in (self._queue_deadlines, self._run_deadlines):
-            for request_id in deadlines.take_passed(now):
-                self._finish(self._entries[request_id])
-                expired.append((request_id, Output(error=deadlines.problem, timed_out=True)))
+        for request_id, problem in self._deadlines.take_passed(now):
+            self._finish(self._entries[request_id])
+            expired.append((request_id, Output(error=problem, timed_out=True)))
         return expired
 
     @property
@@ -129,7 +135,9 @@ class Scheduler:
     # ---- plan a step ----------------------------------------------------------------------------------------------
 
     def plan(self, now: float = 0.0) -> StepPlan | None:
-        """What the next step computes, or None if there is nothing to do."""
+        """What the next step computes. None if there is nothing to do, or drafts are being verified."""
+        if self._in_flight and self._in_flight[-1].plan.is_waited_for:
+            return None
         self._now = max(self._now, now)
         step = InFlight(StepPlan(next(self._step_ids), [], [], [], []))
         running = list(self.running)
@@ -137,27 +145,35 @@ class Scheduler:
         num_decodes = wanted.count(1)
         first = next((entry for entry, count in zip(running, wanted, strict=True) if count > 1), None)
         step.context_len = 0 if first is None else first.num_scheduled
-        budget = rest = self._budget.prompt_tokens(num_decodes, step.context_len)
+        drafts: dict[int, list[int]] = {}
+        if self.limits.speculate and first is None and not (self.queue and self._free_rows):
+            num_spare = self.pool.available + self.tree.num_evictable - len(running)
+            drafts = self._drafter.draft(step.plan, running, self.limits, num_spare)
+        budget = rest = self._budget.prompt_tokens(num_decodes + sum(map(len, drafts.values())), step.context_len)
         if first is not None:  # a prompt has begun: requests of a better rank come first
             rest = self._plan_admissions(step, rest, first.rank)
-        rest = self._plan_running(step, running, wanted, rest)
+        rest = self._plan_running(step, running, wanted, rest, drafts)
         rest = self._plan_admissions(step, rest)
         if not step.planned:
             return None
         step.num_mixed = budget - rest if num_decodes else 0
         self._in_flight.append(step)
+        self._drafter.pace.begin(self._now)
         return step.plan
 
-    def _plan_running(self, step: InFlight, running: list[Entry], wanted: list[int], budget: int) -> int:
+    def _plan_running(
+        self, step: InFlight, running: list[Entry], wanted: list[int], budget: int, drafts: dict[int, list[int]]
+    ) -> int:
         """Best rank first. Every decode gets its token; prompt chunks share the budget. Returns the rest of it."""
         for entry, num_wanted in zip(running, wanted, strict=True):
             count = 1 if num_wanted == 1 else min(num_wanted, budget)
             if count == 0 or entry.row is None:  # no row: preempted by a better one in this very loop
                 continue
-            first_new = len(entry.blocks)
-            if entry.num_scheduled + count <= entry.capacity or self._grow(entry, count):
+            guesses = drafts.get(entry.id, []) if drafts else []
+            first_new, total = len(entry.blocks), count + len(guesses)
+            if entry.num_scheduled + total <= entry.capacity or self._grow(entry, total):
                 budget -= count if num_wanted > 1 else 0
-                self._add(step, entry, count, entry.blocks[first_new:])
+                self._add(step, entry, count, entry.blocks[first_new:], guesses)
         return budget
 
     def _plan_admissions(self, step: InFlight, budget: int, before: Rank = LAST) -> int:
@@ -166,7 +182,8 @@ class Scheduler:
         """
         if not (self.queue and budget and self._free_rows):
             return budget
-        filling = {self._next_block(entry, entry.node, entry.num_indexed) for entry in self.running}
+        size = self.limits.block_size if self.limits.prefix_caching else 0
+        filling = {entry.next_block(entry.node, entry.num_indexed, size) for entry in self.running}
         passed: list[Entry] = []
         while budget and self._free_rows and len(passed) < LOOK_AHEAD and step.work < MAX_ADMISSION_WORK:
             entry = self.queue.call()
@@ -177,13 +194,15 @@ class Scheduler:
                 passed.append(entry)
                 break
             node, blocks = self._cached_prefix(entry)
-            upcoming = self._next_block(entry, node, len(blocks))
+            upcoming = entry.next_block(node, len(blocks), size)
             # Preempted, and its last token is still on the way; or another request is computing what comes next:
-            # in a moment it is in the cache.
-            if entry.num_pending or (upcoming and upcoming in filling and not entry.wants_prompt_logprobs):
+            # in a moment it is in the cache. Or it waits for room for its adapter, and not for long yet.
+            is_early = entry.num_pending or (upcoming and upcoming in filling and not entry.wants_prompt_logprobs)
+            if is_early or self.adapters.is_overtaken(entry.request.adapter, self._now - entry.queued_at):
                 passed.append(entry)
                 continue
-            if entry.num_whole > budget or not self._admit(step.plan, entry, node, blocks):
+            has_room = entry.num_whole <= budget and self.adapters.has_room(entry.request.adapter)
+            if not has_room or not self._admit(step.plan, entry, node, blocks):
                 passed.append(entry)
                 break  # it waits for memory, or for a step with room for it, and no other overtakes it there
             count = min(entry.num_to_compute, budget)
@@ -196,14 +215,16 @@ class Scheduler:
         self.queue.send_back(passed)
         return budget
 
-    def _add(self, step: InFlight, entry: Entry, count: int, new_blocks: list[int]) -> None:
+    def _add(self, step: InFlight, entry: Entry, count: int, new_blocks: list[int], drafts: Sequence[int] = ()) -> None:
         plan = step.plan
         assert entry.row is not None
+        if drafts:
+            plan.drafts[entry.row] = list(drafts)
         entry.num_scheduled = end = entry.num_scheduled + count
         samples = end == entry.num_known
         entry.num_known += samples
         plan.rows.append(entry.row)
-        plan.num_tokens.append(count)
+        plan.num_tokens.append(count + len(drafts))
         plan.new_blocks.append(new_blocks)
         step.planned.append((entry, entry.epoch, end, samples))
 
@@ -212,16 +233,8 @@ class Scheduler:
         reusable = (len(entry.tokens) - 1) // self.limits.block_size
         if not self.limits.prefix_caching or entry.wants_prompt_logprobs:
             reusable = 0
-        root = self.tree.root("" if self.limits.share_prefix_cache else entry.request.tenant)
+        root = self.tree.root("" if self.limits.share_prefix_cache else entry.request.tenant, entry.request.adapter)
         return self.tree.match(root, entry.tokens.tobytes(), reusable)
-
-    def _next_block(self, entry: Entry, node: Node | None, depth: int) -> tuple[int, bytes] | None:
-        """Names the block below `node`, which is `depth` blocks deep, by the entry's tokens, if it knows them all."""
-        size = self.limits.block_size
-        start = depth * size
-        if start + size >= len(entry.tokens) or not self.limits.prefix_caching:
-            return None
-        return id(node), entry.tokens[start : start + size].tobytes()
 
     def _admit(self, plan: StepPlan, entry: Entry, node: Node, blocks: list[int]) -> bool:
         """Give a request a row and the cached part of its tokens, if the rest has a chance to fit."""
@@ -233,25 +246,19 @@ class Scheduler:
             self.tree.unlock(node)
             return False
         self.queue.remove(entry)
-        entry.row = heapq.heappop(self._free_rows)
-        entry.node, entry.blocks, entry.num_indexed = node, blocks, len(blocks)
-        entry.num_scheduled = entry.capacity = len(blocks) * size
-        entry.full_at = entry.capacity + size if self.limits.prefix_caching else NEVER
+        entry.take_row(heapq.heappop(self._free_rows), node, blocks, self.limits)
         if entry.epoch == 0:
             entry.num_cached = entry.num_scheduled
             entry.queue_time = self._now - entry.queued_at
             entry.tenant.served += entry.num_prompt - entry.num_cached
             self.shares.leave_queue(entry.request)
-            self._queue_deadlines.stop(entry.id)
+            self._deadlines.leave_queue(entry.id)
         entry.epoch += 1
-        entry.prompt_logprobs, entry.prompt_top_tokens = [None], []
         bisect.insort(self.running, entry, key=_rank)
         self.max_running_tokens += entry.max_len
         self.stats.prompt_tokens += len(tokens)
         self.stats.cached_tokens += entry.num_scheduled
-        plan.admitted.append(
-            Admission(entry.row, entry.request, tokens[:], entry.num_generated, entry.num_scheduled, list(blocks))
-        )
+        plan.admitted.append(self.adapters.admit(entry.admission(), plan.placements))
         return True
 
     # ---- memory ---------------------------------------------------------------------------------------------------
@@ -268,10 +275,7 @@ class Scheduler:
                 if last is entry:
                     return False
         if missing > 0:
-            fresh = self.pool.allocate(missing)
-            entry.blocks.extend(fresh)
-            entry.private.update(fresh)
-            entry.capacity = len(entry.blocks) * self.limits.block_size
+            entry.add_blocks(self.pool.allocate(missing), self.limits.block_size)
         return True
 
     def _preempt(self, entry: Entry) -> None:
@@ -285,16 +289,19 @@ class Scheduler:
         heapq.heappush(self._free_rows, entry.row)
         self.pool.free(sorted(entry.private))
         self.tree.unlock(entry.node)
+        self.adapters.release(entry.request.adapter)
+        self.pool.free(self.tree.evict_beyond(self.limits.max_unused_blocks))
         del self.running[bisect.bisect_left(self.running, entry.rank, key=_rank)]
         self.max_running_tokens -= entry.max_len
         entry.forget_row()
 
     def _finish(self, entry: Entry) -> None:
         entry.done = True
+        if self.limits.speculate:
+            self._drafter.remember(entry)
         del self._entries[entry.id]
         self._retry.finish(1, self._now)
-        self._queue_deadlines.stop(entry.id)
-        self._run_deadlines.stop(entry.id)
+        self._deadlines.stop(entry.id)
         self._tenants.leave(entry.tenant)
         self.shares.give_back(entry.request, is_queued=entry.epoch == 0)
         if entry.row is not None:
@@ -304,56 +311,54 @@ class Scheduler:
 
     # ---- a result arrives -----------------------------------------------------------------------------------------
 
-    def complete(self, result: StepResult) -> list[tuple[int, Output]]:
+    def complete(self, result: StepResult, now: float = 0.0) -> list[tuple[int, Output]]:
         """Book the result of the oldest plan in flight. Returns what each request gets to see."""
         step = self._in_flight.popleft()
+        self._drafter.learn(step.plan, result.forward_ns / 1e9, now)
         assert step.plan.id == result.id, f"result of step {result.id}, expected {step.plan.id}"
         if result.error is not None:
             return self._fail(step.planned, result.error)
         if step.num_mixed:
             self._budget.learn(step.num_mixed, result.forward_ns / 1e9, step.context_len)
         outputs: list[tuple[int, Output]] = []
-        index = 0
+        index, counts = 0, iter(result.num_sampled)
         for row, (entry, epoch, end, samples) in zip(step.plan.rows, step.planned, strict=True):
-            if not entry.done:
-                if epoch == entry.epoch:
-                    if entry.request.prompt_logprobs:
-                        self._book_scores(entry, row, result)
-                    # Keys and values of a row that failed may be no numbers: they must not reach anybody else.
-                    failed = samples and index in result.row_errors
-                    if end >= entry.full_at and entry.row is not None and not failed:
-                        self._index(entry, end)
-                if samples:
-                    outputs.append((entry.id, self._book_sampled(entry, index, result)))
-            index += samples
-        assert index == len(result.token_ids), f"{len(result.token_ids)} tokens for {index} rows"
+            first, index = index, index + (next(counts, 1) if samples else 0)
+            if entry.done:
+                continue
+            if epoch == entry.epoch:
+                if entry.request.prompt_logprobs:
+                    entry.book_scores(row, result)
+                # Keys and values of a row that failed may be no numbers: they must not reach anybody else.
+                failed = result.row_errors and any(place in result.row_errors for place in range(first, index))
+                if end >= entry.full_at and entry.row is not None and not failed:
+                    entry.offer_blocks(self.tree, end, self.limits.block_size)
+            if samples:
+                outputs.append((entry.id, self._book_sampled(entry, first, result)))
+                if index > first + 1:
+                    outputs += self._book_drafts(entry, range(first + 1, index), result)
+        assert index == len(result.token_ids), f"{len(result.token_ids)} tokens, {index} were expected"
+        self._drafter.take_proposals(step, result)
         return outputs
 
-    def _book_scores(self, entry: Entry, row: int, result: StepResult) -> None:
-        """Also of one preempted since: its first token may be in this very result."""
-        entry.prompt_logprobs.extend(result.prompt_logprobs.get(row, ()))
-        entry.prompt_top_tokens.extend(result.prompt_top_tokens.get(row, ()))
-
-    def _index(self, entry: Entry, num_computed: int) -> None:
-        """Offer the blocks that are full and computed to the tree."""
-        size = self.limits.block_size
-        while entry.full_at <= num_computed:
-            block = entry.blocks[entry.num_indexed]
-            assert entry.node is not None
-            key = entry.tokens[entry.full_at - size : entry.full_at].tobytes()
-            entry.node, taken = self.tree.extend(entry.node, key, block)
-            if taken:
-                entry.private.remove(block)
-            entry.num_indexed += 1
-            entry.full_at += size
+    def _book_drafts(self, entry: Entry, places: range, result: StepResult) -> list[tuple[int, Output]]:
+        """Drafts that were right, and the token behind them, each as if a step of its own had sampled it."""
+        entry.count_drafts(len(places))
+        outputs: list[tuple[int, Output]] = []
+        for place in itertools.takewhile(lambda _: not entry.done, places):
+            if not any(each in result.row_errors for each in places):
+                entry.offer_blocks(self.tree, len(entry.tokens), self.limits.block_size)
+            output = self._book_sampled(entry, place, result)
+            output.is_draft = True
+            outputs.append((entry.id, output))
+        return outputs
 
     def _book_sampled(self, entry: Entry, index: int, result: StepResult) -> Output:
         """A row may fail alone, if its grammar does."""
         if result.row_errors and (error := result.row_errors.get(index)) is not None:
             self._finish(entry)
             return Output(error=error)
-        token = result.token_ids[index]
-        tokens = entry.tokens
+        token, tokens = result.token_ids[index], entry.tokens
         tokens.append(token)
         entry.tenant.served += 1
         output = Output(token, result.logprobs[index], result.top_tokens.get(index) if result.top_tokens else None)
@@ -366,12 +371,10 @@ class Scheduler:
         return output
 
     def _fail(self, planned: list[PlannedRow], error: str) -> list[tuple[int, Output]]:
-        failed = []
-        for entry, *_ in planned:
-            if not entry.done:
-                self._finish(entry)
-                failed.append((entry.id, Output(error=error)))
-        return failed
+        failed = [entry for entry, *_ in planned if not entry.done]
+        for entry in failed:
+            self._finish(entry)
+        return [(entry.id, Output(error=error)) for entry in failed]
 
     # ---- the shards were lost -------------------------------------------------------------------------------------
 

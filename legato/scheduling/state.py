@@ -8,6 +8,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from legato.scheduling.adapters import NO_ADAPTER, Placement
+
 # 0 is served first.
 LAST_PRIORITY = 9
 DEFAULT_PRIORITY = 5
@@ -65,6 +67,8 @@ class GenerationRequest(Struct, frozen=True):
     priority: int = DEFAULT_PRIORITY
     # Who shares the server with others of equal priority: a digest of the API key, the same for all without keys.
     tenant: str = ""
+    # The number of its LoRA adapter; 0: none.
+    adapter: int = NO_ADAPTER
     # W3C trace context of the span that its prompt chunks belong to; empty if it is not traced.
     traceparent: str = ""
 
@@ -87,10 +91,14 @@ class Output(Struct, gc=False):
     queue_time: float = 0.0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    # It was a draft: the step that brought it had brought another token before.
+    is_draft: bool = False
     # The error is that it took longer than the operator allows.
     timed_out: bool = False
     # The error is that the server is full: seconds after which it is worth asking again.
     retry_after: int = 0
+    # The error is that its adapter is not loaded any more.
+    is_unknown: bool = False
 
 
 class PromptChunk(Struct, frozen=True, array_like=True):
@@ -117,6 +125,9 @@ class Admission:
     num_generated: int
     num_cached: int
     blocks: list[int]
+    # Of a request with an adapter: what the shards call it, and where it is on the device.
+    adapter_name: str = ""
+    adapter_slot: int = 0
 
 
 @dataclass(slots=True)
@@ -128,17 +139,33 @@ class StepPlan:
     rows: list[int]
     num_tokens: list[int]
     new_blocks: list[list[int]]
+    # Guesses at what follows, for rows that decode: they are the last of its `num_tokens`. No other step is planned
+    # until the result of one with drafts is here.
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    # Guesses that the shards are to return for each row that samples, for the next step to verify.
+    num_proposals: int = 0
     # (row, traceparent) of the prompts that are traced; only with tracing.
     traces: list[tuple[int, str]] = field(default_factory=list)
+    # Adapters that are brought to the device before its rows are computed.
+    placements: list[Placement] = field(default_factory=list)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether what the next step computes depends on the result of this one."""
+        return bool(self.drafts or self.num_proposals)
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What came back: one token for each row of the plan that sampled, in the plan's order."""
+    """What came back: the tokens of each row of the plan that sampled, in the plan's order."""
 
     id: int
     token_ids: list[int]
     logprobs: list[float]
+    # Of a step with drafts: how many of token_ids each row that sampled got. Else empty: one each.
+    num_sampled: list[int] = field(default_factory=list)
+    # As many as the plan asked for of each row that sampled.
+    proposed_ids: list[int] = field(default_factory=list)
     # index into token_ids -> (ids, logprobs), for rows that asked for them
     top_tokens: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     # row -> log probabilities of the successors of the prompt tokens that this step computed

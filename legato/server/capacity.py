@@ -8,7 +8,7 @@ from legato.pb import generate_pb2 as pb
 from legato.server.interceptor import RequestRefused
 
 # Defaults for clients that call Warmup without limits.
-DEFAULT_ROWS = 128
+DEFAULT_ROWS = 512
 DEFAULT_STEP_TOKENS = 512
 RESERVED_BLOCKS = 1  # block 0 takes the writes of padded rows
 GIB = 2**30

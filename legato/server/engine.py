@@ -7,18 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from legato.grammar.wire import from_pb
 from legato.layers.kv_cache import KVCache
+from legato.layers.lora import StepAdapters
 from legato.layers.shard import Shard
-from legato.models.registry import CausalModel
+from legato.models.registry import CausalModel, GreedyModel
+from legato.models.speculators import Speculator
 from legato.models.vision import VisionModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
+from legato.server.adapters import ShardAdapters
+from legato.server.drafts import verify, verify_greedy
 from legato.server.grammars import Grammars
 from legato.server.graphs.captures import mixed_sizes
 from legato.server.graphs.decode import CudaRecorder, Record
@@ -26,6 +31,7 @@ from legato.server.graphs.steps import StepGraphs
 from legato.server.memory import is_out_of_memory, refused_for_memory, release
 from legato.server.pending import ForwardResult, PendingStep, SampledTokens, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
+from legato.server.reasoning import RowReasoning
 from legato.server.rows import Rows, RowStep, to_device
 from legato.server.vision.images import VisionEncoder
 from legato.vision.rules import ImageRules
@@ -50,23 +56,33 @@ class Engine:
         graph_sizes: tuple[int, ...] = (),  # decode batch sizes to capture; (0,): none, (): every size that comes up
         shard: Shard | None = None,
         image_rules: ImageRules | None = None,  # how images are cut into tokens; None: text only
+        speculator: Speculator | None = None,
+        drafts: bool = False,  # whether decodes may bring some
+        adapters: ShardAdapters | None = None,  # None: the shard takes none
     ) -> None:
         self.model = model
         self.cache = cache
         self.device = cache.layers[0].keys.device
         self.dtype = model.kv_shape.dtype
         has_encoder = model.config.decoder_start_token_id is not None
-        self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device, has_encoder)
+        self.adapters = adapters
+        on_device = None if adapters is None else adapters.device
+        self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device, has_encoder, on_device)
         self.sampler = make_sampler(max_rows)
         self.grammars = grammars
+        self.speculator = speculator
         self.vision_encoder: VisionEncoder | None = None
         if image_rules is not None and isinstance(model, VisionModel):
             self.vision_encoder = VisionEncoder(model, image_rules, max_rows, self.device)
+        self._num_proposals = 0  # that the step which is computed asks for
         self.shard = shard or Shard()
         # One shard of several must not split a step: the others would compute the whole.
         self._max_splits = MAX_SPLITS if self.shard.world_size == 1 else 0
         # Encoders of prompts and images have no fixed shape.
-        self._mixed_sizes = [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows)
+        self._mixed_sizes = (
+            [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows, drafts=drafts)
+        )
+        self._likeliest = model.likeliest if isinstance(model, GreedyModel) else None
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
             self.use_graphs(graph_sizes, CudaRecorder())
@@ -75,6 +91,8 @@ class Engine:
         """From now on; nothing is captured yet. `mixed` are other sizes for steps with prompts."""
         mixed = self._mixed_sizes if mixed is None or not self._mixed_sizes else mixed
         self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard)
+        for kind in self.graphs.kinds:
+            kind.keeps_hidden = self.speculator is not None
 
     def forget_rows(self) -> None:
         """A new router comes: what its rows hold is up to its admissions."""
@@ -104,7 +122,10 @@ class Engine:
             self._configure_sampler(admission)
             if self.vision_encoder is not None:
                 self.vision_encoder.admit(admission)
+        if self.adapters is not None:
+            self.adapters.place(request.adapters)
         self.rows.write_blocks()
+        self._num_proposals = request.num_proposals
         outcomes = self._replay(parts) or self._forward(parts)
         outcomes = [outcome.to_host() for outcome in outcomes]
         clock.stop()
@@ -125,13 +146,19 @@ class Engine:
         if done is None:
             return []
         sampled = [place for place, part in enumerate(ordered) if part.samples]
-        rows = [ordered[place].row for place in sampled]
+        sampling = [ordered[place] for place in sampled]
+        rows = [part.row for part in sampling]
+        count = sum(part.num_sampled for part in sampling)
         if not rows:
             chosen = None
         elif self.sampler.is_greedy(rows) and not self.grammars.active(rows):
-            chosen = SampledTokens(rows, done.token_ids[: len(rows)], done.logprobs[: len(rows)])
+            chosen = SampledTokens(rows, done.token_ids[:count], done.logprobs[:count])
+            if count > len(rows):
+                chosen = self._accept(sampling, verify_greedy(chosen.token_ids, chosen.logprobs, sampling))
         else:
-            chosen = self._choose(done.logits[: len(rows)], rows)
+            chosen = self._choose_all(done.logits[:count], sampling)
+        if chosen is not None and done.hidden is not None:
+            chosen = self._propose(done.hidden, sampling, chosen)
         return [ForwardResult(chosen, _restore(order, sampled), {})]
 
     def _forward(self, parts: list[RowStep], splits: int = 0) -> list[ForwardResult]:
@@ -143,7 +170,7 @@ class Engine:
         ordered = [parts[place] for place in order]
         sampled = [place for place, part in enumerate(ordered) if part.samples]
         try:
-            logits, scores = self._compute(ordered)
+            hidden, logits, scores = self._compute(ordered)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or splits == self._max_splits or not all(halves(parts)):
                 raise
@@ -151,27 +178,70 @@ class Engine:
                 "Out of memory: a step of %d tokens is computed in two halves", sum(part.count for part in parts)
             )
         else:
-            chosen = None if logits is None else self._choose(logits, [ordered[place].row for place in sampled])
+            chosen = None
+            if logits is not None:
+                sampling = [ordered[place] for place in sampled]
+                chosen = self._propose(hidden, sampling, self._choose_all(logits, sampling))
             return [ForwardResult(chosen, _restore(order, sampled), scores)]
         release(self.device)  # here, where the error no longer holds what it failed with
         return [outcome for half in halves(parts) for outcome in self._forward(half, splits + 1)]
 
-    def _compute(self, parts: list[RowStep]) -> tuple[torch.Tensor | None, dict[int, list[PromptScores]]]:
-        """Logits of the rows that sample, if any do, and log probabilities of prompts."""
+    def _compute(self, parts: list[RowStep]) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, list[PromptScores]]]:
+        """States and logits of the rows that sample, if any do, and log probabilities of prompts."""
         step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
         if self.vision_encoder is not None:
             step = self.vision_encoder.add_images(step, parts)
         has_scores = any(map(self.rows.wants_scores, parts))
+        if self.adapters is not None:
+            self.adapters.begin(step.adapters)
         hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
         if self.graphs is not None:
             self.rows.lengths[step.rows] = step.context_lens
             self.rows.out_of_sync.difference_update(part.row for part in parts)
-        scores = self._prompt_scores(hidden, parts) if has_scores else {}
+        scores = self._prompt_scores(hidden, parts, step.adapters) if has_scores else {}
+        hidden = step.wanted(hidden) if has_scores else hidden
         if not any(part.samples for part in parts):
-            return None, scores
-        return self.model.logits(step.wanted(hidden) if has_scores else hidden), scores
+            return hidden, None, scores
+        if step.adapters is not None:
+            step.adapters.narrow(step.logits_indices)
+        return hidden, self.model.logits(hidden), scores
+
+    def _choose_all(self, logits: torch.Tensor, parts: list[RowStep]) -> SampledTokens:
+        """Of parts that sample, from the logits of all positions at which they do."""
+        rows = [part.row for part in parts]
+        if len(logits) == len(rows):
+            return self._choose(logits, rows)
+        if self.sampler.is_greedy(rows) and not self.grammars.active(rows):
+            everywhere = [part.row for part in parts for _ in range(part.num_sampled)]
+            chosen = self._choose(logits, everywhere)
+            return self._accept(parts, verify_greedy(chosen.token_ids, chosen.logprobs, parts))
+        verified = verify(logits, parts, self._choose, lambda rows, ids: self.grammars.accept(rows, lambda: ids))
+        return self._accept(parts, verified)
+
+    def _propose(self, hidden: torch.Tensor, parts: list[RowStep], chosen: SampledTokens) -> SampledTokens:
+        """Let the speculator guess on, from the states [positions, hidden_size] of all positions that were sampled."""
+        if self.speculator is None or not self._num_proposals:
+            return chosen
+        firsts = [0, *accumulate(part.num_sampled for part in parts)][:-1]
+        counts = chosen.counts or [1] * len(parts)
+        last = np.array([first + count - 1 for first, count in zip(firsts, counts, strict=True)])
+        rows = np.array([part.row for part in parts])
+        there = to_device(np.stack((last, rows)), self.device)
+        states, token_ids = hidden[there[0]], self.rows.last_tokens[there[1]]
+        count = min(self._num_proposals, self.speculator.num_tokens)
+        return replace(chosen, proposals=self.speculator.propose(states, token_ids, count))
+
+    def _accept(self, parts: list[RowStep], verified: SampledTokens) -> SampledTokens:
+        ends = accumulate(verified.counts)
+        token_ids = verified.token_ids.tolist()
+        self.rows.accept_drafts(parts, verified.counts, [token_ids[end - 1] for end in ends])
+        return verified
 
     def _choose(self, logits: torch.Tensor, rows: list[int]) -> SampledTokens:
+        if self._likeliest is not None and self.sampler.is_greedy(rows) and not self.grammars.active(rows):
+            token_ids, logprobs = self._likeliest(logits)
+            self.rows.last_tokens[to_device(np.array(rows), self.device)] = token_ids
+            return SampledTokens(rows, token_ids, logprobs)
         sampled = self.sampler.sample(logits, rows, self.grammars.allowed(rows))
         self.rows.last_tokens[to_device(np.array(rows), self.device)] = sampled.token_ids
         # The largest logit is finite if the others are: NaN and infinity win.
@@ -190,13 +260,19 @@ class Engine:
                 admission.num_generated,
             )
             self.rows.append_blocks(admission.row, list(admission.blocks))
-        parts, first = [], 0
+            if self.rows.adapters is not None:
+                self.rows.adapters.set(admission.row, admission.adapter_slot if admission.adapter_id else None)
+        parts, first, first_draft = [], 0, 0
         new_blocks = list(request.new_blocks)
-        for row, count, num_new in zip(request.rows, request.num_tokens, request.num_new_blocks, strict=True):
+        num_drafts = request.num_drafts or [0] * len(request.rows)
+        columns = zip(request.rows, request.num_tokens, request.num_new_blocks, num_drafts, strict=True)
+        for row, count, num_new, drafts in columns:
             if num_new:
                 self.rows.append_blocks(row, new_blocks[first : first + num_new])
                 first += num_new
-            parts.append(self.rows.advance(row, count))
+            draft_ids = tuple(request.draft_ids[first_draft : first_draft + drafts])
+            first_draft += drafts
+            parts.append(self.rows.advance(row, count, draft_ids))
         return parts
 
     def _configure_sampler(self, admission: pb.Admission) -> None:
@@ -208,9 +284,12 @@ class Engine:
             admission.row, admission.parameters, prompt_ids, generated_ids, top_n_tokens=admission.top_n_tokens
         )
         grammar, most = from_pb(admission.parameters), admission.max_new_tokens
-        self.grammars.set_row(admission.row, grammar, generated_ids.tolist(), most)
+        reasoning = RowReasoning.of(admission.parameters)
+        self.grammars.set_row(admission.row, grammar, generated_ids.tolist(), most, reasoning)
 
-    def _prompt_scores(self, hidden: torch.Tensor, parts: list[RowStep]) -> dict[int, list[PromptScores]]:
+    def _prompt_scores(
+        self, hidden: torch.Tensor, parts: list[RowStep], adapters: StepAdapters | None
+    ) -> dict[int, list[PromptScores]]:
         wanted: dict[int, list[PromptScores]] = {}
         first = 0
         for part in parts:
@@ -218,11 +297,13 @@ class Engine:
             last = min(part.start + part.count, len(sequence.input_ids) - 1)
             if sequence.prompt_logprobs and part.start < last:
                 successors = to_device(sequence.input_ids[part.start + 1 : last + 1], self.device)
-                states = hidden[first : first + last - part.start]
-                wanted[part.row] = [
-                    prompt_scores(self.model.logits(state), successor, sequence.num_top_tokens)
-                    for state, successor in zip(_pieces(states), _pieces(successors), strict=True)
-                ]
+                scores = wanted[part.row] = []
+                places = range(first, first + last - part.start, PROMPT_LOGITS_TOKENS)
+                for place, successor in zip(places, _pieces(successors), strict=True):
+                    if adapters is not None:
+                        adapters.use(place, place + len(successor))
+                    logits = self.model.logits(hidden[place : place + len(successor)])
+                    scores.append(prompt_scores(logits, successor, sequence.num_top_tokens))
             first += part.count
         return wanted
 

@@ -16,6 +16,7 @@ from legato.common.sockets import claim_socket, remove_socket
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from legato.server.interceptor import ExceptionInterceptor
+from legato.server.legacy.older import add_older_contracts
 from legato.server.stream import StepStreamService
 from legato.server.tracing import ShardSpans
 
@@ -60,7 +61,8 @@ async def listen(service: StepStreamService, path: str) -> grpc.aio.Server:
     server = grpc.aio.server(interceptors=interceptors, options=UNLIMITED_MESSAGES)
     pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
     name = pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
-    reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
+    older = add_older_contracts(service, server)
+    reflection.enable_server_reflection((name, *older, reflection.SERVICE_NAME), server)
     claim_socket(path, FLAG)  # again: gRPC would take the path away from a server that came while we were loading
     old_mask = os.umask(0o177)  # the socket is made with mode 0600: only this user may drive the model
     try:

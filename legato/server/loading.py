@@ -13,11 +13,18 @@ import torch
 from legato.common.errors import ModelError, ModelFileError, OptionError
 from legato.common.options import ServerOptions
 from legato.common.progress import LOADING_WEIGHTS
+from legato.cpu.library import library
+from legato.cpu.threads import usable_cores
 from legato.kernels.language import enable_triton
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.locate import locate_checkpoint
+from legato.modelfiles.speculator import SpeculatorFiles
 from legato.models.config import ModelConfig
+from legato.models.host import on_host
 from legato.models.registry import CausalModel, get_model, model_config
+from legato.models.speculators import Speculator, load_speculator
+from legato.models.targets import AdapterTarget
 from legato.server.rendezvous import join, share_cores
 
 logger = logging.getLogger(__name__)
@@ -34,6 +41,8 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     shard: Shard = field(default_factory=Shard)
+    speculator: Speculator | None = None
+    targets: list[AdapterTarget] = field(default_factory=list)  # the layers that LoRA adapters may change
 
 
 def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] = lambda: None) -> LoadedModel:
@@ -51,16 +60,54 @@ def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] 
         step = FINE_STEP if options.json_output else STEP
         progress = LoadProgress(step, advance) if options.load_format == "auto" else None
         dummy = options.load_format == "dummy"
+        packs = device.type == "cpu" and options.dtype is None
+        if packs:
+            start_kernels(options.world_size)
         trusted = options.trust_remote_code
+        targets: list[AdapterTarget] = []
         model = get_model(
             files, config, dtype, device, shard=shard, dummy=dummy, progress=progress, trust_remote_code=trusted,
-            quantize=options.quantize,
+            quantize=options.quantize, packs=packs, targets=targets,
         )  # fmt: skip
+        speculator = _speculator(options, model, dtype, device)
+        # A speculator reads the states that its base model has after the last norm.
+        if packs and options.world_size == 1 and speculator is None:
+            model = on_host(model)
     seconds = round(time.perf_counter() - started, 2)
     logger.info(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
     )
-    return LoadedModel(model, files, device, dtype, shard)
+    return LoadedModel(model, files, device, dtype, shard, speculator, targets)
+
+
+def _speculator(
+    options: ServerOptions, model: CausalModel, dtype: torch.dtype, device: torch.device
+) -> Speculator | None:
+    """That of `--model-id`, if it is the checkpoint of one."""
+    files = None if options.model_id is None else SpeculatorFiles.find(locate_checkpoint(options))
+    if options.speculate and model.config.decoder_start_token_id is not None:
+        raise OptionError("--speculate is not supported for encoder-decoder models")
+    if files is None:
+        return None
+    if (options.speculate or 0) > files.num_tokens:
+        raise OptionError(
+            f"--speculate {options.speculate}: the speculator {files.path} guesses {files.num_tokens} tokens at most"
+        )
+    return load_speculator(files, model, dtype, device)
+
+
+def start_kernels(world_size: int) -> None:
+    """Start the threads of the CPU kernels, or say that there are none."""
+    kernels = library()
+    if kernels is None:
+        logger.warning(
+            "The CPU kernels are not built, torch's int8 products are used instead: they are slower. "
+            "Install a C compiler and run `python -m legato.cpu.build`"
+        )
+        return
+    wanted = max(1, min(torch.get_num_threads(), usable_cores() // world_size))
+    fields = {"instructions": kernels.instruction_set, "threads": kernels.start_threads(wanted)}
+    logger.info("CPU kernels", extra={"fields": fields})
 
 
 @contextmanager

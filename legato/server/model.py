@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import grpc
@@ -18,7 +19,9 @@ from legato.layers.kv_cache import KVCache, KVShape
 from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
-from legato.server.capacity import Capacity, RequestedLimits, gib
+from legato.server.adapters import open_adapters
+from legato.server.allocator import release_blocks, return_freed_memory
+from legato.server.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
 from legato.server.graphs.captures import kept_rows, mixed_sizes
@@ -32,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 # KV blocks for measuring the largest step: all rows write to the same one.
 WARMUP_BLOCKS = 2
+MB = 10**6
+# What cached prefixes may take on a CPU beside the smallest models.
+LEAST_PREFIX_CACHE = 128 * MB
 CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -50,6 +56,7 @@ class Model:
         self.eos_token_ids = loaded.files.eos_token_ids()
         self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
         self.image_rules = image_rules(loaded.files)
+        self.adapters = open_adapters(loaded, options)
         self._engine: Engine | None = None
         self._capacity: Capacity | None = None
         self._has_compiled = False
@@ -85,7 +92,8 @@ class Model:
             requires_padding=False,
             dtype=f"torch.{str(self.loaded.dtype)[6:]}",
             device_type=self.loaded.device.type,
-            speculate=0,
+            speculate=self.speculate,
+            num_proposals=0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens,
             support_chunking=not has_encoder,
             use_prefix_caching=self.options.prefix_caching and not has_encoder,
             attention_impl="paged",
@@ -96,7 +104,15 @@ class Model:
             model_type=config.model_type,
             decoder_start_token_id=config.decoder_start_token_id,
             num_uncaptured=0 if graphs is None else graphs.num_pending,
+            adapters=[] if self.adapters is None else self.adapters.infos,
+            num_adapter_pages=0 if self.adapters is None else self.adapters.device.num_pages,
         )
+
+    @property
+    def speculate(self) -> int:
+        """Drafts of a row in a step, at most: as many as a speculator can guess, unless fewer are asked for."""
+        heads = 0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens
+        return heads if self.options.speculate is None else self.options.speculate
 
     @property
     def kv_shape(self) -> KVShape:
@@ -123,6 +139,7 @@ class Model:
         if self._engine is not None:  # a second warm-up replaces the first cache
             unfreeze_gc()
         self._engine = self._capacity = None
+        request = self._with_defaults(request)
         max_positions = self.loaded.model.config.max_positions
         requested = RequestedLimits(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
         # Shards agree on what the one with the least memory can hold.
@@ -136,6 +153,7 @@ class Model:
             self._engine = self._make_engine(capacity.num_blocks, requested, capacity.max_total_tokens)
         self._first_steps(capacity)
         self._capacity = capacity
+        self.release_blocks(range(RESERVED_BLOCKS, capacity.num_blocks))
         fields = {
             "seconds": round(time.perf_counter() - started, 2),
             "kv_blocks": capacity.num_blocks,
@@ -145,6 +163,34 @@ class Model:
         }
         logger.info(WARMED_UP, extra={"fields": fields})
         return capacity
+
+    @property
+    def max_unused_blocks(self) -> int | None:
+        """What `--prefix-cache-mb` allows. By default prefixes on a CPU take about as much memory as the weights."""
+        given, block_bytes = self.options.prefix_cache_mb, self.kv_shape.bytes_per_token * self.block_size
+        if given is None and self.loaded.device.type != "cpu":
+            return None
+        room = LEAST_PREFIX_CACHE if given is None else given * MB
+        if given is None and self.options.load_format == "auto":
+            room = max(room, sum(file.stat().st_size for file in self.loaded.files.weight_files()))
+        return room // block_bytes
+
+    def release_blocks(self, blocks: Sequence[int]) -> None:
+        """Give the memory of KV blocks back to the system, and what else is free, where the system has the memory."""
+        if not all(RESERVED_BLOCKS <= block < self.capacity.num_blocks for block in blocks):
+            raise RequestRefused(f"blocks: they must be from {RESERVED_BLOCKS} to {self.capacity.num_blocks - 1}")
+        if self.loaded.device.type == "cpu":
+            release_blocks(self.engine.cache, blocks)
+            return_freed_memory()
+
+    def _with_defaults(self, request: pb.WarmupRequest) -> pb.WarmupRequest:
+        """The limits that the caller does not name: TGI's router does not know of `max_rows`."""
+        named = pb.WarmupRequest()
+        named.CopyFrom(request)
+        named.max_rows = request.max_rows or self.options.max_batch_size or DEFAULT_ROWS
+        if not request.max_input_tokens and self.options.max_input_tokens is not None:
+            named.max_input_tokens = self.options.max_input_tokens
+        return named
 
     def _budget(self, requested: RequestedLimits) -> int:
         """Bytes for the KV cache."""
@@ -156,10 +202,14 @@ class Model:
         cure = "lower --max-batch-prefill-tokens or --max-concurrent-requests"
         with refused_for_memory(f"{lost}; {cure}", device):
             reading = measure(lambda: self._run_largest_steps(requested), device)
-        kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes)
+        kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes, drafts=self.speculate > 0)
+        if self.adapters is not None:
+            kept *= 2  # each with adapters, too
         largest, layers = mixed_sizes(rows)[-1], self.loaded.model.config.num_layers
         # Of every row a graph keeps the logits, the token and its log probability.
         row_bytes = self.loaded.model.config.vocab_size * self.loaded.dtype.itemsize + 12
+        if self.loaded.speculator is not None:  # and the state that it goes on from
+            row_bytes += self.loaded.model.config.hidden_size * self.loaded.dtype.itemsize
         graphs = graph_bytes(kept, largest, layers, row_bytes, tokens, reading.peak - reading.reserved)
         logger.info(
             "Memory measured",
@@ -187,7 +237,10 @@ class Model:
         engine = self._make_engine(WARMUP_BLOCKS, requested, requested.longest, graphs=False)
         if engine.vision_encoder is not None:
             engine.vision_encoder.encode_largest(requested.longest)
-        for step in (full_step(requested), *common):
+        with nullcontext() if self.adapters is None else self.adapters.pretended():
+            engine.launch(full_step(requested, with_adapters=self.adapters is not None)).read()
+            self._advance()
+        for step in common:
             engine.launch(step).read()
             self._advance()
 
@@ -205,6 +258,9 @@ class Model:
             sizes,
             self.loaded.shard,
             self.image_rules,
+            self.loaded.speculator,
+            drafts=self.speculate > 0,
+            adapters=self.adapters,
         )
 
     def _make_sampler(self, max_rows: int) -> Sampler:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -25,13 +26,20 @@ class SampledTokens:
     top: LikeliestTokens | None = None
     # Index -> why the token there is invalid.
     errors: dict[int, str] = field(default_factory=dict)
+    # Of a step with drafts: how many tokens each row has got, one behind the other. Else empty: one each.
+    counts: list[int] = field(default_factory=list)
+    # [rows, count], what may follow the last token of each row; None if nobody asked.
+    proposals: torch.Tensor | None = None
 
     def to_host(self) -> SampledTokens:
         """Queue the copies behind the step. Wait for the step's event before reading them."""
         top = self.top
         if top is not None:
             top = replace(top, token_ids=_to_host(top.token_ids), logprobs=_to_host(top.logprobs))
-        return replace(self, token_ids=_to_host(self.token_ids), logprobs=_to_host(self.logprobs), top=top)
+        proposals = None if self.proposals is None else _to_host(self.proposals)
+        return replace(
+            self, token_ids=_to_host(self.token_ids), logprobs=_to_host(self.logprobs), top=top, proposals=proposals
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +48,23 @@ class ForwardResult:
 
     chosen: SampledTokens | None
     # Index of each sampled row, in the order of the request: a forward computes decodes first.
-    places: list[int]
+    order: list[int]
     # By row, for the rows that asked for the log probabilities of their prompt.
     prompt_scores: dict[int, list[PromptScores]]
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each sampled row, in the order of the request."""
+        counts = [] if self.chosen is None else self.chosen.counts
+        return [counts[index] for index in self.order] if counts else [1] * len(self.order)
+
+    @property
+    def places(self) -> list[int]:
+        """Where the sampled tokens are, in the order of the request."""
+        if self.chosen is None or not self.chosen.counts:
+            return self.order
+        counts, ends = self.chosen.counts, list(accumulate(self.chosen.counts))
+        return [place for index in self.order for place in range(ends[index] - counts[index], ends[index])]
 
     def to_host(self) -> ForwardResult:
         return self if self.chosen is None else replace(self, chosen=self.chosen.to_host())
@@ -61,6 +83,11 @@ class PendingStep:
         response = pb.StepResponse(id=self.step_id, forward_ns=self.clock.wait())
         for chosen, places in self._chosen():
             _read_tokens(chosen, places, response)
+        if any(outcome.chosen is not None and outcome.chosen.counts for outcome in self.outcomes):
+            response.num_sampled.extend(count for outcome in self.outcomes for count in outcome.counts)
+        for outcome in self.outcomes:
+            if outcome.chosen is not None and outcome.chosen.proposals is not None:
+                response.proposed_ids.extend(outcome.chosen.proposals[outcome.order].flatten().tolist())
         for row, pieces in self._prompt_scores().items():
             response.prompt_logprobs.add(
                 row=row,

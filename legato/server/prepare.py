@@ -52,14 +52,30 @@ class Packed:
         self.ends = np.cumsum(self.counts)
         self.context_lens = self.starts + self.counts
         self.num_decodes = sum(part.decode for part in parts)
-        sampling = np.array([part.samples for part in parts])
-        self.sampled_rows = self.rows[sampling]
-        self.sampled_tokens = self.ends[sampling] - 1
+        # At how many of its last tokens each samples.
+        num_sampled = np.array([part.num_sampled for part in parts])
+        self.sampled_rows = np.repeat(self.rows, num_sampled)
+        self.sampled_tokens = _last(self.ends, num_sampled)
         # Of every token: where it is in its sequence, and in which row that is.
         self.positions = np.arange(self.ends[-1]) - np.repeat(self.ends - self.context_lens, self.counts)
         self.owners = np.repeat(self.rows, self.counts)
-        chunks = [rows[part.row].input_ids[part.start : part.start + part.count] for part in parts[self.num_decodes :]]
+        self.has_drafts = any(part.draft_ids for part in parts)
+        chunks = [_chunk_ids(rows, part) for part in parts[self.num_decodes :]]
+        # Negative: the last token of the row, on the device.
         self.chunk_ids = np.concatenate(chunks) if chunks else np.zeros(0, dtype=np.int64)
+
+
+def _chunk_ids(rows: Rows, part: RowStep) -> np.ndarray:
+    ids = rows[part.row].input_ids[part.start : part.start + part.count]
+    if not part.draft_ids:
+        return ids
+    return np.concatenate((ids if len(ids) else [-1], part.draft_ids)).astype(np.int64)
+
+
+def _last(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Of each run of tokens, which ends before `ends`, the last `counts`."""
+    cu_counts = np.cumsum(counts)
+    return np.arange(cu_counts[-1]) + np.repeat(ends - cu_counts, counts)
 
 
 def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtype) -> Step:
@@ -67,18 +83,26 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
     device, packed = rows.last_tokens.device, Packed(rows, parts)
     d = packed.num_decodes
     row_index, positions = to_device(packed.rows, device), to_device(packed.positions, device)
-    blocks = rows.block_tables[to_device(packed.owners, device), positions // block_size].long()
     input_ids = rows.last_tokens[row_index[:d]]
     if d < len(parts):
         input_ids = torch.cat((input_ids, to_device(packed.chunk_ids, device)))
+    if packed.has_drafts:
+        input_ids = torch.where(input_ids < 0, rows.last_tokens[to_device(packed.owners, device)], input_ids)
     on_host = None
     if device.type == "cpu":
+        # numpy, which is at home in small arrays: a call of torch takes microseconds.
+        tables = rows.block_tables.numpy()
+        blocks = tables[packed.owners, packed.positions // block_size].astype(np.int64)
+        slots = torch.from_numpy(blocks * block_size + packed.positions % block_size)
         query_lens, context_lens = packed.counts.tolist(), packed.context_lens.tolist()
-        on_host = PagedContext(query_lens, context_lens, d, rows.block_tables[row_index], block_size, dtype)
+        on_host = PagedContext(query_lens, context_lens, d, torch.from_numpy(tables[packed.rows]), block_size, dtype)
+    else:
+        chosen = rows.block_tables[to_device(packed.owners, device), positions // block_size].long()
+        slots = chosen * block_size + positions % block_size
     return Step(
         input_ids=input_ids,
         positions=positions,
-        slots=blocks * block_size + positions % block_size,
+        slots=slots,
         # Kernels need at least one row: of a step without samples, one token is kept all the same.
         logits_indices=to_device(packed.sampled_tokens if len(packed.sampled_tokens) else packed.ends[:1] - 1, device),
         num_decodes=d,
@@ -88,6 +112,7 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         chunks=_spans(packed.counts[d:], packed.starts[d:], d, device),
         on_host=on_host,
         sides=None if rows.encoder_lens is None else _sides(rows, rows.encoder_lens, parts, packed),
+        adapters=rows.adapters_of(parts, packed.owners),
     )
 
 

@@ -7,9 +7,11 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TypeVar
 
 import grpc
+from tokenizers import Tokenizer
 
 from legato.common.errors import LegatoError
 from legato.common.gc import freeze_gc
@@ -19,6 +21,7 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
+from legato.server.adapters import ShardAdapters
 from legato.server.allocator import keep_freed_memory
 from legato.server.device import end_if_device_failed
 from legato.server.graphs.steps import StepGraphs
@@ -99,6 +102,7 @@ class TextGenerationService(StepStreamService):
             max_total_tokens=capacity.max_total_tokens,
             num_blocks=capacity.num_blocks,
             max_rows=capacity.max_rows,
+            max_unused_blocks=self._model.max_unused_blocks,
         )
         self._warm = request, response
         return response
@@ -113,9 +117,24 @@ class TextGenerationService(StepStreamService):
         return await self._on_engine("FilterBatch", lambda: self._batches("FilterBatch").filter(request))
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
+        """Of unary batches, as in TGI, or of the blocks that a router names."""
+        if request.blocks:
+            await self._on_engine("ClearCache", lambda: self._model.release_blocks(list(request.blocks)))
+            return pb.ClearCacheResponse()
         if self._unary is not None:
             await self._on_engine("ClearCache", lambda: self._batches("ClearCache").clear(request))
         return pb.ClearCacheResponse()
+
+    @property
+    def is_warm(self) -> bool:
+        return self._warm is not None
+
+    async def num_tokens(self, text: str) -> int:
+        return await asyncio.to_thread(lambda: len(self._tokenizer.encode(text).ids))
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._model.loaded.files.tokenizer()
 
     async def PrepareGrammar(self, request: pb.PrepareGrammarRequest, context: Context) -> pb.PrepareGrammarResponse:
         grammar = from_pb(request)
@@ -127,6 +146,26 @@ class TextGenerationService(StepStreamService):
         except GrammarError as error:
             return pb.PrepareGrammarResponse(error=str(error))
         return pb.PrepareGrammarResponse()
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        """On a thread of its own: steps go on."""
+        adapters = self._adapters()
+        loading = asyncio.get_running_loop().run_in_executor(
+            adapters.loader, adapters.load, request.adapter_id, request.path
+        )
+        try:
+            return pb.LoadAdapterResponse(adapter=await loading)
+        except LegatoError as error:
+            return pb.LoadAdapterResponse(error=str(error))
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        self._adapters().unload(request.adapter_id)
+        return pb.UnloadAdapterResponse()
+
+    def _adapters(self) -> ShardAdapters:
+        if self._model.adapters is None:
+            raise RequestRefused("this shard takes no adapters: start it with --lora-adapters or --lora-allow-runtime")
+        return self._model.adapters
 
     def _begin_stream(self) -> None:
         self._model.capacity  # noqa: B018 - refuses before warm-up
@@ -198,7 +237,7 @@ class TextGenerationService(StepStreamService):
     def _batches(self, method: str) -> UnaryBatches:
         self._refuse_while_streaming(method)
         if self._unary is None:
-            self._unary = UnaryBatches(self._model, self._model.loaded.files.tokenizer())
+            self._unary = UnaryBatches(self._model, self._tokenizer)
         return self._unary
 
     async def _on_engine(self, method: str, call: Callable[[], T]) -> T:

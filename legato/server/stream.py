@@ -55,6 +55,15 @@ class StepStreamService(pb_grpc.TextGenerationServiceServicer):
             await self._touch_device()
         return pb.HealthResponse()
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether `Warmup` was called, with success."""
+        return True
+
+    async def num_tokens(self, text: str) -> int:
+        """Tokens of a text, special ones included, for clients of `generate.v1`."""
+        raise RequestRefused("this shard does not count tokens", grpc.StatusCode.UNIMPLEMENTED)
+
     async def _touch_device(self) -> None:
         """Make sure that the device computes. An exception is the answer of `Health`."""
 

@@ -16,11 +16,21 @@ from legato.vision.rules import Size
 if TYPE_CHECKING:
     from PIL import Image
 
-MIMES = {"PNG": "image/png", "JPEG": "image/jpeg", "GIF": "image/gif", "WEBP": "image/webp"}
+MIMES = {
+    "PNG": "image/png",
+    "JPEG": "image/jpeg",
+    "GIF": "image/gif",
+    "WEBP": "image/webp",
+    "TIFF": "image/tiff",
+}
 # JPEG: start-of-frame markers, which contain the size. C4, C8 and CC are something else.
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # ... and those without a length.
 _JPEG_STANDALONE = frozenset({0x01, *range(0xD0, 0xD8)})
+# TIFF: the byte order of a file, by its first bytes; the tags of width and height; the types of integers.
+_TIFF_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
+_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
+_TIFF_INTEGERS = {3: "H", 4: "I"}
 
 
 class InvalidImage(LegatoError):
@@ -46,12 +56,14 @@ def format_of(data: bytes) -> str:
         return "GIF"
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
-    raise InvalidImage("is not a PNG, JPEG, GIF or WebP file")
+    if data[:4] in _TIFF_ORDERS:
+        return "TIFF"
+    raise InvalidImage("is not a PNG, JPEG, GIF, WebP or TIFF file")
 
 
 def declared_size(data: bytes) -> Size:
     """The size in the header, without decompressing anything."""
-    readers = {"PNG": _png_size, "JPEG": _jpeg_size, "GIF": _gif_size, "WEBP": _webp_size}
+    readers = {"PNG": _png_size, "JPEG": _jpeg_size, "GIF": _gif_size, "WEBP": _webp_size, "TIFF": _tiff_size}
     try:
         size = readers[format_of(data)](data)
     except (struct.error, IndexError):
@@ -123,3 +135,18 @@ def _jpeg_size(data: bytes) -> Size:
         else:
             (length,) = struct.unpack_from(">H", data, at + 2)
             at += 2 + max(length, 2)
+
+
+def _tiff_size(data: bytes) -> Size:
+    """Reads the first directory: a count, then entries of tag, type, number of values and value."""
+    order = _TIFF_ORDERS[data[:4]]
+    (at,) = struct.unpack_from(f"{order}I", data, 4)
+    (count,) = struct.unpack_from(f"{order}H", data, at)
+    found: dict[int, int] = {}
+    for entry in range(at + 2, at + 2 + 12 * count, 12):
+        tag, kind, number = struct.unpack_from(f"{order}HHI", data, entry)
+        if tag in (_TIFF_WIDTH, _TIFF_HEIGHT) and kind in _TIFF_INTEGERS and number == 1:
+            (found[tag],) = struct.unpack_from(f"{order}{_TIFF_INTEGERS[kind]}", data, entry + 8)
+    if len(found) < 2:
+        raise InvalidImage("is not a valid TIFF file: its first directory has no size")
+    return Size(found[_TIFF_HEIGHT], found[_TIFF_WIDTH])

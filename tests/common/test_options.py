@@ -82,22 +82,33 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "queue-timeout": 0.0,
     "request-timeout": 0.0,
     "fake": False,
+    "fake-script": None,
     "fake-step-ms": 0.0,
     "fake-token-ms": 0.0,
     "model-id": None,
     "block-size": 16,
     "prefix-caching": True,
+    "prefix-cache-mb": None,
     "load-format": "auto",
     "device": "auto",
     "logger-level": "info",
     "schema-lenient": False,
     "api-key-file": None,
     "tool-call-parser": "auto",
+    "reasoning-parser": "auto",
+    "reasoning-budget": None,
+    "response-store": None,
+    "response-store-size": 32 << 20,
     "max-image-bytes": 1 << 24,
     "max-image-pixels": 1 << 24,
     "image-url-allow": (),
     "hang-timeout": 30.0,
     "load-timeout": 600.0,
+    "lora-device-ranks": None,
+    "lora-max-rank": None,
+    "lora-target-modules": (),
+    "lora-allow-runtime": False,
+    "lora-allow": (),
     "max-restarts": 10,
 }
 
@@ -152,6 +163,7 @@ def test_groups_end_with_the_programs_own_options() -> None:
         "HTTP",
         "Logs",
         "Supervision",
+        "LoRA adapters at run time",
         "Shards",
     ]
 
@@ -237,8 +249,6 @@ def test_an_invalid_command_line_exits_2(args: list[str], capsys: pytest.Capture
 
 
 LATER = {
-    "--speculate": "2",
-    "--lora-adapters": "some/adapter",
     "--ngrok-authtoken": "secret",
     "--ngrok-edge": "edge",
 }
@@ -295,6 +305,7 @@ def test_forward_passes_what_the_target_has_and_what_differs_from_its_defaults()
         "--rope-factor=2.0",
         "--no-prefix-caching",
         "--json-output",
+        "--max-input-tokens=7",
     ]
     assert forward(options, DownloadOptions) == ["some/model", "--json-output"]
 

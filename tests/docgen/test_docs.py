@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from legato.common.option import table
 from legato.common.options import PROGRAMS
@@ -58,3 +59,24 @@ def test_every_fault_has_a_row() -> None:
         r"^\| (\d+) \|.*\| `(?:tests/|make ).*\|$", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE
     )
     assert [int(row) for row in rows] == [*range(1, 7), *range(30, 44), *range(49, 54)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_examples_can_be_parsed(document: Path) -> None:
+    text = document.read_text()
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        compile(block, document.name, "exec")
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        assert yaml.safe_load(block)
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
+def test_workflows_call_targets_that_exist(workflow: Path) -> None:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = {name for command in commands for name in re.findall(r"^make ([a-z-]+)", command)}
+    assert named <= set(targets)
+    stages = re.findall(r"^FROM .* AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    images = jobs.get("images", {}).get("strategy", {}).get("matrix", {}).get("include", [])
+    assert {image["target"] for image in images} <= set(stages)

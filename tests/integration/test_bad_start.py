@@ -192,10 +192,6 @@ def test_a_model_that_does_not_exist_is_named(tmp_path: Path, model_id: str) -> 
     check_both(tmp_path, model_id, model_id)
 
 
-def test_a_flag_of_a_feature_that_is_not_there_yet_is_named(tmp_path: Path, model: Path) -> None:
-    check_both(tmp_path, str(model), "--speculate", "not available", arguments=("--speculate=2",))
-
-
 def test_a_device_that_is_not_there_is_named(tmp_path: Path, model: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("the device is there")

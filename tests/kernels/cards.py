@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, device, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels import activation, device, few_linear, grouped_linear, lora, norm, rotary, sample, small_linear
 from legato.kernels.attention import chunk, decode, hopper, span
 from legato.kernels.device import GpuLimits
 from legato.kernels.kv_format import EIGHT_BITS
@@ -128,6 +128,18 @@ def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[
             grouped_linear._group_rows_torch(ids, 2),
             torch.ones(2 * tokens),
         )
+    yield from lora_products(dtype)
+
+
+def lora_products(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    place = lora.LoraPlace(0, 0, 1 << 20, 4096, (4096, 1024, 1024))
+    pages = lora.LoraPages(
+        torch.zeros(32, 1 << 21, dtype=dtype), torch.zeros(33, 32, dtype=torch.int32), torch.ones(1, 33).int()
+    )
+    for tokens in (16, 2048):
+        groups = grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 32)
+        x, out = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(tokens, 6144, dtype=dtype)
+        yield partial(lora._lora_add_triton, out, x, groups, pages, place, None)
 
 
 def quantized_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[], Any]]:

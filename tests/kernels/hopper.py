@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels import activation, few_linear, grouped_linear, lora, norm, rotary, sample, small_linear
 from legato.kernels.attention import chunk as chunk_attention
 from legato.kernels.attention import decode as decode_attention
 from legato.kernels.attention import hopper as hopper_attention
@@ -132,6 +132,7 @@ def compile_all() -> None:
         groups, rows_of_x = grouped_linear._group_rows_torch(ids, 2), torch.zeros(tokens, HIDDEN, dtype=BF16)
         grouped_linear._grouped_linear_triton(rows_of_x, packed.view(2, INNER, HIDDEN), groups, torch.ones(2 * tokens))
     compile_quantized()
+    compile_adapters()
 
 
 def compile_quantized() -> None:
@@ -147,6 +148,17 @@ def compile_quantized() -> None:
     unpack._unpacked_triton(operand, BF16, None)
     eight_bit._quantize_rows_triton(torch.zeros(2, HIDDEN, dtype=BF16), torch.float8_e4m3fn)
     activation._gate_rows_triton(torch.zeros(2, 2 * HIDDEN, dtype=BF16), "silu", torch.float8_e4m3fn)
+
+
+def compile_adapters() -> None:
+    place = lora.LoraPlace(0, 0, 1 << 20, HIDDEN, (HIDDEN, 1024, 1024))
+    pages = lora.LoraPages(
+        torch.zeros(64, 1 << 21, dtype=BF16), torch.zeros(65, 8, dtype=torch.int32), torch.ones(1, 65).int()
+    )
+    for tokens in (256, 2048):
+        groups = grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 64)
+        x, out = torch.zeros(tokens, HIDDEN, dtype=BF16), torch.zeros(tokens, HIDDEN + 2048, dtype=BF16)
+        lora._lora_add_triton(out, x, groups, pages, place, None)
 
 
 if __name__ == "__main__":

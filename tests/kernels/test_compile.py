@@ -59,6 +59,8 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_unpack_kernel",
         "_quantize_rows_kernel",
         "_gate_rows_kernel",
+        "_shrink_kernel",
+        "_expand_kernel",
     }
 
 
@@ -87,6 +89,11 @@ def test_quantized_products_of_many_rows_run_on_the_fp8_units(compiled):
     few, many = (kernel for kernel in compiled if kernel["name"] == "_tiled_kernel")
     assert few["mma"] and not few["wgmma"]
     assert many["fp8_wgmma"] == many["wgmma"] > 0
+
+
+def test_adapters_run_on_the_matrix_units(compiled):
+    adapters = [kernel for kernel in compiled if kernel["name"] in ("_shrink_kernel", "_expand_kernel")]
+    assert adapters and all(kernel["mma"] or kernel["wgmma"] for kernel in adapters)
 
 
 def test_experts_with_many_rows_run_on_the_matrix_units(compiled):

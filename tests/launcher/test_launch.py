@@ -9,11 +9,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from legato import __version__
 from legato.launcher.processes import SAME_SIGNAL_SECONDS
+from legato.modelfiles.cache import MANIFEST, Manifest
 from tests.launcher.conftest import Launched
 
 Launch = Callable[..., Launched]
@@ -83,6 +86,17 @@ def test_another_model_is_downloaded_before_anything_starts(launch: Launch) -> N
     launched.until_logged("Listening on")
     assert launched.journal[0] == "download some/model --revision=main --json-output"
     assert "INFO download: downloading" in launched.log
+
+
+def test_a_package_that_is_in_the_cache_is_not_looked_for(launch: Launch, tmp_path: Path) -> None:
+    model = tmp_path / "pypi" / "demo" / "1.0"
+    model.mkdir(parents=True)
+    manifest = Manifest("demo", "1.0", "model.gguf", {}, {})
+    (model / "model.gguf").touch()
+    (model / MANIFEST).write_text(json.dumps(asdict(manifest)))
+    launched = launch(model="pypi:demo", LEGATO_CACHE=str(tmp_path))
+    launched.until_logged("Listening on")
+    assert not any(line.startswith("download") for line in launched.journal)
 
 
 def test_a_failed_download_passes_its_line_and_code_through(launch: Launch) -> None:
@@ -313,9 +327,16 @@ def test_every_visible_device_gets_a_shard(launch: Launch) -> None:
     assert "num_shard=2" in launched.log
 
 
-def test_environment_is_printed_without_starting_anything(launch: Launch) -> None:
+def test_environment_is_logged_and_the_server_starts(launch: Launch) -> None:
+    """TGI's Docker tests start every container with `--env`."""
     launched = launch("--env")
-    assert launched.wait() == (0, "")
-    assert f"python: {platform.python_version()}" in launched.log
-    assert "torch: " in launched.log
-    assert launched.journal == []
+    launched.until_logged("Listening on")
+    first = launched.log.splitlines()[0]
+    assert f"Environment legato={__version__}" in first
+    assert f"python={platform.python_version()}" in first
+
+
+def test_a_variable_of_tgi_that_does_nothing_is_reported_once(launch: Launch) -> None:
+    launched = launch(ATTENTION="flashinfer")
+    launched.until_logged("Listening on")
+    assert launched.log.count("ATTENTION has no effect") == 1

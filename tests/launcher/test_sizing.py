@@ -52,7 +52,7 @@ def test_no_shard_at_all_is_refused() -> None:
         ({"NVIDIA_VISIBLE_DEVICES": "0,1"}, 2),
         ({"NVIDIA_VISIBLE_DEVICES": "all"}, 8),
         ({"NVIDIA_VISIBLE_DEVICES": "void"}, 8),
-        ({"ASCEND_RT_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "0,1"}, None),  # no device that Legato runs on
     ],
 )
 def test_num_devices(environ: dict[str, str], expected: int | None) -> None:

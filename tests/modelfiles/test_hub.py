@@ -102,6 +102,14 @@ class TestPackages:
         version = cache / "pypi" / "demo" / "3.1"
         assert sorted(file.name for file in version.rglob("*") if file.is_file()) == ["legato.json", "model.gguf"]
 
+    def test_it_is_cached_once_it_is_complete_and_models_of_the_hub_never_are(
+        self, index: FakeIndex, cache: Path
+    ) -> None:
+        assert not hub_index.is_cached("pypi:demo", cache)
+        hub.resolve("pypi:demo")
+        assert hub_index.is_cached("pypi:demo", cache)
+        assert not hub_index.is_cached(None, cache) and not hub_index.is_cached("some/model", cache)
+
     def test_the_manifest_records_sources_and_checksums(self, index: FakeIndex, cache: Path) -> None:
         manifest = json.loads((hub.resolve("pypi:demo").parents[1] / "legato.json").read_text())
         assert (manifest["package"], manifest["version"], manifest["model"]) == ("demo", "3.1", "demo/model.gguf")

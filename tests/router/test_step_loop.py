@@ -51,6 +51,9 @@ class HeldShards:
         self._on_result = on_result
         await self._lost
 
+    async def release(self, blocks: list[int]) -> None:
+        raise NotImplementedError
+
     async def healthy(self, timeout: float) -> bool:
         return self.is_healthy
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from legato.scheduling.blocks import BlockPool
 from legato.scheduling.limits import Refusal, SchedulerLimits
 from legato.scheduling.prefix_tree import Node
 from legato.scheduling.queue import AGING_SECONDS
@@ -35,6 +36,30 @@ def test_a_request_gets_the_models_tokens_and_ends_by_length() -> None:
     assert simulation.tokens(1) == expected_tokens(request(1, [3, 1, 4], 6), VOCAB)
     assert simulation.outputs[1][-1].finish_reason is FinishReason.LENGTH
     assert simulation.scheduler.pool.available + len(simulation.scheduler.tree) == 64
+
+
+def test_unused_prefixes_are_kept_up_to_their_limit() -> None:
+    simulation = Simulation(limits(max_unused_blocks=5))
+    for number in range(4):
+        simulation.submit(request(number, [number] * 20, 4))
+        simulation.run()
+        check_blocks(simulation.scheduler)
+    scheduler = simulation.scheduler
+    assert scheduler.tree.num_evictable == len(scheduler.tree) == 5
+    assert scheduler.pool.available == 64 - 5
+    simulation.submit(request(9, [3] * 20, 4))  # the last is still there
+    simulation.run()
+    assert scheduler.stats.cached_tokens == 16
+
+
+def test_blocks_that_were_used_are_taken_once() -> None:
+    pool = BlockPool(10)
+    first = pool.allocate(4)
+    pool.free(first[:3])
+    assert pool.take_used() == first[:3]
+    assert pool.available == 5 and not set(pool.allocate(5)) & set(first)
+    pool.free(first[:3])
+    assert pool.available == 3 and pool.take_used() == []
 
 
 def test_eos_ends_a_request_unless_it_is_ignored() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -172,6 +173,8 @@ def test_a_step_too_small_for_the_longest_input_is_an_error_that_names_both_flag
         limits_for(RouterOptions(max_batch_prefill_tokens=64, max_input_tokens=100))
 
 
-def test_the_compatible_route_leaves_the_prompt_out_of_the_answer() -> None:
-    assert not settings_for(RouterOptions(), INFO, {}).default_return_full_text
-    assert settings_for(RouterOptions(), pb.InfoResponse(), {}).default_return_full_text
+def test_the_compatible_route_leaves_the_prompt_out_of_the_answer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    options = RouterOptions(model_id=str(tmp_path))
+    assert not settings_for(options, INFO, {}, tmp_path).default_return_full_text
+    assert settings_for(options, pb.InfoResponse(), {}, tmp_path).default_return_full_text

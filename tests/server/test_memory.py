@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legato.layers.kv_cache import KVCache, KVShape
 from legato.pb import generate_pb2 as pb
+from legato.server.allocator import release_blocks
 from legato.server.capacity import GIB, LAYER_GRAPH_BYTES, RESERVED_BLOCKS, RequestedLimits
 from legato.server.interceptor import RequestRefused
 from legato.server.memory import (
@@ -136,3 +142,22 @@ def test_running_out_of_memory_becomes_a_typed_error(error: BaseException) -> No
 def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="shapes differ"), refused_for_memory("no room", CPU):
         raise RuntimeError("shapes differ")
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are given back on Linux only")
+def test_blocks_that_are_given_back_take_no_memory_and_the_others_keep_what_they_hold() -> None:
+    cache = KVCache(KVShape(2, 4, 64, torch.float32), num_blocks=1025, block_size=16, device=CPU)
+    for layer in cache.layers:
+        layer.keys.fill_(1.0)
+        layer.values.fill_(2.0)
+    before, total = resident_bytes(), 4 * cache.layers[0].keys.nbytes
+    release_blocks(cache, [*range(1, 500), *range(501, 1025)])
+    assert before - resident_bytes() > 0.9 * total
+    for layer in cache.layers:
+        assert (layer.keys[[0, 500]] == 1.0).all() and (layer.values[[0, 500]] == 2.0).all()
+        layer.keys[7] = 3.0  # they may be written again
+        assert (layer.keys[7] == 3.0).all()

@@ -43,6 +43,26 @@ def loaded(folder: Path) -> LoadedModel:
     return load_model(folder)
 
 
+# ---- memory that a router gives back --------------------------------------------------------------------------------
+
+
+def test_a_shard_on_a_cpu_limits_unused_prefixes_and_gives_back_the_blocks_it_is_told(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    async def run() -> pb.WarmupResponse:
+        async with serving(loaded, tmp_path / "shard-0") as shard:
+            answer: pb.WarmupResponse = await shard.Warmup(warmup())
+            await shard.ClearCache(pb.ClearCacheRequest(blocks=[1, 2, 3, answer.num_blocks - 1]))
+            for wrong in (0, answer.num_blocks):
+                _, why = await refusal(shard.ClearCache(pb.ClearCacheRequest(blocks=[wrong])))
+                assert "blocks: they must be from 1 to" in why
+            return answer
+
+    answer = asyncio.run(run())
+    token_bytes = loaded.model.kv_shape.bytes_per_token
+    assert answer.max_unused_blocks == 128 * 10**6 // (4 * token_bytes)
+
+
 # ---- what a shard says of itself ------------------------------------------------------------------------------------
 
 

@@ -54,7 +54,9 @@ def run_seeds(seeds: range, jobs: int) -> int:
     print(
         f"{len(seeds)} seeds, {failures} failed: {sum(each.num_requests for each in reports):,} requests,"
         f" {steps:,} steps, {events:,} events, {sum(each.num_restarts for each in reports):,} restarts of the shards,"
-        f" {sum(each.num_preemptions for each in reports):,} preemptions in {minutes * 60:.0f} s with {jobs} processes:"
+        f" {sum(each.num_preemptions for each in reports):,} preemptions,"
+        f" {sum(each.num_drafts for each in reports):,} drafts that were right,"
+        f" in {minutes * 60:.0f} s with {jobs} processes:"
         f" {steps / minutes:,.0f} steps a minute, {steps / cpu_minutes:,.0f} in a minute of one core"
     )
     return min(failures, 1)

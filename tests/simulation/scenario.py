@@ -94,6 +94,8 @@ def draw(rng: random.Random) -> Scenario:
         max_queued_tokens=rng.choice((None, None, 100, 1000)),
         share_prefix_cache=rng.random() < 0.3,
         decoder_start_token_id=1 if has_encoder else None,
+        speculate=0 if has_encoder else rng.choice((0, 1, 4, 16)),
+        vocab_size=VOCAB,
     )
     burst = rng.choice((1, 1, 4, 40))
     return Scenario(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from legato.pb import generate_pb2 as pb
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import Admission, StepPlan, StepResult
-from tests.simulation.model import GARBAGE, START, extend, prompt_logprob, sample, top_tokens
+from tests.simulation.model import EOS, GARBAGE, START, VOCAB, extend, prompt_logprob, sample, top_tokens
 
 OUT_OF_MEMORY = "CUDA out of memory (simulated)"
 ROW_ERROR = "the grammar failed (simulated)"
@@ -69,7 +69,11 @@ class SimulatedShard:
         for row, count, new_blocks in zip(plan.rows, plan.num_tokens, plan.new_blocks, strict=True):
             state = self.rows[row]
             state.blocks += new_blocks
-            self._compute(state, row, count, result)
+            before, drafts = len(result.token_ids), plan.drafts.get(row, [])
+            self._compute(state, row, count - len(drafts), result)
+            self._verify(state, row, drafts, result)
+            if plan.drafts and len(result.token_ids) > before:
+                result.num_sampled.append(len(result.token_ids) - before)
         faults = self._faults
         if faults.out_of_memory or faults.row_error:
             chance = self._rng.random()
@@ -104,6 +108,24 @@ class SimulatedShard:
         assert sum(plan.num_tokens) <= limits.max_step_tokens, "more tokens than a step may have"
         for admission in plan.admitted:
             assert admission.row in rows, "a request is admitted and nothing of it is computed"
+
+    def _verify(self, state: ShardRow, row: int, drafts: list[int], result: StepResult) -> None:
+        """All drafts are written, right or wrong; those that are right lead to the next token."""
+        start, size, wrong = state.num_computed, self._limits.block_size, 0
+        for place, draft in enumerate(drafts):
+            assert 0 <= draft < VOCAB and draft not in EOS, "no such token is a guess"
+            assert start + place < len(state.blocks) * size, "drafts without room"
+            if not wrong and draft == result.token_ids[-1]:
+                if (start + place) % size:  # the block of the token before, which this row has written, too
+                    self._written.discard(state.blocks[(start + place) // size])
+                self._compute(state, row, 1, result)
+            else:
+                wrong += 1
+        # Those that were wrong are in the blocks behind the last token, until others are written there.
+        for block in state.blocks[-(-state.num_computed // size) : -(-(start + len(drafts)) // size)]:
+            assert block not in self._written, "two rows write to one block in one step"
+            self._written.add(block)
+            self._blocks[block] = GARBAGE
 
     def _compute(self, state: ShardRow, row: int, count: int, result: StepResult) -> None:
         size, tokens, table, blocks = self._limits.block_size, state.tokens, state.blocks, self._blocks

@@ -101,6 +101,9 @@ class SimulatedShards:
             raise ShardsLost(DIED)
         self.grammars.add(grammar)
 
+    async def release(self, blocks: list[int]) -> None:
+        raise NotImplementedError("only IdleMemory asks for it, which is not simulated")
+
     async def healthy(self, timeout: float = 5.0) -> bool:
         await asyncio.sleep(LONGEST_DELAY)
         if self.is_alive and self.hung_at is not None:

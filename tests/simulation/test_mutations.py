@@ -115,10 +115,28 @@ class Unlisted(dict[int, str]):
         return False
 
 
-def share_failed_blocks(original: Callable[..., Any], scheduler: Scheduler, result: StepResult) -> Any:
+def share_failed_blocks(original: Callable[..., Any], scheduler: Scheduler, result: StepResult, now: float) -> Any:
     """What a row that failed has written enters the prefix tree."""
     result.row_errors = Unlisted(result.row_errors)
-    return original(scheduler, result)
+    return original(scheduler, result, now)
+
+
+def count_all_drafts(original: Callable[..., Any], entry: Entry, num_accepted: int) -> None:
+    """One more is taken for computed than was right."""
+    original(entry, num_accepted)
+    entry.num_scheduled += 1
+
+
+def run_ahead(original: Callable[..., Any], scheduler: Scheduler, now: float) -> Any:
+    """The next step is planned as if all drafts in flight were wrong."""
+    hidden = [step.plan.drafts for step in scheduler._in_flight]
+    for step in scheduler._in_flight:
+        step.plan.drafts = {}
+    try:
+        return original(scheduler, now)
+    finally:
+        for step, drafts in zip(scheduler._in_flight, hidden, strict=False):
+            step.plan.drafts = drafts
 
 
 def cancel_none(original: Callable[..., Any], scheduler: Scheduler, request_id: int) -> None:
@@ -149,6 +167,8 @@ MUTATIONS: dict[str, tuple[Patch, str]] = {
     "prefixes outlive their shards": (instead(Scheduler, "_use", keep_tree), f"{TOKEN}|another tenant"),
     "an evicted prefix is found": (instead(PrefixTree, "_remove", keep_node), ""),
     "blocks of failed rows are shared": (instead(Scheduler, "complete", share_failed_blocks), TOKEN),
+    "drafts that were wrong count as computed": (instead(Entry, "count_drafts", count_all_drafts), ""),
+    "steps run ahead of drafts": (instead(Scheduler, "plan", run_ahead), ""),
     "hung shards are not noticed": (instead(StepLoop, "_watch", skip), "not noticed"),
     "shards that hang without work are not noticed": (
         instead(HealthMonitor, "_check_idle_shards", skip_waiting),

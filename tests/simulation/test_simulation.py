@@ -20,6 +20,7 @@ def test_every_seed_keeps_the_promises() -> None:
     assert sum(report.num_steps for report in reports) > SEEDS * 200
     assert sum(report.num_restarts for report in reports) > 0
     assert sum(report.num_preemptions for report in reports) > 0
+    assert sum(report.num_drafts for report in reports) > SEEDS * 10
 
 
 def test_a_seed_is_the_same_in_every_process() -> None:

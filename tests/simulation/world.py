@@ -40,6 +40,7 @@ class Report:
     num_requests: int
     num_restarts: int
     num_preemptions: int
+    num_drafts: int  # that were right, and were told to a client
     # Of every token, error, time and fault: two runs of a seed are the same if these are.
     digest: int
 
@@ -76,7 +77,7 @@ class World:
         self._scenario = scenario = draw(rng)
         self._loop = loop = SimulatedLoop()  # type: ignore[abstract]  # what sockets and processes need is missing
         self._lateness = 0.0
-        self._num_steps = 0
+        self._num_steps = self._num_drafts = 0
         self._num_restarts = 0
         self._num_to_come = scenario.num_requests
         self._clients: dict[int, Client] = {}
@@ -112,7 +113,13 @@ class World:
         self._check_end()
         stats = self._scheduler.stats
         return Report(
-            self._num_steps, loop.num_events, len(self._clients), self._num_restarts, stats.preemptions, self._digest
+            self._num_steps,
+            loop.num_events,
+            len(self._clients),
+            self._num_restarts,
+            stats.preemptions,
+            self._num_drafts,
+            self._digest,
         )
 
     def close(self) -> None:
@@ -221,6 +228,7 @@ class World:
             assert worker.cancelled.get(request_id, now) >= now - 3 * TURN, f"request {request_id} was cancelled"
         self._digest = hash((self._digest, now, *tokens.request_ids, *tokens.token_ids))
         for place, output in tokens.rest:
+            self._num_drafts += output.is_draft
             if output.error is not None or output.finish_reason is not None:
                 request_id = tokens.request_ids[place]
                 assert request_id not in worker.ended, f"request {request_id} ends twice"

@@ -46,6 +46,8 @@ def png_bomb(side: int) -> bytes:
         ("GIF", {}),
         ("WEBP", {}),
         ("WEBP", {"lossless": True}),
+        ("TIFF", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
     ],
 )
 def test_the_size_is_read_from_the_header(kind: str, options: dict[str, Any]) -> None:
@@ -80,7 +82,7 @@ def test_a_decompression_bomb_is_refused_by_its_header(side: int) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # kilobytes
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF"])
 def test_a_truncated_file_is_refused_with_our_message(kind: str) -> None:
     from PIL import Image
 
@@ -92,7 +94,7 @@ def test_a_truncated_file_is_refused_with_our_message(kind: str) -> None:
             decode(data[:length], LIMIT)
 
 
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
 def test_an_animated_image_is_refused(kind: str) -> None:
     from PIL import Image
 
@@ -103,9 +105,19 @@ def test_an_animated_image_is_refused(kind: str) -> None:
         decode(file.getvalue(), LIMIT)
 
 
-@pytest.mark.parametrize("data", [b"", b"hello", b"<svg/>", b"%PDF-1.7", b"II*\x00", b"\x00" * 64, b"BM" + bytes(60)])
+def test_a_tiff_file_of_the_other_byte_order_has_the_same_size() -> None:
+    width, height = struct.pack(">HHIHH", 256, 3, 1, 300, 0), struct.pack(">HHII", 257, 4, 1, 211)
+    assert declared_size(b"MM\0*" + struct.pack(">IH", 8, 2) + width + height) == Size(211, 300)
+
+
+def test_a_tiff_file_without_a_size_is_refused() -> None:
+    with pytest.raises(InvalidImage, match="its first directory has no size"):
+        declared_size(b"II*\0" + struct.pack("<IH", 8, 0))
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"<svg/>", b"%PDF-1.7", b"II+\x00", b"\x00" * 64, b"BM" + bytes(60)])
 def test_other_files_are_refused(data: bytes) -> None:
-    with pytest.raises(InvalidImage, match="is not a PNG, JPEG, GIF or WebP file"):
+    with pytest.raises(InvalidImage, match="is not a PNG, JPEG, GIF, WebP or TIFF file"):
         decode(data, LIMIT)
 
 
@@ -122,7 +134,7 @@ def test_a_damaged_file_is_decoded_or_refused(seed: int) -> None:
     import random
 
     chance = random.Random(seed)
-    data = bytearray(saved(chance.choice(["PNG", "JPEG", "GIF", "WEBP"]), 33, 21))
+    data = bytearray(saved(chance.choice(["PNG", "JPEG", "GIF", "WEBP", "TIFF"]), 33, 21))
     for _ in range(chance.randint(1, 8)):
         data[chance.randrange(len(data))] = chance.randrange(256)
     try:

@@ -74,6 +74,9 @@ class _Stream:
     async def prepare(self, grammar: Grammar) -> None:
         await self._shards.prepare(grammar)
 
+    async def release(self, blocks: list[int]) -> None:
+        await self._shards.release(blocks)
+
     async def healthy(self, timeout: float = 5.0) -> bool:
         return await self._shards.healthy(timeout)
 

@@ -46,11 +46,19 @@ def success_fields(request: ValidRequest, num_sequences: int, timings: Timings, 
 
 
 def succeeded(
-    route: str, request: ValidRequest, num_sequences: int, timings: Timings, seed: int | None, num_tokens: int
+    route: str,
+    request: ValidRequest,
+    num_sequences: int,
+    timings: Timings,
+    seed: int | None,
+    num_tokens: int,
+    num_drafts: int = 0,
 ) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     span = {"name": span_name(route), **success_fields(request, num_sequences, timings, seed)}
+    if num_drafts:  # TGI's line has no such field
+        span["accepted_drafts"] = str(num_drafts)
     logger.info("Success", extra={"span": span, "target": TARGET})
     if logger.isEnabledFor(logging.DEBUG):
         sizes = {"characters": len(request.inputs), "input_tokens": len(request.input_ids), "tokens": num_tokens}
@@ -102,7 +110,7 @@ def parameters_text(request: ValidRequest, num_sequences: int) -> str:
         f", seed: {_option(chooser.seed if chooser.do_sample else None)}"
         f", top_n_tokens: {_option(request.top_n_tokens or None)}"
         f", grammar: {_option(None if kind == 'none' else kind)}"
-        ", adapter_id: None }"
+        f", adapter_id: {_option(None if request.adapter is None else request.adapter.name)} }}"
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.modelfiles.gguf.file import GgmlType, GgufFile
 from legato.modelfiles.gguf.tokenizer import GgufVocabulary, TokenType
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Larger than any model; limits what a malformed file can allocate.
 MAX_LAYERS = 4096
@@ -259,6 +260,8 @@ def _scaling_by_tensor(keys: _Keys, head_dim: int, theta: float) -> dict[str, An
     divisors = _small_tensor(keys.gguf, "rope_freqs.weight")
     if divisors is None:
         return None
+    import numpy as np  # most files have no such tensor
+
     factor = float(divisors.max())
     if divisors.shape == (head_dim // 2,) and np.allclose(
         divisors, _llama3_divisors(factor, head_dim, theta), rtol=1e-3
@@ -281,6 +284,8 @@ def _llama3_divisors(factor: float, head_dim: int, theta: float) -> np.ndarray[A
     context, low, high = (
         LLAMA3_ROPE[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
+    import numpy as np
+
     with np.errstate(all="ignore"):  # an invalid theta or factor gives divisors that match nothing
         wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
         blend = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from legato.common.errors import LegatoError
 from legato.pb import generate_pb2 as pb
 from legato.pb import unpack_token_ids
+from legato.server.fake.adapters import FakeAdapters
 
+# The tokens of the answer to a prompt, the last of which ends it; none: it is made up.
+Script = Callable[[list[int]], list[int]]
 # How far apart in the vocabulary two tokens lie that follow each other. A prime, so that rows do not soon repeat.
 STRIDE = 7919
 # Log probabilities are sixty-fourths, which float32 holds exactly.
@@ -49,6 +52,8 @@ class _Row:
     prompt_logprobs: bool
     num_full: int  # leading blocks whose fingerprint is taken
     fingerprint: int  # of the tokens in those
+    answer: list[int] = field(default_factory=list)  # what is said after the prompt, if that is known
+    num_prompt: int = 0
 
     @property
     def samples(self) -> bool:
@@ -56,11 +61,19 @@ class _Row:
 
 
 class FakeEngine:
-    def __init__(self, limits: FakeLimits, token_ids: Sequence[int]) -> None:
-        """`token_ids` are what rows may say."""
+    def __init__(
+        self,
+        limits: FakeLimits,
+        token_ids: Sequence[int],
+        script: Script | None = None,
+        adapters: FakeAdapters | None = None,
+    ) -> None:
+        """`token_ids` are what rows may say; `script` knows what some prompts are answered with."""
+        self._adapters = adapters or FakeAdapters()
         assert token_ids, "a vocabulary has at least one token of text"
         self.limits = limits
         self._token_ids = token_ids
+        self._script = script
         self._rows: dict[int, _Row] = {}
         # Of all tokens up to the end of each block, for blocks that were filled; None for the others.
         self._fingerprints: list[int | None] = [None] * limits.num_blocks
@@ -68,14 +81,19 @@ class FakeEngine:
     def run(self, request: pb.StepRequest) -> pb.StepResponse:
         """BrokenContract leaves the rows of this step in disorder; a router takes them for lost anyway."""
         self._check_shape(request)
+        for placement in request.adapters:
+            if (problem := self._adapters.place(placement)) is not None:
+                raise BrokenContract(problem)
         for admission in request.admitted:
             self._rows[admission.row] = self._admit(admission)
         response = pb.StepResponse(id=request.id)
         token_ids: list[int] = []
         logprobs: list[float] = []
         written: set[int] = set()
-        new_blocks, first = request.new_blocks, 0
-        for number, count, num_new in zip(request.rows, request.num_tokens, request.num_new_blocks, strict=True):
+        new_blocks, first, first_draft = request.new_blocks, 0, 0
+        num_drafts = request.num_drafts or [0] * len(request.rows)
+        columns = zip(request.rows, request.num_tokens, request.num_new_blocks, num_drafts, strict=True)
+        for number, count, num_new, num_guessed in columns:
             row = self._rows.get(number)
             if row is None:
                 raise BrokenContract(f"row {number} computes, but was never admitted")
@@ -83,15 +101,25 @@ class FakeEngine:
                 self._append_blocks(number, row, new_blocks[first : first + num_new])
                 first += num_new
             start = row.num_computed
-            self._compute(number, row, count, written)
+            self._compute(number, row, count - num_guessed, written)
             if row.prompt_logprobs:
                 self._score_prompt(number, row, start, response)
-            if row.samples:
+            drafts = request.draft_ids[first_draft : first_draft + num_guessed]
+            first_draft += num_guessed
+            if drafts:
+                self._check_drafts(number, row, len(drafts), written)
+            before = len(token_ids)
+            while row.samples:
                 token_ids.append(self._sample(row))
                 logprobs.append(_logprob(row.seed, len(row.tokens)))
                 if row.num_top_tokens:
                     top = self._top_tokens(row, len(row.tokens) - 1)
                     response.top_tokens.add(index=len(token_ids) - 1, ids=top[0], logprobs=top[1])
+                num_right = len(token_ids) - before
+                if num_right <= len(drafts) and drafts[num_right - 1] == token_ids[-1]:
+                    self._compute(number, row, 1, set())
+            if request.num_drafts and len(token_ids) > before:
+                response.num_sampled.append(len(token_ids) - before)
         response.token_ids.extend(token_ids)
         response.logprobs.extend(logprobs)
         return response
@@ -108,6 +136,8 @@ class FakeEngine:
             raise BrokenContract("the step has no rows")
         if len(set(rows)) < len(rows):
             raise BrokenContract("a row occurs twice in the step")
+        if len(request.num_drafts) not in (0, len(rows)) or sum(request.num_drafts) != len(request.draft_ids):
+            raise BrokenContract(f"{len(request.draft_ids)} drafts, and num_drafts says {list(request.num_drafts)}")
         if sum(num_new) != len(request.new_blocks):
             raise BrokenContract(f"{len(request.new_blocks)} new blocks, but the rows have room for {sum(num_new)}")
         most = self.limits.max_step_tokens
@@ -127,10 +157,15 @@ class FakeEngine:
         if admission.num_cached != len(blocks) * self.limits.block_size:
             raise BrokenContract(f"row {number}: {admission.num_cached} cached tokens in {len(blocks)} blocks")
         prompt = tokens[: len(tokens) - admission.num_generated]
+        adapter = self._adapters.fingerprint(admission)
+        if adapter is None:
+            raise BrokenContract(f"row {number}: adapter {admission.adapter_id!r} is not in its slot")
         row = _Row(
-            tokens, len(tokens), admission.num_cached, blocks, _seed(prompt, admission.parameters),
-            admission.top_n_tokens, admission.prompt_logprobs, 0, 0,
+            tokens, len(tokens), admission.num_cached, blocks, _seed(prompt, admission.parameters) ^ adapter,
+            admission.top_n_tokens, admission.prompt_logprobs, 0, adapter,
         )  # fmt: skip
+        if self._script is not None:
+            row.answer, row.num_prompt = self._script(prompt), len(prompt)
         for index, block in enumerate(blocks):
             self._check_block(number, block)
             row.fingerprint = self._block_fingerprint(row, index)
@@ -171,6 +206,19 @@ class FakeEngine:
             self._fingerprints[row.blocks[row.num_full]] = row.fingerprint
             row.num_full += 1
 
+    def _check_drafts(self, number: int, row: _Row, num_drafts: int, written: set[int]) -> None:
+        """They are computed behind the last token, whether they are right or not."""
+        if not row.samples:
+            raise BrokenContract(f"row {number}: drafts, but known tokens are left to compute")
+        size, end = self.limits.block_size, row.num_computed + num_drafts
+        if end > min(len(row.blocks) * size, self.limits.max_total_tokens):
+            raise BrokenContract(f"row {number}: {num_drafts} drafts have no room behind {row.num_computed} tokens")
+        for block in row.blocks[-(-row.num_computed // size) : -(-end // size)]:
+            if block in written:
+                raise BrokenContract(f"row {number}: block {block} is written by two rows of one step")
+            written.add(block)
+            self._fingerprints[block] = None
+
     def _block_fingerprint(self, row: _Row, index: int) -> int:
         """Of the tokens up to the end of the row's block `index`, given that of the block before."""
         size = self.limits.block_size
@@ -178,6 +226,8 @@ class FakeEngine:
 
     def _sample(self, row: _Row) -> int:
         token = self._token_at(row.seed, len(row.tokens))
+        if row.answer:  # whose last token ends it, also if a step more is computed
+            token = row.answer[min(len(row.tokens) - row.num_prompt, len(row.answer) - 1)]
         row.tokens.append(token)
         return token
 

@@ -38,15 +38,16 @@ def decode_sizes(max_rows: int, given: Sequence[int] = ()) -> list[int]:
     return sorted(set(given) or {bucket(num_rows) for num_rows in range(1, max_rows + 1)})
 
 
-def mixed_sizes(max_rows: int) -> list[int]:
-    """Tokens of steps with prompt chunks. The first costs what reading the weights costs; from a thousand tokens on
-    the device takes longer than the host with its launches."""
-    return [64, *range(128, 1025, 128)] if max_rows > 64 else [64, 128, 256, 512, 1024]
+def mixed_sizes(max_rows: int, *, drafts: bool = False) -> list[int]:
+    """Tokens of steps with prompt chunks, or with drafts, which may be few. 64 cost what reading the weights costs;
+    from a thousand tokens on the device takes longer than the host with its launches."""
+    few = [8, 16, 32] if drafts else []
+    return [*few, 64, *range(128, 1025, 128)] if max_rows > 64 else [*few, 64, 128, 256, 512, 1024]
 
 
-def kept_rows(max_rows: int, given: Sequence[int] = ()) -> list[int]:
+def kept_rows(max_rows: int, given: Sequence[int] = (), *, drafts: bool = False) -> list[int]:
     """Of every graph that there may be: how many rows of logits it keeps. Those of steps with prompts share theirs."""
-    return [*decode_sizes(max_rows, given), max_rows, *(0 for _ in mixed_sizes(max_rows)[1:])]
+    return [*decode_sizes(max_rows, given), max_rows, *(0 for _ in mixed_sizes(max_rows, drafts=drafts)[1:])]
 
 
 class CapturePolicy:

@@ -72,7 +72,7 @@ class MixedGraphs(Graphs):
         if len(parts) - num_decodes > MOST_CHUNKS or any(part.start >= LONGEST_CONTEXT for part in parts):
             return None
         size = self.policy.choose(sum(part.count for part in parts))
-        if size is None:
+        if size is None or sum(part.num_sampled for part in parts) > min(size, self._max_rows):
             return None
         self._fill(size, Packed(self._rows, parts))
         return self._replay(size)
@@ -125,12 +125,13 @@ class MixedGraphs(Graphs):
             context_lens=inputs.context_lens,
             chunks=ChunkSpans(0, inputs.chunk_starts, None),
             on_host=None,
+            adapters=self._adapters(inputs.owners),
         )
-        logits = self._model.logits(self._model.forward(step, self._cache))
+        hidden, logits = self._computed(step)
         token_ids, logprobs = greedy_sample(logits)
         rows.lengths[inputs.rows] = inputs.context_lens
         rows.last_tokens[inputs.sampled_rows] = token_ids
-        return Decoded(self._kept(logits), token_ids, logprobs)
+        return Decoded(self._kept(logits), token_ids, logprobs, hidden if self.keeps_hidden else None)
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         if self._logits is None:  # while the first graph is captured, the largest

@@ -32,7 +32,10 @@ class RowAndBlockAllocator:
 
     def take_row(self) -> int:
         if not self.rows:
-            raise RequestRefused("no row is free: more requests are running than `max_rows` of Warmup", EXHAUSTED)
+            raise RequestRefused(
+                "no row is free: more requests are running than `max_rows` of Warmup or this shard's --max-batch-size",
+                EXHAUSTED,
+            )
         return self.rows.pop()
 
     def take_blocks(self, count: int) -> list[int]:
@@ -44,7 +47,10 @@ class RowAndBlockAllocator:
         """The blocks that a caller chose: enough, each only once, and none that the shard allocated to others."""
         if len(blocks) < count:
             raise RequestRefused(f"{count} KV blocks needed, {len(blocks)} given")
-        wrong = [block for block in blocks if block not in self.blocks and not self._sharers[block]]
+        taken = [block for block in blocks if block not in self.blocks and not self._sharers[block]]
+        # TGI's router keeps block 0 for requests of one token that only ask whether the model still computes. Padded
+        # rows write there, too: what such a request computes is never looked at.
+        wrong = [block for block in taken if block >= RESERVED_BLOCKS or len(blocks) > 1]
         if wrong or len(set(blocks)) < len(blocks):
             what = f"block {wrong[0]} is not free" if wrong else "a block is named twice"
             raise RequestRefused(f"KV blocks as given: {what}")
@@ -58,7 +64,8 @@ class RowAndBlockAllocator:
             self._sharers[block] -= 1
             if self._sharers[block] <= 0:
                 del self._sharers[block]
-                self.blocks.add(block)
+                if block >= RESERVED_BLOCKS:
+                    self.blocks.add(block)
 
 
 @dataclass(slots=True)
@@ -77,6 +84,9 @@ class Member:
     num_generated: int = 0
     prompt_logprobs: list[float] = field(default_factory=list)
     admitted: bool = False
+    adapter: int = 0  # its number; 0: none
+    # `input_ids` without the token that a decoder begins with.
+    num_prompt_tokens: int = 0
 
     @property
     def num_to_compute(self) -> int:
@@ -179,6 +189,7 @@ class TokenOfMember:
                     generated_tokens=member.num_generated,
                     finish_reason=self.finish_reason,
                     seed=member.request.parameters.seed if member.request.parameters.do_sample else None,
+                    prompt_tokens=member.num_prompt_tokens,
                 )
             )
         return answer

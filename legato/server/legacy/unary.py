@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
 from legato.server.interceptor import RequestRefused
+from legato.server.legacy.adapters import UnaryAdapters
 from legato.server.legacy.batch import BatchCache, Member, RowAndBlockAllocator, TokenOfMember, UnaryBatch
 from legato.server.model import Model
 from legato.server.vision.prompts import PromptReader
@@ -31,32 +32,40 @@ class UnaryBatches:
         self._eos = set(model.eos_token_ids)
         self._cache = BatchCache()
         self._allocator = RowAndBlockAllocator(model.capacity)
+        self._adapters = UnaryAdapters(model.adapters)
         self._steps = 0
 
     def prefill(self, request: pb.PrefillRequest) -> pb.PrefillResponse:
-        started = time.perf_counter_ns()
-        batch = self._join(request) if request.HasField("cached_batch") else self._begin(request)
-        return self._run(batch, pb.PrefillResponse, started)
+        started, concat_ns = time.perf_counter_ns(), None
+        if request.HasField("cached_batch"):
+            batch, concat_ns = self._join(request)
+        else:
+            batch = self._begin(request)
+        return self._run(batch, pb.PrefillResponse, started, concat_ns)
 
     def _begin(self, request: pb.PrefillRequest) -> UnaryBatch:
         if request.batch.id in self._cache:
             raise RequestRefused(f"batch {request.batch.id} exists already: decode it or clear it", ALREADY_EXISTS)
         return self._from_pb(request.batch)
 
-    def _join(self, request: pb.PrefillRequest) -> UnaryBatch:
+    def _join(self, request: pb.PrefillRequest) -> tuple[UnaryBatch, int]:
         """The newcomers and a batch that decodes, as one. If they cannot come in, that batch stays as it is."""
         self._cache.get(request.cached_batch.id)
         newcomers = self._from_pb(request.batch)
-        return UnaryBatch.concatenate([*self._cache.pop([request.cached_batch.id]), newcomers])
+        return _concatenated([*self._cache.pop([request.cached_batch.id]), newcomers])
 
     def decode(self, request: pb.DecodeRequest) -> pb.DecodeResponse:
         started = time.perf_counter_ns()
         if not request.batches:
             raise RequestRefused("Decode needs at least one batch")
-        batch = UnaryBatch.concatenate(self._cache.pop([cached.id for cached in request.batches]))
-        return self._run(batch, pb.DecodeResponse, started)
+        batches, concat_ns = self._cache.pop([cached.id for cached in request.batches]), None
+        batch = batches[0]
+        if len(batches) > 1:
+            batch, concat_ns = _concatenated(batches)
+        return self._run(batch, pb.DecodeResponse, started, concat_ns)
 
-    def _run(self, batch: UnaryBatch, answer: type[Answer], started: int) -> Answer:
+    def _run(self, batch: UnaryBatch, answer: type[Answer], started: int, concat_ns: int | None) -> Answer:
+        """`concat_ns` where batches were joined."""
         generations, forward_ns = self.generate_token(batch)
         return answer(
             generations=generations,
@@ -64,6 +73,7 @@ class UnaryBatches:
             forward_ns=forward_ns,
             decode_ns=time.perf_counter_ns() - started - forward_ns,
             total_ns=time.perf_counter_ns() - started,
+            concat_ns=concat_ns,
         )
 
     def filter(self, request: pb.FilterBatchRequest) -> pb.FilterBatchResponse:
@@ -132,9 +142,12 @@ class UnaryBatches:
                     prompt_logprobs=member.request.prefill_logprobs,
                     images=member.images,
                     max_new_tokens=member.request.stopping_parameters.max_new_tokens,
+                    adapter_id=member.request.adapter_id or None,
+                    adapter_slot=self._adapters.slot(member),
                 )
                 for member in newcomers
             ],
+            adapters=self._adapters.take_placements(),
             rows=[member.row for member in members],
             num_tokens=chunks,
             num_new_blocks=[0] * len(members),
@@ -193,7 +206,16 @@ class UnaryBatches:
         context = ids if start is None else ()  # a decoder's text begins afresh
         detokenizer, stops = self._vocabulary.detokenizer(context), StopMatcher(stopping.stop_sequences)
         cached = 0 if own else request.cache_len
-        return Member(request, ids, row, blocks, detokenizer, stops, cached, prompt.images)
+        num_prompt = len(prompt.input_ids)
+        member = Member(
+            request, ids, row, blocks, detokenizer, stops, cached, prompt.images, num_prompt_tokens=num_prompt
+        )
+        try:
+            self._adapters.hold(member)
+        except RequestRefused:
+            self._allocator.free(row, blocks)
+            raise
+        return member
 
     def _check(self, request: pb.Request, ids: list[int]) -> None:
         """Steps of a router are trusted; unary calls come from other clients."""
@@ -218,3 +240,10 @@ class UnaryBatches:
     def _leave(self, members: Sequence[Member]) -> None:
         for member in members:
             self._allocator.free(member.row, member.blocks)
+            self._adapters.release(member)
+
+
+def _concatenated(batches: list[UnaryBatch]) -> tuple[UnaryBatch, int]:
+    """One batch, and the nanoseconds that took."""
+    started = time.perf_counter_ns()
+    return UnaryBatch.concatenate(batches), time.perf_counter_ns() - started

@@ -123,3 +123,16 @@ def test_other_kinds_of_attention(name: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name.startswith(name))
     model = load(case.make(tmp_path, **case.changes))
     assert GraphedServer(model).run(few(greedy()), random.Random(4)) == LocalServer(model).run(few(greedy()))
+
+
+def test_drafts_run_in_the_graphs_of_prompts(
+    model: CausalModel, requests: list[GenerationRequest], expected: dict[int, list[int]]
+) -> None:
+    """What a row goes on with afterwards, in a graph of decodes, is the last token that it got."""
+    again = [replace(request, id=request.id + 100) for request in requests]
+    server = GraphedServer(model, speculate=3)
+    assert server.run(requests) == expected
+    assert list(server.run(again).values()) == list(expected.values())
+    assert server.steps_without == []
+    drafts = [output.is_draft for outputs in server.outputs.values() for output in outputs]
+    assert sum(drafts) > 40  # the second answers are the first ones again

@@ -63,10 +63,13 @@ class CompletionChunks:
             end = b',"logprobs":%b,"finish_reason":null}' % _encode(logprobs)
         return b"".join((self._head, _encode(text), end, self._envelope.tail))
 
-    def finish(self, text: str, logprobs: CompletionLogprobs | None, reason: FinishReason) -> bytes:
-        """The last one, which may have text too."""
+    def finish(
+        self, text: str, logprobs: CompletionLogprobs | None, reason: FinishReason, usage: Usage | None = None
+    ) -> bytes:
+        """The last one, which may have text, too, and its own `usage`."""
         end = b',"logprobs":%b,"finish_reason":%b}' % (_encode(logprobs), _encode(reason))
-        return b"".join((self._head, _encode(text), end, self._envelope.tail))
+        tail = self._envelope.tail if usage is None else b'],"usage":%b}\n\n' % _encode(usage)
+        return b"".join((self._head, _encode(text), end, tail))
 
 
 class ChatChunks:
@@ -88,10 +91,22 @@ class ChatChunks:
             end = b'},"logprobs":%b,"finish_reason":null}' % _encode(logprobs)
         return b"".join((self._content, _encode(text), end, self._envelope.tail))
 
+    def reasoning(self, text: str) -> bytes:
+        """Under both names."""
+        encoded, end = _encode(text), b'},"logprobs":null,"finish_reason":null}'
+        parts = (self._head, b'"reasoning":', encoded, b',"reasoning_content":', encoded, end, self._envelope.tail)
+        return b"".join(parts)
+
     def call(self, delta: ToolCallDelta) -> bytes:
         end = b']},"logprobs":null,"finish_reason":null}'
         return b"".join((self._head, b'"tool_calls":[', _encode(delta), end, self._envelope.tail))
 
     def finish(self, reason: FinishReason) -> bytes:
-        """The last one."""
-        return b'%b},"logprobs":null,"finish_reason":%b}%b' % (self._head, _encode(reason), self._envelope.tail)
+        """The last one. Clients of TGI add up the contents of all chunks, so that this one has an empty content."""
+        delta = b"" if reason == "tool_calls" else b'"content":""'
+        return b'%b%b},"logprobs":null,"finish_reason":%b}%b' % (
+            self._head,
+            delta,
+            _encode(reason),
+            self._envelope.tail,
+        )

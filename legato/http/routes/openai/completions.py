@@ -64,7 +64,9 @@ class CompletionJob(OpenAIJob):
         self._prompts: list[CompletionPrompt] = []
         self._echo = bool(request.echo)
         self._max_tokens = request.max_tokens
-        self._identity = identity_of("cmpl", request, inference.settings)
+        # TGI answers with the model's id, whatever it was called; an adapter has a name of its own.
+        adapter = None if options.adapter is None else options.adapter.name
+        self._identity = identity_of("cmpl", adapter, inference.settings)
 
     @property
     def prompt_only(self) -> bool:
@@ -150,7 +152,10 @@ class CompletionWriter(ChunkWriter):
                 written.append(chunks.text(piece.text, logprobs))
         if last is not None:
             text = "" if choice.prompt_only else last.text
-            written.append(chunks.finish(text, self._job.logprobs(choice, [last]), finish_reason_of(choice)))
+            # Where nothing is said of usage, the last chunk of a choice tells its own, as in TGI.
+            usage = None if self._job.options.include_usage else usage_of([choice])
+            logprobs = self._job.logprobs(choice, [last])
+            written.append(chunks.finish(text, logprobs, finish_reason_of(choice), usage))
         return b"".join(written)
 
     def _echo(self, choice: Choice, chunks: CompletionChunks) -> bytes:

@@ -22,6 +22,9 @@ from legato.http.routes.native import GenerateRoutes
 from legato.http.routes.platforms.exchanges import Ask, answer_all, text_of
 
 JSON = "application/json"
+# What TGI calls itself and its parts in this protocol.
+TGI_NAME = "text-generation-inference"
+SERVER_EXTENSIONS, MODEL_EXTENSIONS = ["health", "models", "metrics"], ["infer", "ready"]
 Byte = Annotated[int, Meta(ge=0, le=255)]
 
 
@@ -71,11 +74,15 @@ class TensorMetadata(Struct, kw_only=True):
 
 
 class ModelMetadata(Struct, kw_only=True):
+    """The protocol's fields, and `version` and `extensions`, which TGI has instead."""
+
     name: str
     versions: list[str]
     platform: str
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
+    version: str
+    extensions: list[str]
 
 
 class Live(Struct, kw_only=True):
@@ -83,12 +90,16 @@ class Live(Struct, kw_only=True):
 
 
 class Ready(Struct, kw_only=True):
+    """`live` is what TGI calls it."""
+
     ready: bool
+    live: bool
 
 
 class ModelReady(Struct, kw_only=True):
     name: str
     ready: bool
+    live: bool
 
 
 _decoder = msgspec.json.Decoder(InferRequest)
@@ -103,7 +114,7 @@ class KServeRoutes:
     # ---- about the server and its model ----------------------------------------------------------------------------
 
     async def server(self, request: Request) -> Response:
-        return _json(ServerMetadata(name="legato", version=self._settings.version, extensions=[]))
+        return _json(ServerMetadata(name=TGI_NAME, version=self._settings.version, extensions=SERVER_EXTENSIONS))
 
     async def live(self, request: Request) -> Response:
         """The router answers; whether the model does is another question."""
@@ -111,16 +122,26 @@ class KServeRoutes:
 
     async def ready(self, request: Request) -> Response:
         self._check_ready()
-        return _json(Ready(ready=True))
+        return _json(Ready(ready=True, live=True))
 
     async def model(self, request: Request) -> Response:
         name, version = request.path_params["name"], request.path_params["version"]
         texts = [TensorMetadata(name="text", shape=[-1])]
-        return _json(ModelMetadata(name=name, versions=[version], platform="legato", inputs=texts, outputs=texts))
+        return _json(
+            ModelMetadata(
+                name=name,
+                versions=[version],
+                platform="legato",
+                inputs=texts,
+                outputs=texts,
+                version=version,
+                extensions=MODEL_EXTENSIONS,
+            )
+        )
 
     async def model_ready(self, request: Request) -> Response:
         self._check_ready()
-        return _json(ModelReady(name=request.path_params["name"], ready=True))
+        return _json(ModelReady(name=request.path_params["name"], ready=True, live=True))
 
     def _check_ready(self) -> None:
         if not self._scheduler.state.ready:

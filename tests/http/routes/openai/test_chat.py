@@ -29,7 +29,7 @@ def test_an_answer_field_by_field() -> None:
     prompt_tokens = len(token_ids("user:hi;assistant:"))
     assert answer == {
         "object": "chat.completion",
-        "model": "tgi",
+        "model": "tiny",
         "system_fingerprint": "0.1.0-native",
         "choices": [
             {
@@ -44,6 +44,7 @@ def test_an_answer_field_by_field() -> None:
             "completion_tokens": 4,
             "total_tokens": prompt_tokens + 4,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"accepted_prediction_tokens": 0},
         },
     }
 

@@ -38,7 +38,7 @@ def test_an_answer_field_by_field() -> None:
     assert abs(answer.pop("created") - time.time()) < 5
     assert answer == {
         "object": "text_completion",
-        "model": "any name",
+        "model": "tiny",  # TGI's answer, whatever the request says
         "system_fingerprint": "0.1.0-native",
         "choices": [{"index": 0, "text": "hello world", "logprobs": None, "finish_reason": "stop"}],
         "usage": {
@@ -46,6 +46,7 @@ def test_an_answer_field_by_field() -> None:
             "completion_tokens": 4,
             "total_tokens": 7,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"accepted_prediction_tokens": 0},
         },
     }
 
@@ -64,6 +65,11 @@ def test_the_fingerprint_tells_the_version_and_the_image() -> None:
 def test_cached_prompt_tokens_are_counted() -> None:
     usage = complete(scored("x", num_cached=2)).json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_accepted_drafts_are_counted() -> None:
+    usage = complete(scored("hello", is_draft=True)).json()["usage"]
+    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 1}
 
 
 def test_headers_are_tgis() -> None:

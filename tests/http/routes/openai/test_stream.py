@@ -17,6 +17,7 @@ from legato.api.openai.responses import (
     CompletionChoice,
     CompletionChunk,
     CompletionLogprobs,
+    CompletionTokensDetails,
     PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
@@ -31,13 +32,14 @@ from tests.http.routes.openai.fakes import CHAT, COMPLETIONS, HI, Server, chat, 
 
 TEXT = st.text(max_size=10)
 USAGE = st.builds(
-    lambda a, b, c: Usage(
+    lambda a, b, c, d: Usage(
         prompt_tokens=a,
         completion_tokens=b,
         total_tokens=a + b,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=c),
+        completion_tokens_details=CompletionTokensDetails(accepted_prediction_tokens=d),
     ),
-    *[st.integers(0, 2**32)] * 3,
+    *[st.integers(0, 2**32)] * 4,
 )
 IDENTITY = st.builds(Identity, TEXT, st.integers(0, 2**40), TEXT, TEXT)
 TOP = st.builds(TopLogprob, token=TEXT, logprob=st.floats(), bytes=st.lists(st.integers(0, 255)))
@@ -82,7 +84,8 @@ def test_chat_chunks_are_what_the_encoder_writes(
     assert written.role() == expected(ChatDelta(role="assistant", content=""))
     assert written.content(text) == expected(ChatDelta(content=text))
     assert written.content(text, logprobs) == expected(ChatDelta(content=text), logprobs=logprobs)
-    assert written.finish(reason) == expected(ChatDelta(), finish_reason=reason)
+    last = ChatDelta() if reason == "tool_calls" else ChatDelta(content="")
+    assert written.finish(reason) == expected(last, finish_reason=reason)
 
 
 @given(IDENTITY, st.integers(0, 100), TEXT, COMPLETION_LOGPROBS, REASON, USAGE)
@@ -116,7 +119,7 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
             ({"content": "he"}, None),
             ({"content": "llo"}, None),
             ({"content": " world"}, None),
-            ({}, "stop"),
+            ({"content": ""}, "stop"),
         ]
     ]
     assert len({event["id"] for event in events}) == 1
@@ -131,6 +134,17 @@ def test_a_completion_stream() -> None:
         for text, reason in [("he", None), ("llo", None), (" world", None), ("", "stop")]
     ]
     assert all(event["object"] == "text_completion" for event in events)
+
+
+def test_the_last_chunk_of_each_prompt_has_its_usage_as_in_tgi() -> None:
+    events = chunks(complete(stream=True, prompt=["hello", "hello world"]))
+    ends = [event for event in events if event["choices"][0]["finish_reason"]]
+    assert [event for event in events if "usage" in event] == ends
+    for event in ends:
+        usage = event["usage"]
+        assert usage["completion_tokens"] == 4
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 4
+    assert len({event["usage"]["prompt_tokens"] for event in ends}) == 2
 
 
 @pytest.mark.parametrize("ask", [chat, complete])

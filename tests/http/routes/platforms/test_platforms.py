@@ -241,8 +241,10 @@ def test_a_wrong_tensor_is_named(body: Any, words: str) -> None:
 def test_the_server_and_the_model_describe_themselves() -> None:
     async def main() -> None:
         app = app_for()
-        assert (await get(app, "/v2")).json()["name"] == "legato"
+        server = (await get(app, "/v2")).json()
+        assert (server["name"], server["extensions"]) == ("text-generation-inference", ["health", "models", "metrics"])
         model = (await get(app, MODEL)).json()
+        assert (model["version"], model["extensions"]) == ("1", ["infer", "ready"])
         assert (model["name"], model["versions"], model["inputs"][0]["datatype"]) == ("any", ["1"], "BYTES")
 
     asyncio.run(main())
@@ -257,6 +259,7 @@ def test_ready_says_whether_the_model_computes_and_live_does_not_care(healthy: b
             answer = await get(app, path)
             assert answer.status == (200 if healthy else 503)
             assert answer.json().get("ready", False) is healthy
+            assert answer.json().get("live", False) is healthy  # TGI's name for it
 
     asyncio.run(main())
 

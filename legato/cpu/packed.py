@@ -1,0 +1,149 @@
+"""Packed matrices: blocks of 16 interleaved rows in 4 or 8 bits, multiplied without expanding them.
+
+Activations are quantized to int8 by groups of 32 on the way; `quantized_rows` and `packed_product_torch` define that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from legato.cpu.library import BLOCK_ROWS, FORM_4, FORM_8, GROUP, Library, library
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Some rows of a matrix in one form."""
+
+    form: int
+    num_rows: int
+    in_features: int
+    data: torch.Tensor  # uint8, whole blocks
+
+
+def pack_4(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> PackedRows:
+    """codes [out, groups * 16] uint8, the low halves of a group before the high ones; scale and minimum [out, groups]
+    float16: weight = scale * code + minimum."""
+    rows, groups = scale.shape
+    assert codes.shape == (rows, groups * GROUP // 2) and minimum.shape == scale.shape, (codes.shape, scale.shape)
+    data = _empty(FORM_4, rows, groups)
+    codes, scale, minimum = codes.contiguous(), scale.half().contiguous(), minimum.half().contiguous()
+    _loaded().pack_4(codes.data_ptr(), scale.data_ptr(), minimum.data_ptr(), rows, groups, data.data_ptr())
+    return PackedRows(FORM_4, rows, groups * GROUP, data)
+
+
+def pack_8(codes: torch.Tensor, scale: torch.Tensor) -> PackedRows:
+    """codes [out, groups * 32] int8 from -127 on, scale [out, groups] float16."""
+    rows, groups = scale.shape
+    assert codes.shape == (rows, groups * GROUP), (codes.shape, scale.shape)
+    data = _empty(FORM_8, rows, groups)
+    codes, scale = codes.contiguous(), scale.half().contiguous()
+    _loaded().pack_8(codes.data_ptr(), scale.data_ptr(), rows, groups, data.data_ptr())
+    return PackedRows(FORM_8, rows, groups * GROUP, data)
+
+
+def pack_dense(matrix: torch.Tensor) -> PackedRows:
+    """[out, in] of floats, rounded to 8 bits as `rounded_to_8_bits` does."""
+    matrix = matrix.float().contiguous()
+    rows, in_features = matrix.shape
+    data = _empty(FORM_8, rows, -(-in_features // GROUP))
+    _loaded().pack_dense(matrix.data_ptr(), rows, in_features, data.data_ptr())
+    return PackedRows(FORM_8, rows, in_features, data)
+
+
+def can_stack(parts: Sequence[PackedRows]) -> bool:
+    """Whether they can be one matrix: all but the last have whole blocks."""
+    return all(part.num_rows % BLOCK_ROWS == 0 for part in parts[:-1])
+
+
+class PackedMatrix:
+    """A matrix [out, in], maybe with a bias, for the functions of the library. `address` is its struct."""
+
+    def __init__(self, parts: Sequence[PackedRows], bias: torch.Tensor | None = None) -> None:
+        assert can_stack(parts), [part.num_rows for part in parts]
+        self._library = _loaded()
+        self.parts = parts
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.out_features = sum(part.num_rows for part in parts)
+        self.in_features = parts[0].in_features
+        groups = -(-self.in_features // GROUP)
+        self.address: int = self._library.matrix(
+            self.out_features, groups, None if self.bias is None else self.bias.data_ptr()
+        )
+        if not self.address:
+            raise MemoryError
+        first = 0
+        for part in parts:
+            assert part.in_features == self.in_features, (part.in_features, self.in_features)
+            count = -(-part.num_rows // BLOCK_ROWS)
+            self._library.matrix_blocks(self.address, first, count, part.form, part.data.data_ptr())
+            first += count
+
+    def __del__(self) -> None:
+        if getattr(self, "address", None):
+            self._library.matrix_free(self.address)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.data.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
+
+    def apply(self, x: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
+        """x [T, in] float32 -> [T, out]. With `norm` [in] RMSNorm comes first, where `in` is a multiple of 32."""
+        x = x.float().contiguous()
+        assert x.shape[1] == self.in_features, (x.shape, self.in_features)
+        out = torch.empty(x.shape[0], self.out_features)
+        weight = None if norm is None else norm.data_ptr()
+        if self._library.apply(self.address, x.data_ptr(), x.shape[0], self.in_features, weight, eps, out.data_ptr()):
+            raise MemoryError
+        return out
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` [T] int64 as floats [T, in]: an embedding."""
+        out = torch.empty(len(ids), self.in_features)
+        ids = ids.contiguous()
+        if self._library.rows(self.address, ids.data_ptr(), len(ids), self.in_features, out.data_ptr()):
+            raise IndexError(f"a token id is not below {self.out_features}")
+        return out
+
+
+def quantized_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [T, in] as the products see it: int8 by groups of 32, times the scale of the group."""
+    missing = -x.shape[1] % GROUP
+    grouped = torch.nn.functional.pad(x.float(), (0, missing)).unflatten(1, (-1, GROUP))
+    scale = grouped.abs().amax(2, keepdim=True) / 127
+    codes = (grouped / torch.where(scale > 0, scale, torch.ones_like(scale))).round()
+    return (codes * scale).flatten(1)[:, : x.shape[1]]
+
+
+def rounded_to_8_bits(matrix: torch.Tensor) -> torch.Tensor:
+    """[out, in] as `pack_dense` stores it: int8 by groups of 32; scales are rounded up to half floats."""
+    missing = -matrix.shape[1] % GROUP
+    grouped = torch.nn.functional.pad(matrix.float(), (0, missing)).unflatten(1, (-1, GROUP))
+    wanted = grouped.abs().amax(2) / 127
+    scale = wanted.half()
+    # The next half float, where this one is below.
+    scale = torch.where(scale.float() < wanted, (scale.view(torch.int16) + 1).view(torch.float16), scale)
+    wide = scale.float()[..., None]
+    codes = (grouped / torch.where(wide > 0, wide, torch.ones_like(wide))).round().clamp(-127, 127)
+    return (codes * wide).flatten(1)[:, : matrix.shape[1]]
+
+
+def packed_product_torch(x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What `PackedMatrix.apply` computes, given the values of the matrix: the definition, in float64."""
+    product = quantized_rows(x).double() @ values.double().t()
+    return (product if bias is None else product + bias).float()
+
+
+def _loaded() -> Library:
+    found = library()
+    assert found is not None, "the CPU kernels are not built"
+    return found
+
+
+def _empty(form: int, rows: int, groups: int) -> torch.Tensor:
+    """Whole blocks, on a boundary of 64 bytes as torch allocates everything."""
+    data = torch.empty(-(-rows // BLOCK_ROWS) * _loaded().block_bytes(form, groups), dtype=torch.uint8)
+    assert data.data_ptr() % 64 == 0, data.data_ptr()
+    return data

@@ -1,0 +1,108 @@
+// What the files of the library share. Python sees only the functions that EXPORT marks (legato/cpu/library.py).
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define GROUP 32         // inputs that share a scale, of weights and of activations
+#define BLOCK_ROWS 16    // outputs that are stored interleaved: one per vector lane
+#define GROUP_BYTES_4 320  // of FORM_4
+#define KEY_TILE 64      // keys that attention scores at a time, at multiples of it in every sequence
+#define MAX_HEAD_DIM 256
+
+// How 16 outputs are stored. By group of 32 inputs:
+//   FORM_4: 4 x 64 bytes, byte 4 r + i of vector q has input 4 q + i of row r below and input 16 + 4 q + i above,
+//           then 16 scales and 16 minima, half floats: weight = scale * code + minimum
+//   FORM_8: 8 x 64 bytes, byte 4 r + i of vector q has 128 plus input 4 q + i of row r;
+//           behind all groups 16 scales of each: weight = scale * (code - 128), codes 1 to 255
+enum form { FORM_4 = 4, FORM_8 = 8 };
+
+struct block {
+    const uint8_t *data;  // aligned to 64 bytes
+    int32_t form;
+};
+
+struct matrix {
+    int64_t rows;    // outputs; the last block is filled up with zeros
+    int64_t groups;  // of inputs; filled up with zeros
+    int64_t num_blocks;
+    const float *bias;  // [rows] or null
+    struct block blocks[];
+};
+
+// Rows of activations, quantized by group: x = scale * q. Zero beyond the last input.
+struct quants {
+    int64_t groups;
+    int8_t *q;       // [rows][groups * GROUP]
+    float *scale;    // [rows][groups]
+    float *shift;    // [rows][groups], scale times the sum of the group's q
+    int32_t *sum;    // [rows][groups], that sum
+};
+
+enum activation { SILU = 0, GELU_TANH = 1 };
+
+struct layer {
+    const struct matrix *qkv, *output, *gate_up, *down;
+    const float *norm, *mlp_norm;      // [hidden]
+    const float *q_norm, *k_norm;      // [head_dim] or null
+    int64_t window;                    // keys that a query sees; 0: all
+    // Of every block of tokens [num_kv_heads][head_dim][block_size] and [num_kv_heads][block_size][head_dim]: a vector
+    // has one dimension of 16 keys. Half floats.
+    uint16_t *keys, *values;
+};
+
+struct shape {
+    int64_t num_layers, hidden, inner, num_heads, num_kv_heads, head_dim, rope_dim;
+    float eps, scale, soft_cap;
+    int32_t activation;
+    const float *cos_sin;  // [positions][rope_dim], cosines and then sines
+};
+
+// One forward: T tokens of n sequences, those that bring one token first.
+struct step {
+    int64_t num_tokens, num_sequences, num_wanted, block_size, table_stride;
+    const int64_t *positions;     // [T]
+    const int64_t *slots;         // [T] where keys and values go
+    const int32_t *counts;        // [n] tokens of each sequence
+    const int32_t *context_lens;  // [n] with those of this step
+    const int32_t *tables;        // [n][table_stride] blocks of each sequence
+    const int64_t *wanted;        // [m] tokens whose hidden states are returned
+};
+
+struct attention {
+    const struct shape *shape;
+    const struct layer *layer;
+    const int32_t *table;  // of the sequence
+    int64_t block_size;
+};
+
+struct kernels {
+    const char *name;
+    // Outputs of blocks [b0, b1) for rows [m0, m1) of x: out[m][n] = or += product + bias.
+    void (*product)(const struct matrix *w, const struct quants *x, int64_t b0, int64_t b1, int64_t m0, int64_t m1,
+                    float *out, int64_t stride, int add);
+    // Groups [g0, g1) of activation(gate) * up, quantized; gate and up are the halves of w.
+    void (*gated)(const struct matrix *w, const struct quants *x, int64_t g0, int64_t g1, int64_t m0, int64_t m1,
+                  int activation, struct quants *out);
+    // Head `head` of q, k and v: norm, rotation; q (times scale) to `queries` [T][num_heads * head_dim], k and v to
+    // their slots.
+    void (*head)(const struct shape *s, const struct layer *l, const struct quants *x, int64_t head, int64_t m0,
+                 int64_t m1, const struct step *t, float *queries);
+    void (*norm)(const float *x, const float *weight, float eps, int64_t m0, int64_t m1, int64_t size,
+                 struct quants *out);
+    void (*quantize)(const float *x, int64_t m0, int64_t m1, int64_t size, struct quants *out);
+    // Attention of `count` queries of one sequence and key head; the first has `position`. Row i of `out` is theirs.
+    void (*attend)(const struct attention *a, int64_t kv_head, const float *queries, int64_t count, int64_t position,
+                   struct quants *out, int64_t row);
+    // The largest of `size` numbers, of equal ones the first, and its log probability: NaN if a number is not finite.
+    void (*best)(const float *logits, int64_t size, int64_t *id, float *logprob);
+};
+
+extern const struct kernels kernels_plain, kernels_avx2, kernels_avxvnni, kernels_avx512;
+const struct kernels *chosen_kernels(void);
+
+// Runs work(context, piece) for each piece in [0, count), on the calling thread and those of the pool. Pieces are
+// handed out one at a time, so that a thread that loses its core delays its piece only.
+typedef void work(void *context, int64_t piece);
+void pool_run(work *function, void *context, int64_t count);
+int pool_threads(void);

@@ -1,0 +1,294 @@
+// A step: all layers of a Llama-like decoder on the threads of the pool, and what comes behind them.
+#include <stdlib.h>
+#include <string.h>
+
+#include "legato.h"
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define CEIL(a, b) (((a) + (b) - 1) / (b))
+
+static const struct kernels *kernels;
+
+// The best instruction set of this processor, or the one of this name, if it has it. Returns its name, or null.
+EXPORT const char *legato_choose(const char *name) {
+    const struct kernels *found[4];
+    int count = 0;
+#ifdef HAS_AVX512
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512vnni"))
+        found[count++] = &kernels_avx512;
+#endif
+#ifdef HAS_AVX2
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+#ifdef HAS_AVXVNNI
+        uint32_t a = 7, b, c = 1, d;  // leaf 7.1, which not every compiler has a name for
+        __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+        if (a >> 4 & 1) found[count++] = &kernels_avxvnni;
+#endif
+        found[count++] = &kernels_avx2;
+    }
+#endif
+    found[count++] = &kernels_plain;
+    for (int i = 0; i < count; i++)
+        if (!name || !strcmp(name, found[i]->name)) {
+            kernels = found[i];
+            return kernels->name;
+        }
+    return 0;
+}
+
+const struct kernels *chosen_kernels(void) {
+    if (!kernels) legato_choose(0);
+    return kernels;
+}
+
+// ------------------------------------------------------------------------------------------------ memory of a step
+
+// Grows with the largest step and stays: a step of usual size allocates nothing.
+struct buffer {
+    void *data;
+    size_t size;
+};
+
+static void *at_least(struct buffer *b, size_t size) {
+    if (b->size < size) {
+        free(b->data);
+        b->data = 0, b->size = 0;
+        size = CEIL(size + size / 4, 64) * 64;
+        b->data = aligned_alloc(64, size);
+        b->size = b->data ? size : 0;
+    }
+    return b->data;
+}
+
+struct quants_buffer {
+    struct buffer q, scale, shift, sum;
+};
+
+static int quants_for(struct quants_buffer *b, struct quants *x, int64_t rows, int64_t groups) {
+    size_t count = (size_t)(rows * groups);
+    x->groups = groups;
+    x->q = at_least(&b->q, count * GROUP);
+    x->scale = at_least(&b->scale, count * sizeof(float));
+    x->shift = at_least(&b->shift, count * sizeof(float));
+    x->sum = at_least(&b->sum, count * sizeof(int32_t));
+    return x->q && x->scale && x->shift && x->sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------- pieces
+
+#define ROWS_OF_A_PIECE 64
+#define PIECES_PER_THREAD 6
+
+// Work on `units` by `rows`, cut into pieces: some units of some rows each.
+struct plan {
+    int64_t units, rows, units_each, rows_each, unit_pieces;
+};
+
+static struct plan planned(int64_t units, int64_t rows) {
+    struct plan p = {units, rows, 1, MIN(rows, ROWS_OF_A_PIECE), 0};
+    int64_t wanted = pool_threads() == 1 ? 1 : PIECES_PER_THREAD * pool_threads();
+    int64_t row_pieces = CEIL(rows, p.rows_each);
+    p.units_each = MAX(1, MIN(units * row_pieces / wanted, row_pieces > 1 ? 16 : units));
+    p.unit_pieces = CEIL(units, p.units_each);
+    return p;
+}
+
+static int64_t num_pieces(const struct plan *p) { return p->unit_pieces * CEIL(p->rows, p->rows_each); }
+
+struct span {
+    int64_t u0, u1, m0, m1;
+};
+
+static struct span span_of(const struct plan *p, int64_t piece) {
+    int64_t u = piece % p->unit_pieces * p->units_each, m = piece / p->unit_pieces * p->rows_each;
+    return (struct span){u, MIN(u + p->units_each, p->units), m, MIN(m + p->rows_each, p->rows)};
+}
+
+struct product_work {
+    struct plan plan;
+    const struct matrix *w;
+    const struct quants *x;
+    float *out;
+    int64_t stride;
+    int add;
+};
+
+static void product_piece(void *context, int64_t piece) {
+    const struct product_work *j = context;
+    struct span s = span_of(&j->plan, piece);
+    kernels->product(j->w, j->x, s.u0, s.u1, s.m0, s.m1, j->out, j->stride, j->add);
+}
+
+static void run_product(const struct matrix *w, const struct quants *x, int64_t rows, float *out, int64_t stride,
+                        int add) {
+    struct product_work j = {planned(w->num_blocks, rows), w, x, out, stride, add};
+    pool_run(product_piece, &j, num_pieces(&j.plan));
+}
+
+struct norm_work {
+    struct plan plan;
+    const float *x, *weight;
+    float eps;
+    int64_t size;
+    struct quants *out;
+};
+
+static void norm_piece(void *context, int64_t piece) {
+    const struct norm_work *j = context;
+    struct span s = span_of(&j->plan, piece);
+    if (j->weight) kernels->norm(j->x, j->weight, j->eps, s.u0, s.u1, j->size, j->out);
+    else kernels->quantize(j->x, s.u0, s.u1, j->size, j->out);
+}
+
+// Rows of x normed (if there is a weight) and quantized. A few rows are not worth waking anybody.
+static void run_norm(const float *x, const float *weight, float eps, int64_t rows, int64_t size, struct quants *out) {
+    struct norm_work j = {planned(rows, 1), x, weight, eps, size, out};
+    if (rows <= 2) j.plan.units_each = rows, j.plan.unit_pieces = 1;
+    pool_run(norm_piece, &j, num_pieces(&j.plan));
+}
+
+struct layer_work {
+    struct plan plan;
+    const struct shape *shape;
+    const struct layer *layer;
+    const struct step *step;
+    const struct quants *x;
+    float *queries;
+    struct quants *out;
+    const struct attention_piece *pieces;
+};
+
+static void head_piece(void *context, int64_t piece) {
+    const struct layer_work *j = context;
+    struct span s = span_of(&j->plan, piece);
+    for (int64_t h = s.u0; h < s.u1; h++)
+        kernels->head(j->shape, j->layer, j->x, h, s.m0, s.m1, j->step, j->queries);
+}
+
+static void gated_piece(void *context, int64_t piece) {
+    const struct layer_work *j = context;
+    struct span s = span_of(&j->plan, piece);
+    kernels->gated(j->layer->gate_up, j->x, s.u0, s.u1, s.m0, s.m1, j->shape->activation, j->out);
+}
+
+#define QUERIES_OF_A_PIECE 64
+
+struct attention_piece {
+    int32_t sequence, kv_head;
+    int64_t token, count, row;  // first query in the step, how many, and the first row of the result
+};
+
+static void attention_piece(void *context, int64_t piece) {
+    const struct layer_work *j = context;
+    const struct attention_piece *p = &j->pieces[piece];
+    struct attention a = {j->shape, j->layer, j->step->tables + p->sequence * j->step->table_stride,
+                          j->step->block_size};
+    kernels->attend(&a, p->kv_head, j->queries + p->token * j->shape->num_heads * j->shape->head_dim, p->count,
+                    j->step->positions[p->token], j->out, p->row);
+}
+
+static struct {
+    struct buffer queries, pieces, last_pieces;
+    struct quants_buffer hidden, attended, inner;
+} memory;
+
+// All queries of a step, or only those of wanted tokens. Returns how many pieces there are, -1 without memory, or -2 if
+// wanted tokens are not in order.
+static int64_t plan_attention(const struct step *t, int64_t kv_heads, int wanted_only, struct buffer *buffer) {
+    int64_t most = kv_heads * (t->num_sequences + t->num_wanted + CEIL(t->num_tokens, QUERIES_OF_A_PIECE));
+    struct attention_piece *p = at_least(buffer, (size_t)most * sizeof *p);
+    if (!p) return -1;
+    int64_t count = 0, token = 0, next = 0;
+    for (int64_t s = 0; s < t->num_sequences; token += t->counts[s++])
+        if (wanted_only)
+            for (; next < t->num_wanted && t->wanted[next] >= token && t->wanted[next] < token + t->counts[s]; next++)
+                for (int64_t h = 0; h < kv_heads; h++)
+                    p[count++] = (struct attention_piece){(int32_t)s, (int32_t)h, t->wanted[next], 1, next};
+        else
+            for (int64_t begin = 0; begin < t->counts[s]; begin += QUERIES_OF_A_PIECE)
+                for (int64_t h = 0; h < kv_heads; h++)
+                    p[count++] = (struct attention_piece){(int32_t)s, (int32_t)h, token + begin,
+                                                          MIN(QUERIES_OF_A_PIECE, t->counts[s] - begin), token + begin};
+    return wanted_only && (next < t->num_wanted || count != kv_heads * t->num_wanted) ? -2 : count;
+}
+
+// x [T][hidden] are embeddings, and are overwritten; out [m][hidden] the hidden states of the wanted tokens, before
+// the last norm. `wanted` is in ascending order; without it all tokens are. Returns 0, -1 without memory, or -2 if
+// `wanted` is not in order.
+EXPORT int legato_forward(const struct shape *s, const struct layer *layers, const struct step *t, float *x,
+                          float *out) {
+    chosen_kernels();
+    const int64_t hidden = s->hidden, all = t->num_tokens, width = s->num_heads * s->head_dim;
+    struct quants normed, attended, inner;
+    float *queries = at_least(&memory.queries, (size_t)(all * width) * sizeof(float));
+    int64_t pieces = plan_attention(t, s->num_kv_heads, 0, &memory.pieces);
+    int64_t last_pieces = t->wanted ? plan_attention(t, s->num_kv_heads, 1, &memory.last_pieces) : 0;
+    if (last_pieces == -2) return -2;
+    if (!queries || pieces < 0 || last_pieces < 0 || !quants_for(&memory.hidden, &normed, all, hidden / GROUP) ||
+        !quants_for(&memory.attended, &attended, all, width / GROUP) ||
+        !quants_for(&memory.inner, &inner, all, s->inner / GROUP))
+        return -1;
+    for (int64_t i = 0; i < s->num_layers; i++) {
+        const struct layer *l = &layers[i];
+        const int is_last = i == s->num_layers - 1;
+        run_norm(x, l->norm, s->eps, all, hidden, &normed);
+        struct layer_work j = {planned(s->num_heads + 2 * s->num_kv_heads, all), s, l, t, &normed, queries, 0, 0};
+        pool_run(head_piece, &j, num_pieces(&j.plan));
+        // After the attention of the last layer only wanted tokens matter.
+        int64_t rows = is_last && t->wanted ? t->num_wanted : all;
+        j.out = &attended;
+        j.pieces = is_last && t->wanted ? memory.last_pieces.data : memory.pieces.data;
+        pool_run(attention_piece, &j, is_last && t->wanted ? last_pieces : pieces);
+        if (is_last) {
+            for (int64_t r = 0; r < rows; r++)
+                memcpy(out + r * hidden, x + (t->wanted ? t->wanted[r] : r) * hidden, (size_t)hidden * sizeof(float));
+            x = out;
+        }
+        run_product(l->output, &attended, rows, x, hidden, 1);
+        run_norm(x, l->mlp_norm, s->eps, rows, hidden, &normed);
+        j.plan = planned(s->inner / GROUP, rows), j.out = &inner;
+        pool_run(gated_piece, &j, num_pieces(&j.plan));
+        run_product(l->down, &inner, rows, x, hidden, 1);
+    }
+    return 0;
+}
+
+// out [rows][w.rows] = x [rows][in_features], normed first if there is a norm, times w. Returns 0, or -1.
+EXPORT int legato_apply(const struct matrix *w, const float *x, int64_t rows, int64_t in_features, const float *norm,
+                        float eps, float *out) {
+    static struct quants_buffer buffer;
+    struct quants quants;
+    chosen_kernels();
+    if (!quants_for(&buffer, &quants, rows, w->groups)) return -1;
+    run_norm(x, norm, eps, rows, in_features, &quants);
+    run_product(w, &quants, rows, out, w->rows, 0);
+    return 0;
+}
+
+struct best_work {
+    const float *logits;
+    int64_t size, *ids;
+    float *logprobs;
+};
+
+static void best_piece(void *context, int64_t row) {
+    const struct best_work *j = context;
+    kernels->best(j->logits + row * j->size, j->size, &j->ids[row], &j->logprobs[row]);
+}
+
+// Of each row of logits the likeliest token and its log probability.
+EXPORT void legato_best(const float *logits, int64_t rows, int64_t size, int64_t *ids, float *logprobs) {
+    chosen_kernels();
+    struct best_work j = {logits, size, ids, logprobs};
+    pool_run(best_piece, &j, rows);
+}
+
+// So that Python can check that it has the same idea of the structures.
+EXPORT void legato_sizes(int64_t sizes[3]) {
+    sizes[0] = sizeof(struct shape), sizes[1] = sizeof(struct layer), sizes[2] = sizeof(struct step);
+}

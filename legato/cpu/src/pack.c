@@ -1,0 +1,156 @@
+// Weights into blocks of 16 interleaved rows, and single rows back out of them.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "legato.h"
+
+static float from_half(uint16_t h) {
+    uint32_t bits = (uint32_t)(h & 0x7fff) << 13;
+    float value;
+    memcpy(&value, &bits, 4);
+    value *= 0x1p112f;
+    return h & 0x8000 ? -value : value;
+}
+
+// The half float that is equal or next above, of a number that is not negative.
+static uint16_t half_above(float value) {
+    if (!(value < 65504.0f)) return value == 65504.0f ? 0x7bff : 0x7e00;  // too large or NaN: NaN
+    float scaled = value * 0x1p-112f;
+    uint32_t bits;
+    memcpy(&bits, &scaled, 4);
+    uint16_t half = (uint16_t)(bits >> 13);
+    while (from_half(half) < value) half++;
+    return half;
+}
+
+EXPORT int64_t legato_block_bytes(int form, int64_t groups) {
+    return form == FORM_4 ? groups * GROUP_BYTES_4 : (groups * (512 + 32) + 63) / 64 * 64;
+}
+
+// Where the codes and the scales of a group are in a block.
+static int64_t codes_at(int form, int64_t group) { return group * (form == FORM_4 ? GROUP_BYTES_4 : 512); }
+static int64_t scales_at(int form, int64_t groups, int64_t group) {
+    return form == FORM_4 ? group * GROUP_BYTES_4 + 256 : groups * 512 + group * 32;
+}
+
+struct packing {
+    int form;
+    int64_t rows, groups, in_features;
+    const uint8_t *codes;
+    const uint16_t *scales, *minima;
+    const float *dense;
+    uint8_t *out;
+};
+
+static void put_group_4(const struct packing *p, uint8_t *out, uint16_t *scales, int64_t r, int64_t row, int64_t g) {
+    int64_t at = row * p->groups + g;
+    for (int i = 0; i < 16; i++) out[i / 4 * 64 + 4 * r + i % 4] = p->codes[at * 16 + i];
+    scales[r] = p->scales[at], scales[BLOCK_ROWS + r] = p->minima[at];
+}
+
+static void put_group_8(const struct packing *p, uint8_t *out, uint16_t *scales, int64_t r, int64_t row, int64_t g) {
+    int64_t at = row * p->groups + g;
+    for (int i = 0; i < GROUP; i++) out[i / 4 * 64 + 4 * r + i % 4] = p->codes[at * GROUP + i] ^ 0x80;
+    scales[r] = p->scales[at];
+}
+
+static void put_dense(const struct packing *p, uint8_t *out, uint16_t *scales, int64_t r, int64_t row, int64_t g) {
+    const float *x = p->dense + row * p->in_features + g * GROUP;
+    int64_t count = p->in_features - g * GROUP < GROUP ? p->in_features - g * GROUP : GROUP;
+    float most = 0.0f;
+    for (int64_t i = 0; i < count; i++) {
+        float size = fabsf(x[i]);
+        most = size > most || size != size ? size : most;  // NaN stays
+    }
+    scales[r] = half_above(most / 127.0f);
+    float scale = from_half(scales[r]), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    for (int64_t i = 0; i < GROUP; i++) {
+        float code = i < count ? rintf(x[i] * inverse) : 0.0f;
+        out[i / 4 * 64 + 4 * r + i % 4] = (uint8_t)(128 + (int)(code > 127 ? 127 : code > -127 ? code : -127));
+    }
+}
+
+static void pack_block(void *context, int64_t b) {
+    const struct packing *p = context;
+    const int64_t size = legato_block_bytes(p->form, p->groups);
+    uint8_t *out = p->out + b * size;
+    memset(out, 0, (size_t)size);  // rows that are not there have scale 0
+    for (int64_t r = 0; r < BLOCK_ROWS && b * BLOCK_ROWS + r < p->rows; r++)
+        for (int64_t g = 0; g < p->groups; g++)
+            (p->dense ? put_dense : p->form == FORM_4 ? put_group_4 : put_group_8)(
+                p, out + codes_at(p->form, g), (uint16_t *)(out + scales_at(p->form, p->groups, g)), r,
+                b * BLOCK_ROWS + r, g);
+}
+
+// codes [rows][groups * 16], low halves of a group before high ones; scales and minima [rows][groups], half floats.
+EXPORT void legato_pack_4(const uint8_t *codes, const uint16_t *scales, const uint16_t *minima, int64_t rows,
+                          int64_t groups, uint8_t *out) {
+    struct packing p = {FORM_4, rows, groups, groups * GROUP, codes, scales, minima, 0, out};
+    pool_run(pack_block, &p, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
+}
+
+// codes [rows][groups * 32] int8 without -128; scales [rows][groups], half floats.
+EXPORT void legato_pack_8(const uint8_t *codes, const uint16_t *scales, int64_t rows, int64_t groups, uint8_t *out) {
+    struct packing p = {FORM_8, rows, groups, groups * GROUP, codes, scales, 0, 0, out};
+    pool_run(pack_block, &p, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
+}
+
+// dense [rows][in_features], quantized to 8 bits.
+EXPORT void legato_pack_dense(const float *dense, int64_t rows, int64_t in_features, uint8_t *out) {
+    struct packing p = {FORM_8, rows, (in_features + GROUP - 1) / GROUP, in_features, 0, 0, 0, dense, out};
+    pool_run(pack_block, &p, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
+}
+
+EXPORT struct matrix *legato_matrix(int64_t rows, int64_t groups, const float *bias) {
+    int64_t num_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    struct matrix *m = calloc(1, sizeof *m + (size_t)num_blocks * sizeof(struct block));
+    if (m) m->rows = rows, m->groups = groups, m->num_blocks = num_blocks, m->bias = bias;
+    return m;
+}
+
+// Blocks [first, first + count), packed one behind the other in `data`, which must outlive the matrix.
+EXPORT void legato_matrix_blocks(struct matrix *m, int64_t first, int64_t count, int form, const uint8_t *data) {
+    for (int64_t b = 0; b < count; b++)
+        m->blocks[first + b] = (struct block){data + b * legato_block_bytes(form, m->groups), form};
+}
+
+EXPORT void legato_matrix_free(struct matrix *m) { free(m); }
+
+// Row `row` as floats.
+static void unpack(const struct matrix *m, int64_t row, int64_t in_features, float *out) {
+    const struct block *b = &m->blocks[row / BLOCK_ROWS];
+    const int64_t r = row % BLOCK_ROWS;
+    for (int64_t k = 0; k < in_features; k++) {
+        int64_t g = k / GROUP, i = k % GROUP;
+        const uint8_t *codes = b->data + codes_at(b->form, g);
+        const uint16_t *scales = (const uint16_t *)(b->data + scales_at(b->form, m->groups, g));
+        if (b->form == FORM_4) {
+            uint8_t byte = codes[i % 16 / 4 * 64 + 4 * r + i % 4];
+            out[k] = from_half(scales[r]) * (i < 16 ? byte & 15 : byte >> 4) + from_half(scales[BLOCK_ROWS + r]);
+        } else {
+            out[k] = from_half(scales[r]) * (codes[i / 4 * 64 + 4 * r + i % 4] - 128);
+        }
+    }
+}
+
+struct lookup {
+    const struct matrix *m;
+    const int64_t *ids;
+    int64_t in_features;
+    float *out;
+};
+
+static void look_up(void *context, int64_t i) {
+    const struct lookup *l = context;
+    unpack(l->m, l->ids[i], l->in_features, l->out + i * l->in_features);
+}
+
+// Rows `ids` of a matrix: an embedding. out [count][in_features]. Returns 0, or -1 for an id that is no row.
+EXPORT int legato_rows(const struct matrix *m, const int64_t *ids, int64_t count, int64_t in_features, float *out) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= m->rows) return -1;
+    struct lookup l = {m, ids, in_features, out};
+    pool_run(look_up, &l, count);
+    return 0;
+}

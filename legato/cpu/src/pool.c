@@ -1,0 +1,135 @@
+// Threads that are good neighbours: they spin for some microseconds, then sleep, and take work one piece at a time.
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "legato.h"
+
+// How long a thread spins before it sleeps. Between two products of a step there are a few microseconds; between two
+// steps there are hundreds, in which the router and its clients want the core.
+#define WORKER_SPIN_NS 60000
+#define CALLER_SPIN_NS 20000
+
+static struct {
+    int num_threads;  // with the caller
+    pthread_mutex_t caller;  // held by the one thread that hands out work
+    pthread_mutex_t mutex;
+    pthread_cond_t work_there, all_done;
+    // The number of the job above, the pieces of it that nobody has taken below. One word: who takes a piece knows
+    // that function and context are those of the job.
+    _Alignas(64) atomic_uint_fast64_t ticket;
+    _Alignas(64) atomic_int_fast64_t unfinished;
+    atomic_int sleepers, caller_sleeps;
+    work *function;
+    void *context;
+} pool = {1, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER,
+          PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0, 0};
+
+#define PIECES(ticket) ((ticket) & 0xffffffffu)
+#define JOB(ticket) ((ticket) >> 32)
+
+static void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+static void take_pieces(void) {
+    uint_fast64_t ticket = atomic_load(&pool.ticket);
+    while (PIECES(ticket)) {
+        work *function = pool.function;
+        void *context = pool.context;
+        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - 1)) continue;
+        function(context, (int64_t)PIECES(ticket) - 1);
+        if (atomic_fetch_sub(&pool.unfinished, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
+            pthread_mutex_lock(&pool.mutex);
+            pthread_cond_signal(&pool.all_done);
+            pthread_mutex_unlock(&pool.mutex);
+        }
+        ticket = atomic_load(&pool.ticket);
+    }
+}
+
+static void *worker(void *unused) {
+    uint_fast64_t seen = 0;
+    for (;;) {
+        int64_t until = now_ns() + WORKER_SPIN_NS;
+        while (JOB(atomic_load_explicit(&pool.ticket, memory_order_relaxed)) == seen) {
+            for (int i = 0; i < 32 && JOB(atomic_load_explicit(&pool.ticket, memory_order_relaxed)) == seen; i++)
+                relax();
+            if (now_ns() < until) continue;
+            pthread_mutex_lock(&pool.mutex);
+            atomic_fetch_add(&pool.sleepers, 1);
+            while (JOB(atomic_load(&pool.ticket)) == seen) pthread_cond_wait(&pool.work_there, &pool.mutex);
+            atomic_fetch_sub(&pool.sleepers, 1);
+            pthread_mutex_unlock(&pool.mutex);
+        }
+        seen = JOB(atomic_load(&pool.ticket));
+        take_pieces();
+    }
+    return unused;
+}
+
+static void wait_for_all(void) {
+    int64_t until = now_ns() + CALLER_SPIN_NS;
+    while (atomic_load(&pool.unfinished)) {
+        for (int i = 0; i < 32 && atomic_load_explicit(&pool.unfinished, memory_order_relaxed); i++) relax();
+        if (now_ns() < until) continue;
+        // Who holds the last piece has lost its core, maybe: asleep we leave it ours.
+        pthread_mutex_lock(&pool.mutex);
+        atomic_store(&pool.caller_sleeps, 1);
+        while (atomic_load(&pool.unfinished)) pthread_cond_wait(&pool.all_done, &pool.mutex);
+        atomic_store(&pool.caller_sleeps, 0);
+        pthread_mutex_unlock(&pool.mutex);
+    }
+}
+
+void pool_run(work *function, void *context, int64_t count) {
+    if (count <= 1 || pool.num_threads == 1 || pthread_mutex_trylock(&pool.caller)) {
+        for (int64_t piece = count - 1; piece >= 0; piece--) function(context, piece);
+        return;
+    }
+    pool.function = function, pool.context = context;
+    atomic_store(&pool.unfinished, count);
+    atomic_store(&pool.ticket, (JOB(atomic_load(&pool.ticket)) + 1) << 32 | (uint_fast64_t)count);
+    if (atomic_load(&pool.sleepers)) {
+        pthread_mutex_lock(&pool.mutex);
+        pthread_cond_broadcast(&pool.work_there);
+        pthread_mutex_unlock(&pool.mutex);
+    }
+    take_pieces();
+    wait_for_all();
+    pthread_mutex_unlock(&pool.caller);
+}
+
+int pool_threads(void) { return pool.num_threads; }
+
+// Threads that compute, with the caller: only the first call counts. Returns how many there are.
+EXPORT int legato_start_threads(int count) {
+    static int started;
+    pthread_mutex_lock(&pool.caller);
+    if (!started) {
+        started = 1;
+        pthread_attr_t attributes;
+        pthread_attr_init(&attributes);
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        pthread_attr_setstacksize(&attributes, 4 << 20);
+        while (pool.num_threads < count) {
+            pthread_t thread;
+            if (pthread_create(&thread, &attributes, worker, 0)) break;
+            pool.num_threads++;
+        }
+    }
+    pthread_mutex_unlock(&pool.caller);
+    return pool.num_threads;
+}

@@ -1,0 +1,287 @@
+// Vectors of 16 lanes for each instruction set; kernels.c is written once in terms of them.
+//
+//   vf, vi   16 floats, 16 int32; vb  64 bytes: 4 consecutive inputs (bytes) for each of 16 outputs (lanes)
+//   dot_u4   sums of 32 products of 4-bit weights (0..15) and int8 inputs, begun by u4_begin, read by u4_sum
+//   dot_u8   the same for 8-bit weights, stored plus 128
+//
+// Sums of a group are integers and exact, and every instruction set does the same float operations in the same order.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE int32_t load_i32(const int8_t *p) {
+    int32_t v;
+    memcpy(&v, p, 4);
+    return v;
+}
+
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+#include <immintrin.h>
+#define ISA_NAME "avx512-vnni"
+#define TILE_ROWS 6    // rows x blocks of a product at a time
+#define TILE_BLOCKS 2
+#define MIX_ROWS 6   // rows x vectors of an attention product at a time
+#define MIX_VECS 4
+
+typedef __m512 vf;
+typedef __m512i vi;
+typedef __m512i vb;
+typedef __m512i u4_acc;
+typedef __m512i u8_acc;
+
+INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void vf_store(float *p, vf a) { _mm512_storeu_ps(p, a); }
+INLINE vf vf_set1(float a) { return _mm512_set1_ps(a); }
+INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vf vf_abs(vf a) { return _mm512_abs_ps(a); }
+INLINE vf vf_round(vf a) { return _mm512_roundscale_ps(a, 8); }
+INLINE float vf_sum(vf a) { return _mm512_reduce_add_ps(a); }
+INLINE float vf_hmax(vf a) { return _mm512_reduce_max_ps(a); }
+INLINE vf vf_from_i(vi a) { return _mm512_cvtepi32_ps(a); }
+INLINE vi vi_from_f(vf a) { return _mm512_cvtps_epi32(a); }
+INLINE vf vf_load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE void vf_store_half(uint16_t *p, vf a) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, 0)); }
+INLINE vf vf_pow2(vf n, vf a) { return _mm512_scalef_ps(a, n); }
+INLINE int32_t vi_sum(vi a) { return _mm512_reduce_add_epi32(a); }
+INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE void vi_store_i8(int8_t *p, vi a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a)); }
+
+INLINE vb vb_load(const uint8_t *p) { return _mm512_load_si512(p); }
+INLINE vb vb_low(vb a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+INLINE vb vb_high(vb a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+INLINE u4_acc u4_begin(void) { return _mm512_setzero_si512(); }
+typedef __m512i inputs;
+INLINE inputs inputs_at(const int8_t *x) { return _mm512_set1_epi32(load_i32(x)); }
+INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
+INLINE vi u4_sum(u4_acc acc) { return acc; }
+INLINE u8_acc u8_begin(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
+INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
+INLINE vi u8_sum(u8_acc acc) { return acc; }
+
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define TILE_ROWS 4
+#define TILE_BLOCKS 1
+#define MIX_ROWS 6
+#define MIX_VECS 1
+
+typedef struct { __m256 a, b; } vf;
+typedef struct { __m256i a, b; } vi;
+typedef vi vb;
+typedef vi u4_acc;
+typedef vi u8_acc;
+
+#define EACH(type, f, ...) ((type){f(a.a, ##__VA_ARGS__), f(a.b, ##__VA_ARGS__)})
+INLINE vf vf_load(const float *p) { return (vf){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE void vf_store(float *p, vf a) { _mm256_storeu_ps(p, a.a), _mm256_storeu_ps(p + 8, a.b); }
+INLINE vf vf_set1(float a) { return (vf){_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
+INLINE vf vf_add(vf a, vf b) { return (vf){_mm256_add_ps(a.a, b.a), _mm256_add_ps(a.b, b.b)}; }
+INLINE vf vf_sub(vf a, vf b) { return (vf){_mm256_sub_ps(a.a, b.a), _mm256_sub_ps(a.b, b.b)}; }
+INLINE vf vf_mul(vf a, vf b) { return (vf){_mm256_mul_ps(a.a, b.a), _mm256_mul_ps(a.b, b.b)}; }
+INLINE vf vf_div(vf a, vf b) { return (vf){_mm256_div_ps(a.a, b.a), _mm256_div_ps(a.b, b.b)}; }
+INLINE vf vf_fma(vf a, vf b, vf c) { return (vf){_mm256_fmadd_ps(a.a, b.a, c.a), _mm256_fmadd_ps(a.b, b.b, c.b)}; }
+INLINE vf vf_max(vf a, vf b) { return (vf){_mm256_max_ps(a.a, b.a), _mm256_max_ps(a.b, b.b)}; }
+INLINE vf vf_min(vf a, vf b) { return (vf){_mm256_min_ps(a.a, b.a), _mm256_min_ps(a.b, b.b)}; }
+INLINE vf vf_abs(vf a) {
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    return (vf){_mm256_andnot_ps(sign, a.a), _mm256_andnot_ps(sign, a.b)};
+}
+INLINE vf vf_round(vf a) { return EACH(vf, _mm256_round_ps, 8); }
+INLINE vf vf_from_i(vi a) { return EACH(vf, _mm256_cvtepi32_ps); }
+INLINE vi vi_from_f(vf a) { return EACH(vi, _mm256_cvtps_epi32); }
+INLINE vf vf_load_half(const uint16_t *p) {
+    return (vf){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+INLINE void vf_store_half(uint16_t *p, vf a) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a.a, 0));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(a.b, 0));
+}
+INLINE float half_sum(__m256 v) {  // in the order of _mm512_reduce_add_ps
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE float vf_sum(vf a) { return half_sum(_mm256_add_ps(a.a, a.b)); }
+INLINE float vf_hmax(vf a) {
+    __m256 v = _mm256_max_ps(a.a, a.b);
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE vi vi_add(vi a, vi b) { return (vi){_mm256_add_epi32(a.a, b.a), _mm256_add_epi32(a.b, b.b)}; }
+INLINE int32_t vi_sum(vi a) {
+    int32_t lanes[8];
+    int32_t sum = 0;
+    _mm256_storeu_si256((__m256i *)lanes, _mm256_add_epi32(a.a, a.b));
+    for (int i = 0; i < 8; i++) sum += lanes[i];
+    return sum;
+}
+INLINE vf vf_pow2(vf n, vf a) {  // a * 2^n for n in the range of normal numbers
+    vi e = vi_from_f(n);
+    e = (vi){_mm256_slli_epi32(e.a, 23), _mm256_slli_epi32(e.b, 23)};
+    return (vf){_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.a), e.a)),
+                _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.b), e.b))};
+}
+INLINE void vi_store_i8(int8_t *p, vi a) {
+    __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.a, a.b), 0xd8);
+    _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+INLINE vb vb_load(const uint8_t *p) {
+    return (vb){_mm256_load_si256((const __m256i *)p), _mm256_load_si256((const __m256i *)(p + 32))};
+}
+INLINE vb vb_low(vb a) { return EACH(vb, _mm256_and_si256, _mm256_set1_epi8(15)); }
+INLINE vb vb_high(vb a) {
+    return (vb){_mm256_and_si256(_mm256_srli_epi16(a.a, 4), _mm256_set1_epi8(15)),
+                _mm256_and_si256(_mm256_srli_epi16(a.b, 4), _mm256_set1_epi8(15))};
+}
+typedef __m256i inputs;
+INLINE inputs inputs_at(const int8_t *x) { return _mm256_set1_epi32(load_i32(x)); }
+#ifdef __AVXVNNI__
+#define ISA_NAME "avx-vnni"
+INLINE vi vi_set1(int32_t v) { return (vi){_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
+INLINE vi dot4(vi acc, vb w, inputs x) {
+    return (vi){_mm256_dpbusd_avx_epi32(acc.a, w.a, x), _mm256_dpbusd_avx_epi32(acc.b, w.b, x)};
+}
+INLINE u4_acc u4_begin(void) { return vi_set1(0); }
+INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
+INLINE vi u4_sum(u4_acc acc) { return acc; }
+INLINE u8_acc u8_begin(int32_t sum) { return vi_set1(-128 * sum); }
+INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
+INLINE vi u8_sum(u8_acc acc) { return acc; }
+#else
+#define ISA_NAME "avx2"
+// Pairs are at most 2 * 15 * 127, so 8 of them fit into 16 bits: widened once a group.
+INLINE u4_acc u4_begin(void) { return (u4_acc){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) {
+    return (u4_acc){_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, x)),
+                    _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, x))};
+}
+INLINE vi u4_sum(u4_acc a) { return EACH(vi, _mm256_madd_epi16, _mm256_set1_epi16(1)); }
+// Signs move from the weights to the inputs: |w| <= 127, so that pairs fit into 16 bits.
+INLINE u8_acc u8_begin(int32_t sum) { return (void)sum, u4_begin(); }
+INLINE __m256i signed_dot(__m256i acc, __m256i w, __m256i x) {
+    __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) {
+    return (u8_acc){signed_dot(acc.a, w.a, x), signed_dot(acc.b, w.b, x)};
+}
+INLINE vi u8_sum(u8_acc acc) { return acc; }
+#endif
+
+#else  // plain C: any other processor
+#define ISA_NAME "plain"
+#define TILE_ROWS 2
+#define TILE_BLOCKS 1
+#define MIX_ROWS 2
+#define MIX_VECS 1
+
+typedef struct { float v[LANES]; } vf;
+typedef struct { int32_t v[LANES]; } vi;
+typedef struct { uint8_t v[4 * LANES]; } vb;
+typedef vi u4_acc;
+typedef vi u8_acc;
+
+#define LOOP(type, expression) type r; for (int i = 0; i < LANES; i++) r.v[i] = expression; return r
+INLINE vf vf_load(const float *p) { LOOP(vf, p[i]); }
+INLINE void vf_store(float *p, vf a) { memcpy(p, a.v, sizeof a.v); }
+INLINE vf vf_set1(float a) { LOOP(vf, a); }
+INLINE vf vf_add(vf a, vf b) { LOOP(vf, a.v[i] + b.v[i]); }
+INLINE vf vf_sub(vf a, vf b) { LOOP(vf, a.v[i] - b.v[i]); }
+INLINE vf vf_mul(vf a, vf b) { LOOP(vf, a.v[i] * b.v[i]); }
+INLINE vf vf_div(vf a, vf b) { LOOP(vf, a.v[i] / b.v[i]); }
+#ifdef FP_FAST_FMAF
+INLINE vf vf_fma(vf a, vf b, vf c) { LOOP(vf, fmaf(a.v[i], b.v[i], c.v[i])); }
+#else
+INLINE vf vf_fma(vf a, vf b, vf c) { LOOP(vf, a.v[i] * b.v[i] + c.v[i]); }
+#endif
+INLINE vf vf_max(vf a, vf b) { LOOP(vf, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+INLINE vf vf_min(vf a, vf b) { LOOP(vf, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+INLINE vf vf_abs(vf a) { LOOP(vf, fabsf(a.v[i])); }
+INLINE vf vf_round(vf a) { LOOP(vf, rintf(a.v[i])); }
+INLINE vf vf_from_i(vi a) { LOOP(vf, (float)a.v[i]); }
+INLINE vi vi_from_f(vf a) { LOOP(vi, (int32_t)rintf(a.v[i])); }
+INLINE float half_to_float(uint16_t h) {
+    uint32_t bits = (uint32_t)(h & 0x7fff) << 13;
+    float value;
+    memcpy(&value, &bits, 4);
+    value *= 0x1p112f;  // the exponent's bias; also right for subnormal numbers
+    return h & 0x8000 ? -value : value;
+}
+INLINE vf vf_load_half(const uint16_t *p) { LOOP(vf, half_to_float(p[i])); }
+INLINE uint16_t float_to_half(float value) {  // to nearest, ties to even, as the instructions do
+    uint32_t bits, sign, low, half;
+    float size = fabsf(value);
+    memcpy(&bits, &value, 4);
+    sign = bits >> 16 & 0x8000;
+    if (!(size < 65520.0f)) return (uint16_t)(sign | (size != size ? 0x7e00 : 0x7c00));
+    size *= 0x1p-112f;  // now the half float is in the upper bits, subnormal ones too
+    memcpy(&bits, &size, 4);
+    half = bits >> 13, low = bits & 0x1fff;
+    return (uint16_t)(sign | (half + (low > 0x1000 || (low == 0x1000 && half & 1))));
+}
+INLINE void vf_store_half(uint16_t *p, vf a) { for (int i = 0; i < LANES; i++) p[i] = float_to_half(a.v[i]); }
+INLINE float vf_sum(vf a) {  // in the order of the vector instructions
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) a.v[i] += a.v[i + half];
+    return a.v[0];
+}
+INLINE float vf_hmax(vf a) {
+    float most = a.v[0];
+    for (int i = 1; i < LANES; i++) most = a.v[i] > most ? a.v[i] : most;
+    return most;
+}
+INLINE vi vi_add(vi a, vi b) { LOOP(vi, a.v[i] + b.v[i]); }
+INLINE int32_t vi_sum(vi a) {
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += a.v[i];
+    return sum;
+}
+INLINE vf vf_pow2(vf n, vf a) { LOOP(vf, ldexpf(a.v[i], (int)n.v[i])); }
+INLINE void vi_store_i8(int8_t *p, vi a) { for (int i = 0; i < LANES; i++) p[i] = (int8_t)a.v[i]; }
+
+INLINE vb vb_load(const uint8_t *p) { vb r; memcpy(r.v, p, sizeof r.v); return r; }
+INLINE vb vb_low(vb a) { for (int i = 0; i < 4 * LANES; i++) a.v[i] &= 15; return a; }
+INLINE vb vb_high(vb a) { for (int i = 0; i < 4 * LANES; i++) a.v[i] >>= 4; return a; }
+typedef const int8_t *inputs;
+INLINE inputs inputs_at(const int8_t *x) { return x; }
+INLINE vi dot4(vi acc, vb w, inputs x) {
+    for (int i = 0; i < LANES; i++)
+        acc.v[i] += w.v[4 * i] * x[0] + w.v[4 * i + 1] * x[1] + w.v[4 * i + 2] * x[2] + w.v[4 * i + 3] * x[3];
+    return acc;
+}
+INLINE u4_acc u4_begin(void) { LOOP(vi, 0); }
+INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
+INLINE vi u4_sum(u4_acc acc) { return acc; }
+INLINE u8_acc u8_begin(int32_t sum) { LOOP(vi, -128 * sum); }
+INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
+INLINE vi u8_sum(u8_acc acc) { return acc; }
+#endif
+
+// exp for x <= about 80: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; below -87 about 1e-38.
+INLINE vf vf_exp(vf x) {
+    x = vf_max(x, vf_set1(-87.0f));
+    vf n = vf_round(vf_mul(x, vf_set1(1.44269504f)));
+    vf r = vf_fma(n, vf_set1(-0.693359375f), x);
+    r = vf_fma(n, vf_set1(2.12194440e-4f), r);
+    vf p = vf_fma(vf_set1(1.9875691500e-4f), r, vf_set1(1.3981999507e-3f));
+    p = vf_fma(p, r, vf_set1(8.3334519073e-3f));
+    p = vf_fma(p, r, vf_set1(4.1665795894e-2f));
+    p = vf_fma(p, r, vf_set1(1.6666665459e-1f));
+    p = vf_fma(p, r, vf_set1(5.0000001201e-1f));
+    p = vf_fma(vf_mul(p, r), r, vf_add(r, vf_set1(1.0f)));
+    return vf_pow2(n, p);
+}

@@ -1,0 +1,215 @@
+"""Llama-like decoders on a CPU: a forward is one call of the C library, for all layers.
+
+`on_host` looks at a model that its family has built. Where every layer is what the library computes (RMSNorm, attention
+with rotation, a gated MLP, all matrices packed), a `HostDecoder` takes its place; other models stay as they are and use
+packed products one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeGuard, TypeVar
+
+import numpy as np
+import torch
+
+from legato.cpu.library import (
+    ACTIVATIONS,
+    BLOCK_ROWS,
+    GROUP,
+    MAX_HEAD_DIM,
+    LayerPointers,
+    Library,
+    Shape,
+    StepPointers,
+    library,
+)
+from legato.layers.attention import SelfAttention
+from legato.layers.kv_cache import KVCache
+from legato.layers.linear import Head, Linear, PackedEmbedding, RowLinear
+from legato.layers.mlp import GatedMLP
+from legato.layers.norm import RMSNorm
+from legato.layers.step import Step
+from legato.models.decoder import Attention, Decoder, SequentialLayer
+from legato.models.registry import CausalModel, LimitedModel
+from legato.quantization.host import HostWeight
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+CACHE_DTYPE = torch.float16  # of keys and values: rounded less than the products round
+
+
+class LibraryLayer:
+    """The parts of a layer, checked to be those that the library computes."""
+
+    def __init__(self, layer: SequentialLayer) -> None:
+        self.norm = _checked(layer.norm, RMSNorm)
+        self.mlp_norm = _checked(layer.mlp_norm, RMSNorm)
+        attention = _checked(layer.attention, Attention)
+        self.attention = _checked(attention.attention, SelfAttention)
+        mlp = _checked(layer.mlp, GatedMLP)
+        self.qkv = _checked(_checked(attention.qkv, Linear).weight, HostWeight).packed
+        self.output = _checked(_checked(attention.output, RowLinear).weight, HostWeight).packed
+        self.gate_up = _checked(_checked(mlp.gate_up, Linear).weight, HostWeight).packed
+        self.down = _checked(_checked(mlp.down, RowLinear).weight, HostWeight).packed
+        if mlp.kind not in ACTIVATIONS:
+            raise NotLibraryLayer(f"the activation is {mlp.kind}")
+        self.activation = ACTIVATIONS[mlp.kind]
+        attention_ = self.attention
+        if attention_.rotary is None or attention_.scoring.alibi_slopes is not None:
+            raise NotLibraryLayer("positions are not rotations")
+        if attention_.scoring.sinks is not None:
+            raise NotLibraryLayer("attention has sinks")
+        if attention_.head_dim != attention_.v_head_dim or attention_.head_dim > MAX_HEAD_DIM:
+            raise NotLibraryLayer(f"heads have {attention_.head_dim} dimensions")
+        sizes = (attention_.head_dim, self.norm.weight.shape[0], self.down.in_features)
+        if any(size % GROUP for size in sizes):
+            raise NotLibraryLayer(f"sizes {sizes} are not multiples of {GROUP}")
+        # Kept here because the struct has only their addresses.
+        self.norms = [
+            None if norm is None else _checked(norm, RMSNorm).weight.float().contiguous()
+            for norm in (self.norm, self.mlp_norm, attention_.q_norm, attention_.k_norm)
+        ]
+
+    def shape(self, num_layers: int) -> Shape:
+        """What must be the same in all layers."""
+        attention = self.attention
+        assert attention.rotary is not None
+        return Shape(
+            num_layers=num_layers,
+            hidden=self.norm.weight.shape[0],
+            inner=self.down.in_features,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            rope_dim=attention.rotary.dim,
+            eps=self.norm.eps,
+            scale=attention.scoring.scale,
+            soft_cap=attention.scoring.soft_cap,
+            activation=self.activation,
+            cos_sin=attention.rotary.cos_sin.data_ptr(),
+        )
+
+    def pointers(self) -> LayerPointers:
+        norm, mlp_norm, q_norm, k_norm = (None if weight is None else weight.data_ptr() for weight in self.norms)
+        return LayerPointers(
+            qkv=self.qkv.address,
+            output=self.output.address,
+            gate_up=self.gate_up.address,
+            down=self.down.address,
+            norm=norm,
+            mlp_norm=mlp_norm,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            window=self.attention.scoring.window,
+        )
+
+
+class NotLibraryLayer(Exception):
+    """A part that the library does not compute."""
+
+
+def _checked(part: object, kind: type[T]) -> T:
+    """Exactly of this class: one that derives from it may compute something else."""
+    if type(part) is not kind:
+        raise NotLibraryLayer(f"{type(part).__name__} is not {kind.__name__}")
+    return part
+
+
+class HostDecoder:
+    """A `CausalModel` in place of the decoder that it is made of."""
+
+    can_capture = False
+
+    def __init__(self, model: Decoder, layers: Sequence[LibraryLayer], kernels: Library) -> None:
+        self.config = model.config
+        self.kv_shape = replace(model.kv_shape, dtype=CACHE_DTYPE)
+        self._model = model
+        self._library = kernels
+        self._layers = layers
+        self._shape = layers[0].shape(len(layers))
+        self._pointers = (LayerPointers * len(layers))(*(layer.pointers() for layer in layers))
+        self._cache: KVCache | None = None  # whose addresses are in the pointers
+        self._embedding = _checked(model.embedding, PackedEmbedding).packed.packed
+        self._head = _checked(_checked(model.head, Head).weight, HostWeight).packed
+        norm = _checked(model.norm, RMSNorm)
+        self._norm, self._eps = norm.weight.float().contiguous(), norm.eps
+
+    def limit(self, longest: int) -> None:
+        if isinstance(self._model, LimitedModel):
+            self._model.limit(longest)
+
+    def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
+        context = step.on_host
+        is_ours = cache.layers[0].keys.dtype == CACHE_DTYPE and not cache.block_size % BLOCK_ROWS
+        if context is None or not is_ours or step.adapters is not None:  # the library knows no adapters
+            # What torch computes in is float32, whatever the cache has.
+            context = None if context is None else replace(context, dtype=torch.float32)
+            return self._model.forward(replace(step, on_host=context), cache)
+        self._use(cache)
+        x = self._embedding.rows(step.input_ids)
+        counts = np.array(context.query_lens, dtype=np.int32)
+        wanted = step.logits_indices
+        num_wanted = len(x) if wanted is None else len(wanted)
+        tables = context.block_tables
+        pointers = StepPointers(
+            num_tokens=len(x),
+            num_sequences=len(counts),
+            num_wanted=num_wanted,
+            block_size=context.block_size,
+            table_stride=tables.stride(0),
+            positions=step.positions.data_ptr(),
+            slots=step.slots.data_ptr(),
+            counts=counts.ctypes.data,
+            context_lens=step.context_lens.data_ptr(),
+            tables=tables.data_ptr(),
+            wanted=None if wanted is None else wanted.data_ptr(),
+        )
+        out = torch.empty(num_wanted, x.shape[1])
+        shape, addresses = ctypes.byref(self._shape), ctypes.byref(pointers)
+        result = self._library.forward(shape, self._pointers, addresses, x.data_ptr(), out.data_ptr())
+        assert result != -2, "wanted tokens are not in ascending order"
+        if result:
+            raise MemoryError
+        return out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if (lora := self._model.head.lora) is not None and lora.is_active:
+            return self._model.logits(hidden)
+        return self._head.apply(hidden, self._norm, self._eps)
+
+    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row of logits the likeliest token, and its log probability: NaN if a logit is not finite."""
+        ids, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        self._library.best(logits.data_ptr(), *logits.shape, ids.data_ptr(), logprobs.data_ptr())
+        return ids, logprobs
+
+    def _use(self, cache: KVCache) -> None:
+        if cache is not self._cache:
+            for pointers, layer in zip(self._pointers, cache.layers, strict=True):
+                pointers.keys, pointers.values = layer.keys.data_ptr(), layer.values.data_ptr()
+            self._cache = cache
+
+
+def on_host(model: CausalModel) -> CausalModel:
+    """The model with its forward in the library, if it fits; else the model itself."""
+    kernels = library()
+    if kernels is None or not _is_plain_decoder(model):
+        return model
+    try:
+        layers = [LibraryLayer(_checked(layer, SequentialLayer)) for layer in model.layers]
+        return HostDecoder(model, layers, kernels)
+    except NotLibraryLayer as reason:
+        logger.info("Layers are computed by torch with packed products: %s", reason)
+        return model
+
+
+def _is_plain_decoder(model: object) -> TypeGuard[Decoder]:
+    """Whether a family computes what `Decoder` does, between its embedding and its head."""
+    kind = type(model)
+    return isinstance(model, Decoder) and all(
+        getattr(kind, name) is getattr(Decoder, name) for name in ("embed", "forward", "logits")
+    )

@@ -1,0 +1,224 @@
+"""Which drafts a step verifies: guesses from texts that are there, as many as are worth their time.
+
+How likely a guess is right is learned from all guesses, whether they are drafted or not: every token of a request shows
+whether the match that it followed had it right. So nothing is tried out to learn that, and a text without
+repetition costs the few microseconds in which it is looked up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+
+from legato.scheduling.entry import Entry, InFlight
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.state import StepPlan, StepResult
+from legato.scheduling.step_times import MeasuredStep, StepPace, StepTimes
+from legato.scheduling.suffix_index import TenantAnswers, TextMatch
+
+# Rows of a step beyond which no drafts are looked for: the scheduler has enough to do, and so has the device.
+MOST_ROWS = 128
+# Requests whose prompts one plan indexes, in up to some milliseconds each; the others wait for the next.
+MOST_NEW = 4
+# Tokens that a request may be ahead of its index and still be read one by one.
+MOST_UNREAD = 256
+# Matches of this length and more are alike.
+LONGEST = 16
+# A guess is never quite sure, and what happened long ago counts less.
+HIGHEST_CHANCE = 0.98
+LOWEST_CHANCE = 0.02
+MEMORY = 512.0
+# Of a request's own guesses: the last ten or so count.
+FORGETTING = 0.9
+
+
+@dataclass(slots=True)
+class RequestDrafts:
+    """Of one request: what it follows, and how many of its guesses were right against how many were expected to be."""
+
+    text: TextMatch
+    num_right: float = 4.0
+    num_expected: float = 4.0
+    # What the shards guess, from token `proposed_at` of its text on.
+    proposed_ids: list[int] = field(default_factory=list)
+    proposed_at: int = 0
+
+    @property
+    def factor(self) -> float:
+        return self.num_right / self.num_expected
+
+
+class Chances:
+    """That a guess is right, by the length of its match or by its distance from what is known."""
+
+    def __init__(self, first: float, last: float) -> None:
+        """What is assumed at the shortest and at the longest, as if ten had been seen of each."""
+        self._all = [10.0] * (LONGEST + 1)
+        self._right = [10 * (first + (last - first) * number / LONGEST) for number in range(LONGEST + 1)]
+
+    def __getitem__(self, number: int) -> float:
+        place = min(number, LONGEST)
+        return self._right[place] / self._all[place]
+
+    def learn(self, number: int, was_right: bool) -> None:
+        place = min(number, LONGEST)
+        self._all[place] += 1
+        self._right[place] += was_right
+        if self._all[place] > MEMORY:
+            self._all[place] /= 2
+            self._right[place] /= 2
+
+
+class Drafter:
+    """Belongs to the scheduler, and outlives shards: what it knows is tokens."""
+
+    def __init__(self) -> None:
+        self.pace = StepPace()
+        self._is_waiting = False  # the last step whose result has come was one that the next had waited for
+        self._times = StepTimes()
+        self._chances = Chances(0.2, 0.9)  # of matches, by their length
+        self._proposals = Chances(0.6, 0.6)  # of what the shards guess, by its distance
+        self._answers = TenantAnswers()
+
+    def remember(self, entry: Entry) -> None:
+        """A request has ended: later ones of its tenant may say the same."""
+        entry.drafts = None
+        self._answers.add(entry.request.tenant, entry.tokens[entry.num_prompt :])
+
+    def learn(self, plan: StepPlan, forward: float, now: float) -> None:
+        """How long a step took whose result has come; `forward` on the device."""
+        seconds = self.pace.end(now)
+        has_waited, self._is_waiting = self._is_waiting, plan.is_waited_for
+        if len(plan.rows) > MOST_ROWS or plan.admitted:
+            return
+        num_tokens = sum(plan.num_tokens)
+        if num_tokens == len(plan.rows) + sum(map(len, plan.drafts.values())):
+            self._times.learn(
+                MeasuredStep(
+                    len(plan.rows),
+                    num_tokens,
+                    plan.is_waited_for,
+                    has_waited,
+                    min(forward, seconds) or seconds,
+                    seconds,
+                )
+            )
+
+    def take_proposals(self, step: InFlight, result: StepResult) -> None:
+        """The guesses of the shards, which follow what the result has brought."""
+        count, first = step.plan.num_proposals, 0
+        if not count:
+            return
+        for entry, _, _, samples in step.planned:
+            if samples and not entry.done:
+                drafts = self._read(entry)
+                drafts.proposed_ids, drafts.proposed_at = result.proposed_ids[first : first + count], len(entry.tokens)
+            first += count if samples else 0
+
+    def draft(
+        self, plan: StepPlan, running: Sequence[Entry], limits: SchedulerLimits, num_spare: int
+    ) -> dict[int, list[int]]:
+        """Drafts by request, for a step in which all that run decode. They follow the tokens that are known and those
+        that steps in flight will sample. `num_spare` blocks may be taken for them: nobody gives up a block."""
+        entries = [entry for entry in running if entry.num_to_compute]
+        room = limits.max_sampled - len(entries)
+        if not 0 < len(entries) <= MOST_ROWS or room <= 0:
+            return {}
+        if limits.num_proposals:
+            plan.num_proposals = self._num_proposals(len(entries), limits, room)
+        return self._choose(entries, limits, room, num_spare)
+
+    def _num_proposals(self, num_rows: int, limits: SchedulerLimits, room: int) -> int:
+        """How many guesses to ask the shards for."""
+        most = min(limits.num_proposals, limits.speculate)
+        chances = [chance for chance in self._proposal_chances(most) for _ in range(num_rows)]
+        return most if self._times.num_worth(num_rows, chances[:room]) else 0
+
+    def _choose(
+        self, entries: Sequence[Entry], limits: SchedulerLimits, room: int, num_spare: int
+    ) -> dict[int, list[int]]:
+        guesses: dict[int, list[int]] = {}
+        ranked: list[tuple[float, int]] = []
+        num_new = 0
+        for entry in entries:
+            num_new += entry.drafts is None
+            limit = min(limits.speculate, entry.max_len - entry.num_known - 1)
+            if limit > 0 and (entry.drafts is not None or num_new <= MOST_NEW):
+                found, chances = self._guess(entry, self._read(entry), limit, limits.vocab_size)
+                guesses[entry.id] = found
+                ranked += [(chance, entry.id) for chance in chances]
+        if not ranked:
+            return {}
+        ranked.sort(reverse=True)
+        count = self._times.num_worth(len(entries), [chance for chance, _ in ranked[:room]])
+        counts = Counter(request_id for _, request_id in ranked[:count])
+        return _fitting(
+            {entry: guesses[entry.id][: counts[entry.id]] for entry in entries if counts[entry.id]},
+            limits.block_size,
+            num_spare,
+        )
+
+    def _read(self, entry: Entry) -> RequestDrafts:
+        """Look at the tokens that have come since the last time."""
+        drafts = entry.drafts
+        if drafts is None or drafts.text.unread() > MOST_UNREAD:
+            text = TextMatch(entry.tokens, len(entry.tokens), self._answers.of(entry.request.tenant))
+            drafts = entry.drafts = RequestDrafts(text)
+        text = drafts.text
+        for _ in range(text.unread()):
+            if drafts.proposed_ids:
+                self._judge_proposal(entry, drafts, len(entry.tokens) - text.unread())
+            length = text.length
+            was_right = text.read()
+            if was_right is not None:
+                drafts.num_right = FORGETTING * drafts.num_right + was_right
+                drafts.num_expected = FORGETTING * drafts.num_expected + self._chances[length]
+                self._chances.learn(length, was_right)
+        return drafts
+
+    def _judge_proposal(self, entry: Entry, drafts: RequestDrafts, place: int) -> None:
+        """Was what the shards guessed for this place right? If not, neither is what they guessed behind it."""
+        depth = place - drafts.proposed_at
+        was_right = entry.tokens[place] == drafts.proposed_ids[depth]
+        self._proposals.learn(depth, was_right)
+        if not was_right or depth + 1 == len(drafts.proposed_ids):
+            drafts.proposed_ids = []
+
+    def _proposal_chances(self, count: int) -> list[float]:
+        return list(accumulate((self._proposals[depth] for depth in range(count)), mul))
+
+    def _guess(self, entry: Entry, drafts: RequestDrafts, limit: int, vocab_size: int) -> tuple[list[int], list[float]]:
+        """Drafts, and the chance of each that it and all before it are right."""
+        text, factor, pending = drafts.text, drafts.factor, entry.num_pending
+        proposed = drafts.proposed_ids[:limit] if not pending and drafts.proposed_at == len(entry.tokens) else []
+        if proposed and (not text.length or self._proposals[0] > self._chances[text.length] * factor):
+            end = next((i for i, token in enumerate(proposed) if token in entry.end_ids), len(proposed))
+            return proposed[:end], self._proposal_chances(end)
+        guesses = text.guess(pending + limit)
+        chance, chances = 1.0, []
+        for place, token in enumerate(guesses):
+            if not 0 <= token < vocab_size or token in entry.end_ids:
+                break
+            chance *= min(self._chances[text.length + place] * factor, HIGHEST_CHANCE)
+            if chance < LOWEST_CHANCE:
+                break
+            chances.append(chance)
+        return guesses[pending : len(chances)], chances[pending:]
+
+
+def _fitting(chosen: dict[Entry, list[int]], block_size: int, num_spare: int) -> dict[int, list[int]]:
+    """Those that have room in their request's blocks, or in spare ones."""
+    fitting = {}
+    for entry, drafts in chosen.items():
+        room = entry.capacity - entry.num_scheduled - 1
+        missing = max(0, -(-(len(drafts) - room) // block_size))
+        if missing > num_spare:
+            drafts = drafts[: max(room, 0)]
+        else:
+            num_spare -= missing
+        if drafts:
+            fitting[entry.id] = drafts
+    return fitting

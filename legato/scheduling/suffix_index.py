@@ -1,0 +1,189 @@
+"""Where the last tokens of a text occurred before: the longest such match is the guess at what comes next.
+
+What a suffix automaton would find for suffixes of two tokens and more, at a twentieth of its memory: a table from pairs
+of tokens to where they occurred, the most recent first, of which a few are compared backwards. A match that goes on to
+be right is followed token by token, without looking anything up.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+Tokens: TypeAlias = Sequence[int]
+
+# Occurrences of a pair that are compared, the most recent first, and up to how many tokens before it.
+MOST_COMPARED = 8
+LONGEST_MATCH = 32
+# Tokens of a prompt, from its end, that are indexed: 3 ms of the scheduler's time.
+MOST_PROMPT_TOKENS = 32_768
+# Tokens of recent answers that are kept of a tenant, and of how many tenants.
+MOST_RECENT_TOKENS = 32_768
+MOST_TENANTS = 16
+SHORTEST_ANSWER = 8
+END_OF_TEXT = -1
+_FACTOR = 1_000_003
+_MASK = (1 << 62) - 1
+
+
+def _key(first: int, second: int) -> int:
+    """Of a pair. Two pairs may have the same: comparing tells them apart."""
+    return (first * _FACTOR + second) & _MASK
+
+
+class PromptIndex:
+    """Of a text that does not change, in two sorted arrays."""
+
+    def __init__(self, tokens: array[int], num_tokens: int) -> None:
+        first = max(0, num_tokens - MOST_PROMPT_TOKENS)
+        numbers = np.frombuffer(tokens, dtype=np.int64)[first:num_tokens].astype(np.uint64)
+        keys = (numbers[:-1] * np.uint64(_FACTOR) + numbers[1:]) & np.uint64(_MASK)
+        order = np.argsort(keys, kind="stable")
+        self._keys = keys[order].astype(np.int64)
+        self._positions = (order + (first + 2)).astype(np.int32)
+
+    def behind(self, key: int) -> Iterator[int]:
+        """Positions behind the pairs with this key, the last first."""
+        last = int(self._keys.searchsorted(key, side="right"))
+        for place in range(last - 1, max(last - 1 - MOST_COMPARED, -1), -1):
+            if self._keys[place] != key:
+                return
+            yield int(self._positions[place])
+
+
+class GrowingIndex:
+    """Of a text that grows, from position `start` on."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._latest: dict[int, int] = {}
+        self._earlier = array("i")  # by position, counted from `start`: of the occurrence before, 0 if there is none
+
+    def add(self, key: int) -> None:
+        """The text is one token longer, and ends with this pair."""
+        self._earlier.append(self._latest.get(key, 0))
+        self._latest[key] = self._start + len(self._earlier)
+
+    def behind(self, key: int) -> Iterator[int]:
+        position = self._latest.get(key, 0)
+        for _ in range(MOST_COMPARED):
+            if not position:
+                return
+            yield position
+            position = self._earlier[position - self._start - 1]
+
+
+class RecentAnswers:
+    """Of one tenant: answers one behind the other, the oldest half of them forgotten when there are too many."""
+
+    def __init__(self) -> None:
+        self.tokens = array("q", [END_OF_TEXT])
+        self.index = GrowingIndex(1)
+
+    def add(self, answer: array[int]) -> None:
+        if len(self.tokens) + len(answer) > MOST_RECENT_TOKENS:
+            kept = self.tokens[-(MOST_RECENT_TOKENS // 2) :]
+            self.tokens, self.index = array("q", [END_OF_TEXT]), GrowingIndex(1)
+            self._append(kept)
+        self._append(answer[-(MOST_RECENT_TOKENS // 2) :])
+        self._append([END_OF_TEXT])
+
+    def _append(self, tokens: Tokens) -> None:
+        last, add = self.tokens[-1], self.index.add
+        for token in tokens:
+            add(_key(last, token))
+            last = token
+        self.tokens.extend(tokens)
+
+
+class TenantAnswers:
+    """Recent answers by tenant: nobody's drafts come from another's text. The least recently used are forgotten."""
+
+    def __init__(self) -> None:
+        self._by_tenant: OrderedDict[str, RecentAnswers] = OrderedDict()
+
+    def of(self, tenant: str) -> RecentAnswers | None:
+        return self._by_tenant.get(tenant)
+
+    def add(self, tenant: str, answer: array[int]) -> None:
+        if len(answer) < SHORTEST_ANSWER:
+            return
+        answers = self._by_tenant.setdefault(tenant, RecentAnswers())
+        self._by_tenant.move_to_end(tenant)
+        if len(self._by_tenant) > MOST_TENANTS:
+            self._by_tenant.popitem(last=False)
+        answers.add(answer)
+
+
+class TextMatch:
+    """One request's text, and the match that it follows: what comes next is what came next there."""
+
+    def __init__(self, tokens: array[int], num_prompt: int, answers: RecentAnswers | None) -> None:
+        self._tokens = tokens
+        self._num_read = num_prompt
+        self._prompt = PromptIndex(tokens, num_prompt)
+        self._own = GrowingIndex(num_prompt)
+        self._answers = answers
+        self._source: array[int] = tokens
+        self._position = 0
+        self.length = 0  # of the match in tokens; 0: there is none
+        self._find()
+
+    def unread(self) -> int:
+        return len(self._tokens) - self._num_read
+
+    def read(self) -> bool | None:
+        """The next token of the text. Returns whether the match had it right; None if there was none."""
+        tokens, place = self._tokens, self._num_read
+        token = tokens[place]
+        self._num_read = place + 1
+        self._own.add(_key(tokens[place - 1], token) if place else 0)
+        guess = self._source[self._position] if self.length and self._position < len(self._source) else None
+        if guess == token:
+            self.length += 1
+            self._position += 1
+            return True
+        self._find()
+        return None if guess is None else False
+
+    def guess(self, count: int) -> list[int]:
+        """What comes next. A match with the end of the text itself is a loop, and goes on in what was guessed."""
+        if not self.length:
+            return []
+        source, position = self._source, self._position
+        found = list(source[position : position + count])
+        if source is self._tokens:
+            period = len(source) - position
+            while period and len(found) < count:
+                found.append(found[-period])
+        return found
+
+    def _find(self) -> None:
+        """The longest match, the most recent of equal ones, first in the answer itself."""
+        tokens, end = self._tokens, self._num_read
+        self.length = 0
+        if end < 2:
+            return
+        key = _key(tokens[end - 2], tokens[end - 1])
+        places = [(tokens, self._own.behind(key)), (tokens, self._prompt.behind(key))]
+        if self._answers is not None:
+            places.append((self._answers.tokens, self._answers.index.behind(key)))
+        for source, positions in places:
+            for position in positions:
+                if source is tokens and position >= end:
+                    continue
+                length = _common(tokens, end, source, position)
+                if length > self.length and length >= 2:
+                    self._source, self._position, self.length = source, position, length
+
+
+def _common(tokens: Tokens, end: int, source: Tokens, position: int) -> int:
+    """How many tokens before the two places are the same."""
+    length, most = 0, min(end, position, LONGEST_MATCH)
+    while length < most and tokens[end - 1 - length] == source[position - 1 - length]:
+        length += 1
+    return length

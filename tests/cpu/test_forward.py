@@ -1,0 +1,133 @@
+"""The forward of the C library against the same layers in torch, on families, ragged batches and odd lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from legato.cpu.library import Library
+from legato.layers.kv_cache import KVCache
+from legato.modelfiles.files import ModelFiles
+from legato.models.config import ModelConfig
+from legato.models.host import HostDecoder, on_host
+from legato.models.registry import CausalModel, get_model
+from legato.server.prepare import prepare
+from legato.server.rows import Rows
+from tests.tiny_models import tiny_llama
+
+CPU = torch.device("cpu")
+NUM_BLOCKS, BLOCK_SIZE = 64, 16
+SHAPE = dict(hidden_size=96, intermediate_size=160, head_dim=32, num_attention_heads=6, num_key_value_heads=2)
+
+
+def load(folder: Path, packs: bool = True) -> CausalModel:
+    files = ModelFiles.open(folder)
+    return get_model(files, ModelConfig.from_hf(files.config()), torch.float32, CPU, packs=packs)
+
+
+class Sequences:
+    """Some sequences of random tokens and the steps that compute them."""
+
+    def __init__(self, model: CausalModel, lengths: list[int], block_size: int = BLOCK_SIZE) -> None:
+        self.model = model
+        self.cache = KVCache(model.kv_shape, NUM_BLOCKS, block_size, CPU)
+        self.rows = Rows(len(lengths), NUM_BLOCKS, CPU)
+        generator = torch.Generator().manual_seed(1)
+        block = 1
+        for row, length in enumerate(lengths):
+            ids = torch.randint(3, 300, (length,), generator=generator).tolist()
+            count = -(-(length + 8) // block_size)
+            self.rows.admit(row, row, ids, 0, False)
+            self.rows.append_blocks(row, list(range(block, block + count)))
+            block += count
+        self.rows.write_blocks()
+
+    @torch.inference_mode()
+    def step(self, counts: dict[int, int], everything: bool = False) -> torch.Tensor:
+        """The logits of those that sample, or of all tokens."""
+        parts = [self.rows.advance(row, count) for row, count in counts.items()]
+        step = prepare(self.rows, parts, self.cache.block_size, self.model.kv_shape.dtype)
+        if everything:
+            step = replace(step, logits_indices=None)
+        return self.model.logits(self.model.forward(step, self.cache))
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "one key head, wide heads": dict(num_key_value_heads=1, head_dim=64),
+    "as many key heads": dict(num_key_value_heads=6),
+    "biases": dict(attention_bias=True, mlp_bias=True),
+    "tied": dict(tie_word_embeddings=True),
+}
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+def test_logits_are_those_of_torch_with_the_same_weights(kernels: Library, tmp_path: Path, changes) -> None:
+    model = load(tiny_llama(tmp_path, **{**SHAPE, "initializer_range": 0.05, **changes}))
+    host = on_host(model)
+    assert isinstance(host, HostDecoder)
+    lengths = [1, 5, 64, 65, 150]
+    steps = [{0: 1, 1: 5, 2: 40, 4: 100}, {2: 24, 3: 65, 4: 50}]
+    ours, theirs = Sequences(host, lengths), Sequences(model, lengths)
+    for counts in steps:
+        # int8 activations round the other way where sums differ in their last bits.
+        assert relative_error(ours.step(counts), theirs.step(counts)) < 0.02
+    for row, (mine, other) in enumerate(zip(ours.rows.sequences, theirs.rows.sequences, strict=True)):
+        assert mine is not None and other is not None
+        ours.rows.last_tokens[row] = theirs.rows.last_tokens[row] = 7 + row
+    decodes = dict.fromkeys((4, 3, 2, 1, 0), 1)
+    assert relative_error(ours.step(decodes), theirs.step(decodes)) < 0.02
+
+
+def test_a_sequence_has_the_same_logits_alone_and_in_a_crowd(kernels: Library, tmp_path: Path) -> None:
+    """Bit for bit, in whatever chunks its prompt is computed."""
+    host = on_host(load(tiny_llama(tmp_path, **SHAPE)))
+    lengths = [1, 5, 64, 70, 150]
+    alone = Sequences(host, lengths).step({4: 150})
+    crowd = Sequences(host, lengths)
+    crowd.step({4: 33, 0: 1})
+    crowd.step({3: 70, 4: 1, 1: 5})
+    assert torch.equal(crowd.step({2: 64, 4: 116})[1:], alone)
+    # And a decode is what the last token of a prompt is.
+    other = Sequences(host, [149])
+    other.rows.sequences[0].input_ids = crowd.rows[4].input_ids[:149]  # type: ignore[union-attr]
+    other.step({0: 149})
+    other.rows.last_tokens[0] = int(crowd.rows[4].input_ids[149])
+    assert torch.equal(other.step({0: 1}), alone)
+
+
+def test_all_logits_are_there_for_who_wants_them(kernels: Library, tmp_path: Path) -> None:
+    host = on_host(load(tiny_llama(tmp_path, **SHAPE)))
+    everything = Sequences(host, [70]).step({0: 70}, everything=True)
+    assert everything.shape[0] == 70
+    assert torch.equal(everything[-1:], Sequences(host, [70]).step({0: 70}))
+
+
+def test_wanted_tokens_out_of_order_are_refused(kernels: Library, tmp_path: Path) -> None:
+    host = on_host(load(tiny_llama(tmp_path, **SHAPE)))
+    sequences = Sequences(host, [5, 6])
+    step = prepare(sequences.rows, [sequences.rows.advance(row, 5 + row) for row in (0, 1)], BLOCK_SIZE, torch.float16)
+    with pytest.raises(AssertionError, match="order"):
+        host.forward(replace(step, logits_indices=torch.tensor([10, 4])), sequences.cache)
+
+
+def test_the_likeliest_token_and_its_log_probability(kernels: Library, tmp_path: Path) -> None:
+    host = on_host(load(tiny_llama(tmp_path, **SHAPE)))
+    assert isinstance(host, HostDecoder)
+    logits = torch.randn(5, 999) * 5
+    logits[1, 7] = logits[1, 990] = 40.0
+    logits[3, 998] = float("nan")
+    logits[4, 3] = -float("inf")
+    ids, logprobs = host.likeliest(logits)
+    assert ids[:3].tolist() == logits[:3].argmax(-1).tolist() and ids[1] == 7
+    expected = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(logprobs[:3], expected[:3], rtol=1e-5, atol=1e-5)
+    assert logprobs[3:].isnan().all()

@@ -1,0 +1,95 @@
+"""Packed products against their definition in torch, on awkward shapes, with every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from legato.cpu.library import GROUP, Library
+from legato.cpu.packed import (
+    PackedMatrix,
+    PackedRows,
+    pack_4,
+    pack_8,
+    pack_dense,
+    packed_product_torch,
+    rounded_to_8_bits,
+)
+
+SHAPES = [(16, 32), (1, 32), (17, 64), (48, 96), (100, 576), (31, 1536)]
+
+
+def four_bits(rows: int, columns: int) -> tuple[PackedRows, torch.Tensor]:
+    """Random 4-bit weights, packed and as floats."""
+    codes = torch.randint(0, 16, (rows, columns // GROUP, GROUP), dtype=torch.uint8)
+    scale = (torch.rand(rows, columns // GROUP) * 0.1).half()
+    minimum = (torch.rand(rows, columns // GROUP) - 0.9).half()
+    halves = codes[..., :16] | codes[..., 16:] << 4
+    values = codes.float() * scale.float()[..., None] + minimum.float()[..., None]
+    return pack_4(halves.flatten(1), scale, minimum), values.flatten(1)
+
+
+def eight_bits(rows: int, columns: int) -> tuple[PackedRows, torch.Tensor]:
+    codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+    scale = (torch.rand(rows, columns // GROUP) * 0.01).half()
+    values = codes.float() * scale.float().repeat_interleave(GROUP, 1)
+    return pack_8(codes, scale), values
+
+
+@pytest.mark.parametrize("make", [four_bits, eight_bits])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_definition(kernels: Library, make, shape) -> None:
+    torch.manual_seed(0)
+    packed, values = make(*shape)
+    bias = torch.randn(shape[0])
+    matrix = PackedMatrix([packed], bias)
+    for rows in (1, 2, 3, 7, 16, 67):
+        x = torch.randn(rows, shape[1]) * torch.logspace(-3, 2, rows)[:, None]
+        torch.testing.assert_close(matrix.apply(x), packed_product_torch(x, values, bias), rtol=1e-4, atol=2e-3)
+
+
+def test_a_row_has_the_same_sums_in_every_batch(kernels: Library) -> None:
+    torch.manual_seed(0)
+    matrix = PackedMatrix([four_bits(64, 576)[0], eight_bits(40, 576)[0]])
+    x = torch.randn(200, 576)
+    together = matrix.apply(x)
+    for first, last in ((0, 1), (5, 7), (100, 103), (11, 27), (64, 200)):
+        assert torch.equal(matrix.apply(x[first:last]), together[first:last])
+
+
+def test_dense_weights_are_rounded_to_8_bits(kernels: Library) -> None:
+    torch.manual_seed(0)
+    dense = torch.randn(37, 100) * torch.logspace(-6, 3, 37)[:, None]
+    dense[3] = 0
+    rows = PackedMatrix([pack_dense(dense)]).rows(torch.arange(37))
+    expected = rounded_to_8_bits(dense)
+    # A code may round either way where it is half between two.
+    step = dense.abs().amax(1, keepdim=True) / 127
+    assert ((rows - expected).abs() <= step * 1.01).all()
+    assert ((rows - expected).abs() > step * 0.01).float().mean() < 0.01
+    assert ((rows - dense).abs() <= step * 0.51 + 6e-8 * 127).all()
+
+
+def test_rows_come_back_as_they_were_packed(kernels: Library) -> None:
+    torch.manual_seed(0)
+    (four, four_values), (eight, eight_values) = four_bits(32, 96), eight_bits(5, 96)
+    ids = torch.tensor([36, 0, 31, 32, 7, 7])
+    rows = PackedMatrix([four, eight]).rows(ids)
+    torch.testing.assert_close(rows, torch.cat((four_values, eight_values))[ids], rtol=1e-6, atol=1e-6)
+
+
+def test_a_norm_comes_before_the_product(kernels: Library) -> None:
+    torch.manual_seed(0)
+    packed, values = four_bits(48, 576)
+    x, norm = torch.randn(5, 576) * 3, torch.rand(576)
+    expected = packed_product_torch(torch.nn.functional.rms_norm(x, (576,), norm, 1e-5), values)
+    torch.testing.assert_close(PackedMatrix([packed]).apply(x, norm, 1e-5), expected, rtol=1e-3, atol=1e-1)
+
+
+def test_what_is_not_finite_stays_visible(kernels: Library) -> None:
+    matrix = PackedMatrix([four_bits(32, 64)[0]])
+    for broken in (float("nan"), float("inf"), -float("inf")):
+        x = torch.randn(2, 64)
+        x[1, 40] = broken
+        out = matrix.apply(x)
+        assert out[0].isfinite().all() and not out[1].isfinite().any()

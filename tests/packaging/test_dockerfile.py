@@ -1,0 +1,93 @@
+"""The Dockerfile and its entry points, as far as they can be looked at without building anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+run_steps = _load(ROOT / "docker" / "run_steps.py")
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Path:
+    """A folder with a launcher that prints its arguments and variables."""
+    program = tmp_path / "text-generation-launcher"
+    program.write_text('#!/bin/sh\necho "arguments:$*"\nenv\n')
+    program.chmod(0o755)
+    return tmp_path
+
+
+def enter(script: str, launcher: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": f"{launcher}:{os.environ['PATH']}", **variables}
+    words = [str(ROOT / "docker" / script), *arguments]
+    return subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+
+
+def test_every_target_that_is_offered_is_a_stage_and_the_last_one_is_for_gpus() -> None:
+    found = run_steps.stages(DOCKERFILE)
+    assert {"cpu", "cuda", "sagemaker"} <= set(found)
+    assert list(found)[-1] == run_steps.LAST and found[run_steps.LAST].base == "cuda"
+    assert found["sagemaker"].base == "cuda"
+
+
+def test_what_the_image_copies_from_the_repository_is_there_and_not_ignored() -> None:
+    for stage in run_steps.stages(DOCKERFILE).values():
+        for instruction in stage.instructions:
+            if instruction.word == "COPY" and "--from" not in instruction.rest:
+                source = instruction.rest.split()[0]
+                assert (ROOT / source).exists(), source
+                top = source.split("/")[0]
+                assert top == "." or not run_steps._ignored(str(ROOT), [top])
+    needed = ["legato", "pyproject.toml", "README.md", "LICENSE", "constraints.txt"]
+    assert run_steps._ignored(str(ROOT), [*needed, ".git", ".venv-dev", "tests"]) == {".git", ".venv-dev", "tests"}
+
+
+def test_the_container_s_arguments_are_the_launcher_s(launcher: Path) -> None:
+    answer = enter("entrypoint.sh", launcher, "--model-id", "a model", "--num-shard", "2")
+    assert answer.returncode == 0
+    assert "arguments:--model-id a model --num-shard 2" in answer.stdout
+
+
+def test_sagemaker_s_variables_become_options(launcher: Path) -> None:
+    variables = {
+        "HF_MODEL_ID": "org/name",
+        "HF_MODEL_REVISION": "main",
+        "SM_NUM_GPUS": "4",
+        "HF_MODEL_QUANTIZE": "awq",
+        "HF_MODEL_TRUST_REMOTE_CODE": "true",
+        "PORT": "8080",
+    }
+    lines = enter("sagemaker-entrypoint.sh", launcher, "serve", **variables).stdout.splitlines()
+    assert lines[0] == "arguments:--port 8080"
+    expected = {"MODEL_ID=org/name", "REVISION=main", "NUM_SHARD=4", "QUANTIZE=awq", "TRUST_REMOTE_CODE=true"}
+    assert expected <= set(lines)
+
+
+def test_sagemaker_s_unset_variables_set_nothing(launcher: Path) -> None:
+    lines = enter("sagemaker-entrypoint.sh", launcher, HF_MODEL_ID="org/name").stdout.splitlines()
+    names = {line.partition("=")[0] for line in lines}
+    assert "MODEL_ID" in names and not names & {"REVISION", "NUM_SHARD", "QUANTIZE", "TRUST_REMOTE_CODE"}
+
+
+def test_sagemaker_without_a_model_is_told_what_to_set(launcher: Path) -> None:
+    answer = enter("sagemaker-entrypoint.sh", launcher)
+    assert answer.returncode == 1 and "HF_MODEL_ID must be set" in answer.stderr

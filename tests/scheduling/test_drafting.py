@@ -1,0 +1,166 @@
+"""Drafts: where they come from, whose they are, and when they are worth their time."""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+
+import pytest
+
+from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.state import GenerationRequest
+from legato.scheduling.step_times import MeasuredStep, StepPace, StepTimes
+from legato.scheduling.suffix_index import MOST_RECENT_TOKENS, PromptIndex, RecentAnswers, TextMatch
+from tests.fakes import Simulation, check_blocks, expected_tokens
+
+LIMITS = SchedulerLimits(num_blocks=200, block_size=4, max_rows=8, max_step_tokens=64, speculate=6, vocab_size=50)
+
+
+def longest_match(text: list[int], source: list[int]) -> int:
+    """The definition: of all places in `source`, the most tokens before it that are the last of `text`."""
+
+    def common(end: int) -> int:
+        return next((n for n in range(min(end, len(text))) if text[-1 - n] != source[end - 1 - n]), min(end, len(text)))
+
+    return max((common(end) for end in range(1, len(source))), default=0)
+
+
+# ---- guesses ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_longest_match_is_followed(seed: int) -> None:
+    """In a text of few letters, token by token."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(4) for _ in range(30)]
+    text = array("q", prompt)
+    match = TextMatch(text, len(text), None)
+    for _ in range(60):
+        copied = text[-7] if rng.random() < 0.8 else rng.randrange(4)
+        text.append(copied)
+        guessed = match.guess(1)
+        assert match.read() == (None if not guessed else guessed == [copied])
+        if match.length:
+            before = list(text)
+            assert 2 <= match.length <= longest_match(before, before)
+            assert before[-match.length :] == list(match._source)[match._position - match.length : match._position]
+
+
+def test_a_loop_is_guessed_on_and_on() -> None:
+    match = TextMatch(array("q", [7, 1, 2, 3, 1, 2, 3, 1, 2]), 9, None)
+    assert match.guess(7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_recent_answers_are_guessed_from_and_the_oldest_are_forgotten() -> None:
+    answers, rng = RecentAnswers(), random.Random(1)
+    texts = [array("q", [rng.randrange(10_000) for _ in range(1000)]) for _ in range(80)]
+    for text in texts:
+        answers.add(text)
+    assert len(answers.tokens) <= MOST_RECENT_TOKENS
+    assert TextMatch(texts[-1][100:110], 10, answers).guess(5) == texts[-1][110:115].tolist()
+    assert TextMatch(texts[0][100:110], 10, answers).guess(5) == []
+    end = TextMatch(texts[-1][-10:], 10, answers).guess(5)
+    assert end == [] or end[0] < 0, "a guess does not run on into another answer"
+
+
+def test_a_prompt_with_digests_of_images_is_indexed() -> None:
+    tokens = array("q", [5, (1 << 62) + 3, (1 << 62) + 3, 6, 7, 8, 6, 7])
+    assert list(PromptIndex(tokens, 8).behind((6 * 1_000_003 + 7) & ((1 << 62) - 1))) == [8, 5]
+    assert TextMatch(tokens, 8, None).guess(2) == [8, 6]
+
+
+def test_a_token_takes_a_few_microseconds() -> None:
+    rng = random.Random(2)
+    prompt = [rng.randrange(3000) for _ in range(4000)]
+    text = array("q", prompt)
+    match = TextMatch(text, len(text), None)
+    answer = prompt[1000:1500] + [rng.randrange(3000) for _ in range(500)]
+    fastest = 1.0
+    for token in answer:
+        text.append(token)
+        started = time.perf_counter()
+        match.read()
+        match.guess(8)
+        fastest = min(fastest, time.perf_counter() - started)
+    assert fastest < 20e-6
+
+
+# ---- through the scheduler -------------------------------------------------------------------------------------------
+
+
+def answered(simulation: Simulation, request: GenerationRequest) -> tuple[list[int], int]:
+    simulation.submit(request)
+    simulation.run()
+    outputs = simulation.outputs[request.id]
+    check_blocks(simulation.scheduler)
+    return [output.token_id for output in outputs], sum(output.is_draft for output in outputs)
+
+
+def test_a_text_is_the_same_and_takes_fewer_steps() -> None:
+    prompt = [1, 2, 3, 4, 5]
+    simulation = Simulation(LIMITS)
+    for number in range(2):
+        request = GenerationRequest(number, prompt, 30, ignore_eos=True)
+        tokens, num_drafts = answered(simulation, request)
+        assert tokens == expected_tokens(request, 50)
+    assert num_drafts > 15, "the second time the answer is known"
+
+
+def test_no_drafts_come_from_another_tenant() -> None:
+    prompt = [1, 2, 3, 4, 5]
+    simulation = Simulation(LIMITS)
+    answered(simulation, GenerationRequest(1, prompt, 30, ignore_eos=True, tenant="a"))
+    assert answered(simulation, GenerationRequest(2, prompt, 30, ignore_eos=True, tenant="b"))[1] == 0
+    assert answered(simulation, GenerationRequest(3, prompt, 30, ignore_eos=True, tenant="a"))[1] > 15
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def times(plain: float, waited: dict[int, float], num_rows: int = 1) -> StepTimes:
+    found = StepTimes()
+    found.learn(MeasuredStep(num_rows, num_rows, False, False, plain, plain))
+    for num_tokens, seconds in waited.items():
+        found.learn(MeasuredStep(num_rows, num_tokens, True, True, seconds, seconds))
+    return found
+
+
+def test_waiting_for_a_result_is_part_of_the_price() -> None:
+    """Also where it shows only in the step behind: the one with drafts had been sent while others ran."""
+    found = times(0.03, {})
+    for _ in range(3):
+        found.learn(MeasuredStep(1, 2, True, False, 0.03, 0.03))
+        found.learn(MeasuredStep(1, 1, False, True, 0.03, 0.04))
+    assert found.num_worth(1, [0.25]) == 0 and found.num_worth(1, [0.5]) == 1
+
+
+def test_as_many_drafts_are_taken_as_pay() -> None:
+    flat = times(0.03, {5: 0.03, 9: 0.03})
+    assert flat.num_worth(1, [0.9, 0.8, 0.7, 0.6]) == 4
+    steep = times(0.03, {2: 0.031, 3: 0.06, 9: 0.3})
+    assert steep.num_worth(1, [0.9, 0.8, 0.7, 0.6]) == 1
+    assert steep.num_worth(1, [0.03]) == 0
+
+
+def test_what_speaks_against_drafts_is_tried_again() -> None:
+    slow = times(0.03, {2: 0.05})
+    decisions = [slow.num_worth(1, [0.5]) for _ in range(200)]
+    assert decisions[0] == 0 and 1 in decisions[20:]
+
+
+def test_sizes_that_were_never_measured_are_tried_step_by_step() -> None:
+    found = times(0.03, {64: 0.031}, num_rows=64)
+    assert 0 < found.num_worth(64, [0.5] * 1000) < 200
+
+
+def test_the_time_of_a_step_begins_with_the_result_before_it() -> None:
+    pace = StepPace()
+    pace.begin(1.0)
+    pace.begin(1.0)
+    assert pace.end(1.3) == pytest.approx(0.3)
+    assert pace.end(1.5) == pytest.approx(0.2), "it waited for the first"
+    pace.begin(1.501)
+    assert pace.end(1.8) == pytest.approx(0.3), "planned because of the second"
+    pace.begin(5.0)
+    assert pace.end(5.1) == pytest.approx(0.1), "nothing ran before"
