@@ -53,8 +53,7 @@ class Scheduler:
         queue = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
         self._deadlines = RequestDeadlines(queue, Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG))
         self._entries: dict[int, Entry] = {}
-        self._step_ids = itertools.count(1)
-        self._arrivals = itertools.count()
+        self._step_ids, self._arrivals = itertools.count(1), itertools.count()
 
     def _use(self, limits: SchedulerLimits) -> None:
         """Rows and blocks of shards that have computed nothing yet."""
