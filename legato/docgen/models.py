@@ -19,8 +19,8 @@ shards work as well. The checkpoints are examples; any with the same `model_type
 
 Weights are safetensors. PyTorch's files (`*.bin`, else `*.pt`) are converted before a model is served, those of a local
 folder too: once, beside them, and by `torch.load(weights_only=True)`, which runs no code. GGUF files are dequantised
-when they are loaded. Quantized checkpoints: [docs/quantization.md](quantization.md). Adapters are not
-supported yet.
+when they are loaded. Quantized checkpoints: [docs/quantization.md](quantization.md). LoRA
+adapters: [docs/lora.md](lora.md).
 """
 
 IMAGES = """\
