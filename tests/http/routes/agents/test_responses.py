@@ -11,7 +11,9 @@ import pytest
 from starlette.types import ASGIApp
 
 from legato.http.routes.responses.store import ResponseStore, StoredResponse
+from legato.pb import generate_pb2 as pb
 from legato.scheduling.state import FinishReason, Output
+from tests.generation import parameters_of
 from tests.http.asgi import Answer, Call, FakeBackend, call, get, outputs_of, post, until
 from tests.http.routes.agents.machines import events_of
 from tests.http.routes.agents.test_event_order import ROOMY
@@ -79,6 +81,18 @@ def test_functions_of_a_namespace_are_called_by_both_names() -> None:
     assert rendered(server)[0]["tool_calls"][0]["function"]["name"] == "files__open"
 
 
+def test_a_custom_tool_that_is_asked_for_follows_its_grammar() -> None:
+    server = server_for('<think>\nhm\n</think>\n\n{"input": 1}')
+    format = {"type": "grammar", "syntax": "lark", "definition": "start: /.*/"}
+    tools = [{"type": "custom", "name": "patch", "format": format}]
+    answer = ask(server, tools=tools, tool_choice={"type": "custom", "name": "patch"}).json()
+    reasoning, call = answer["output"]
+    assert (reasoning["type"], call["type"], call["input"]) == ("reasoning", "custom_tool_call", '{"input": 1}')
+    parameters = parameters_of(server.backend.requests[0])
+    assert (parameters.grammar_type, parameters.grammar) == (pb.GRAMMAR_TYPE_LARK, "start: /.*/")
+    assert parameters.HasField("reasoning")
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -89,6 +103,7 @@ def test_functions_of_a_namespace_are_called_by_both_names() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0]"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"input": "x", "tools": [{"type": "custom", "name": "p", "format": {"type": "grammar"}}]}, "tools[0].format"),
         ({"input": "x", "conversation": "c"}, "conversation"),
         ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
