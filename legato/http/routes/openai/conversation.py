@@ -16,7 +16,6 @@ from legato.chat.template import TemplateError
 from legato.chat.tools.requests import ToolUse, tool_use_of
 from legato.chat.tools.tooling import ChatRenderer, Tooling
 from legato.http.inference import Inference
-from legato.http.validation import token_offsets
 from legato.vision.prompts import PromptImage, in_messages
 
 
@@ -122,8 +121,7 @@ async def tokenize_conversation(
 
     def read() -> tuple[str, list[SimpleToken]]:
         text = _render(request, template, format.tooling, use)
-        encoding = inference.validator.encode(text, with_offsets=True, add_special_tokens=False)
-        return text, token_offsets(encoding, text)
+        return text, inference.validator.offsets(text, add_special_tokens=False)
 
     return await inference.validator.in_thread(read, _size(request))
 
