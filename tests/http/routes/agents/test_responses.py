@@ -236,6 +236,25 @@ def test_a_response_in_the_background_is_cancelled_and_frees_what_it_had() -> No
     asyncio.run(main())
 
 
+def test_a_response_in_the_background_that_is_refused_has_failed() -> None:
+    async def main() -> None:
+        refused = [Output(error="Model is overloaded", retry_after=2)]
+        server = Server(FakeBackend(lambda request: refused, limits=ROOMY), FakeTemplate())
+        answer = await post(server.app, PATH, {"input": "hi", "background": True, "stream": True})
+        (event,) = events_of(answer.body)
+        assert (event["type"], event["response"]["error"]["code"]) == ("response.failed", "rate_limit_exceeded")
+        stored = await get(server.app, f"{PATH}/{event['response']['id']}")
+        assert stored.json() == event["response"]
+
+    asyncio.run(main())
+
+
+def test_a_store_that_fails_keeps_no_answer_from_its_client(tmp_path: Path) -> None:
+    file = tmp_path / "file.sqlite"
+    file.write_bytes(b"this is no database" * 100)
+    assert ask(server_for(response_store=str(file))).json()["status"] == "completed"
+
+
 def test_a_client_that_hangs_up_does_not_end_a_response_in_the_background() -> None:
     async def main() -> None:
         server = server_for()
