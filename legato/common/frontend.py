@@ -33,8 +33,35 @@ class RequestOptions(Options):
         False,
         "Ignore JSON schema keywords that cannot be enforced, with a warning. Default: such schemas are refused.",
     )
-    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = option(
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "harmony", "json"] = option(
         "auto", "Format of the model's tool calls. `auto` derives it from the chat template."
+    )
+    reasoning_parser: Literal[
+        "auto",
+        "none",
+        "qwen3",
+        "deepseek_r1",
+        "seed_oss",
+        "mistral",
+        "command_a",
+        "kimi_vl",
+        "medgemma",
+        "gemma4",
+        "granite",
+        "gpt_oss",
+    ] = option("auto", "Format of the model's reasoning. `auto` derives it from the chat template.")
+    reasoning_budget: int | None = option(
+        None, "Maximum reasoning tokens of requests that do not say. Default: no limit.", minimum=0
+    )
+    response_store: str | None = option(
+        None,
+        "SQLite file for the responses that `/v1/responses` stores. Default: in memory, lost when the router ends.",
+    )
+    response_store_size: int = option(
+        32 << 20,
+        "Maximum size of the stored responses, in bytes; the oldest of the API key that has most make room. 0 stores"
+        " none.",
+        minimum=0,
     )
     tokenizer_config_path: str | None = option(
         None, "Path of a `tokenizer_config.json` whose chat template and special tokens replace the model's."
@@ -70,7 +97,8 @@ class HttpOptions(Options):
     api_key_file: str | None = option(
         None,
         "File with API keys, one per line, `#` for comments. `KEY priority=N` lets requests with that key ask for"
-        " priority N and worse ones. Default: 5 and worse, so that no key overtakes the others.",
+        " priority N and worse ones; default: 5 and worse, so that no key overtakes the others. `KEY adapters` lets its"
+        " holder load and unload LoRA adapters (`--lora-allow-runtime`).",
     )
     ssl_certfile: str | None = option(
         None, "TLS certificate, with its chain, in PEM format. Default: connections are not encrypted."

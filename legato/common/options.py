@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
+from legato.common.adapters import AdapterOptions, RuntimeAdapterOptions
 from legato.common.errors import OptionError
 from legato.common.frontend import HttpOptions, RequestOptions
 from legato.common.option import Options, option
@@ -47,7 +48,8 @@ class LoadingOptions(Options):
 
     dtype: Literal["float16", "bfloat16", "float32"] | None = option(
         None,
-        "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively.",
+        "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively;"
+        " on a CPU weights packed in 4 or 8 bits and int8 activations.",
     )
     quantize: Literal[Checkpoints, OnLoad] | None = option(
         None,
@@ -75,9 +77,6 @@ class LoadingOptions(Options):
         " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0.",
         minimum=0,
         maximum=64,
-    )
-    lora_adapters: str | None = option(
-        None, "LoRA adapters to load, comma-separated: `id`, `id@revision`, `name=/path`.", later="LoRA adapters"
     )
 
     @property
@@ -254,6 +253,12 @@ class FakeShardOptions(Options):
         " configuration and tokenizer, but no weights.",
         env=None,
     )
+    fake_script: str | None = option(
+        None,
+        'JSON file with what a fake shard answers: a list of `{"prompt": REGEX, "text": TEXT}`, the first that matches'
+        " the prompt counts. Default: words at random.",
+        env=None,
+    )
     fake_step_ms: float = option(0.0, "Simulated duration of a step, in milliseconds.", env=None, minimum=0)
     fake_token_ms: float = option(
         0.0, "Simulated additional duration per token of a step, in milliseconds.", env=None, minimum=0
@@ -272,6 +277,8 @@ class LauncherOptions(
     RendezvousOptions,
     SupervisionOptions,
     FakeShardOptions,
+    AdapterOptions,
+    RuntimeAdapterOptions,
 ):
     """Processes"""
 
@@ -294,7 +301,9 @@ class LauncherOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions, SupervisionOptions):
+class RouterOptions(
+    ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions, SupervisionOptions, RuntimeAdapterOptions
+):
     """Shards"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"flag": "tokenizer-name", "env": "TOKENIZER_NAME"}}
@@ -303,7 +312,16 @@ class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, Log
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(ModelOptions, LoadingOptions, ComputeOptions, LogOptions, RendezvousOptions, FakeShardOptions):
+class ServerOptions(
+    ModelOptions,
+    LoadingOptions,
+    ComputeOptions,
+    LogOptions,
+    RendezvousOptions,
+    FakeShardOptions,
+    AdapterOptions,
+    RuntimeAdapterOptions,
+):
     """This shard"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
@@ -341,6 +359,12 @@ class DownloadOptions(ModelOptions, LogOptions):
     auto_convert: bool = option(
         True,
         "Convert PyTorch pickles to safetensors if the model has no safetensors; otherwise such a model is an error.",
+        env=None,
+    )
+    merge_lora: bool = option(
+        False,
+        "Of a LoRA adapter: write the base model with the adapter merged into it. A folder gets the files itself, a Hub"
+        " id a folder of that name below the current one. Without it, adapters are merged when they are loaded.",
         env=None,
     )
 

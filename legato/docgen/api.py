@@ -15,7 +15,7 @@ Json = dict[str, Any]
 INTRODUCTION = """\
 # HTTP API
 
-<!-- Written by `legato api > docs/api.md`. Edit legato/http/openapi.py and the structs that it lists instead. -->
+<!-- Written by `legato api > docs/api.md`. Edit legato/http/operations.py and the structs that it lists instead. -->
 
 A running server has the same reference as a page at `/docs`, and as an OpenAPI document at `/api-doc/openapi.json`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from legato.modelfiles.vocabularies.find import BYTE_LEVEL, SENTENCEPIECE
 from legato.models.catalogue import CATALOGUE, VISION, CatalogueEntry
 
 SHARDS = (1, 2, 4)
@@ -16,16 +17,48 @@ that a test compares tokens and logits with transformers: for 1, 2 and 4 shards 
 prompts of different lengths in one batch, for GGUF a file that was converted from the same weights. Other numbers of
 shards work as well. The checkpoints are examples; any with the same `model_type` runs.
 
-Weights are safetensors; `text-generation-server download-weights` converts PyTorch's pickles. GGUF files are
-dequantised when they are loaded. Quantized checkpoints: [docs/quantization.md](quantization.md). Adapters are not
-supported yet.
+Weights are safetensors. PyTorch's files (`*.bin`, else `*.pt`) are converted before a model is served, those of a local
+folder too: once, beside them, and by `torch.load(weights_only=True)`, which runs no code. GGUF files are dequantised
+when they are loaded. Quantized checkpoints: [docs/quantization.md](quantization.md). LoRA
+adapters: [docs/lora.md](lora.md).
 """
 
 IMAGES = """\
 ## Images
 
-LLaVA-NeXT and Qwen2-VL take images in chats, in native prompts and in chunks of the unary `Prefill` call. All other
-architectures take text alone.
+Architectures with a tick in the last column take images in chats, in native prompts and in chunks of the unary
+`Prefill` call. All others take text alone. Gemma 3's vision tower is not loaded. Videos are not read.
+
+The tokens that Idefics2, Idefics3 and SmolVLM have between the parts of an image count as tokens of the image.
+"""
+
+ENCODER_DECODERS = """\
+## Encoder-decoder models
+
+T5 and mT5 take 4,096 tokens of prompt and answer together, BART and Pegasus as many as config.json says for either of
+them (`max_position_embeddings`). The answer begins with `decoder_start_token_id`; `forced_bos_token_id` is not applied,
+as in TGI.
+"""
+
+TOKENIZERS = """\
+## Tokenizers
+
+A model without `tokenizer.json` has its tokenizer made from other files when it is loaded, by the class that
+tokenizer_config.json names or that its `model_type` has:
+
+| files | classes |
+|---|---|
+| `vocab.json` and `merges.txt` | BYTE_LEVEL |
+| `tokenizer.model`, `spiece.model` (SentencePiece) | SENTENCEPIECE; without a class as SentencePiece does |
+| `tokenizer.model`, `tiktoken.model`, `*.tiktoken` (tiktoken) | all; text is split as Llama 3 does |
+
+`make test-tokenizers` compares the tokens of 10,000 strings each with transformers. Classes that are not in this table
+are refused by name. A tokenizer that is Python code in the model's repository runs once, with `--trust-remote-code`, in
+a process of its own: what it makes of the vocabulary is compared with a tokenizer of the library and stored in the
+cache. If no such tokenizer gives the same tokens, it is refused.
+
+Galactica's sequences (`[START_SMILES]`, `[START_I_SMILES]`, `[START_DNA]`, `[START_AMINO]`) are split into characters,
+as in its training.
 """
 
 LONG_CONTEXTS = """\
@@ -43,10 +76,11 @@ OTHERS = """\
 
 Any other `model_type` runs through transformers if that is installed (`pip install 'legato[transformers]'`): everything
 but attention is transformers' own code, keys and values are in Legato's cache. It is slower, without CUDA graphs, and
-on one shard. Cohere, Cohere 2, OLMoE, Persimmon, Phi-2 and StableLM are tested like the architectures above.
+on one shard. EXAONE 4, GLM, Granite MoE, OLMoE, Persimmon and StableLM are tested like the architectures above.
 
 Refused with the reason: models with state besides keys and values (state spaces, linear attention, convolutions), with
-bidirectional attention or attention sinks, and with windows that attention does not know of.
+bidirectional attention, and with windows that attention does not know of. Of TGI's models these are Mamba, Idefics
+(the first), Llama 4, Mllama and PaliGemma.
 
 Code that comes with a model is fetched and run only with `--trust-remote-code`.
 """
@@ -58,7 +92,28 @@ def reference_page() -> str:
     columns = (*columns, "GGUF", "images")
     header = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
     rows = [_row(model_type, CATALOGUE[model_type]) for model_type in sorted(CATALOGUE, key=str.lower)]
-    return "\n".join([INTRODUCTION, "## Architectures\n", header, *rows, "", IMAGES, LONG_CONTEXTS, OTHERS])
+    return "\n".join(
+        [
+            INTRODUCTION,
+            "## Architectures\n",
+            header,
+            *rows,
+            "",
+            IMAGES,
+            ENCODER_DECODERS,
+            _tokenizers(),
+            LONG_CONTEXTS,
+            OTHERS,
+        ]
+    )
+
+
+def _tokenizers() -> str:
+    tables: dict[str, list[str]] = {"BYTE_LEVEL": sorted(BYTE_LEVEL), "SENTENCEPIECE": sorted(SENTENCEPIECE)}
+    page = TOKENIZERS
+    for word, classes in tables.items():
+        page = page.replace(word, ", ".join(f"`{name}`" for name in classes))
+    return page
 
 
 def _row(model_type: str, entry: CatalogueEntry) -> str:

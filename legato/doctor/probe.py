@@ -20,11 +20,12 @@ def torch_report() -> dict[str, Any]:
     if torch.version.cuda is None:
         return report
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return report | {"cuda_error": _first_line(error)}
     report["devices"] = [_device(index) for index in range(torch.cuda.device_count())]
-    report["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if report["devices"] else None
+    nccl: Any = torch.cuda.nccl
+    report["nccl"] = ".".join(map(str, nccl.version())) if report["devices"] else None
     return report
 
 

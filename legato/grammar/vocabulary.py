@@ -31,6 +31,7 @@ class TokenTrie:
                 raise
             raise GrammarError(f"the model's tokenizer cannot be used with grammars: {error}") from None
         self.vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
 
     @property
     def num_words(self) -> int:
@@ -44,6 +45,13 @@ class TokenTrie:
         """Whether the model has one of the tokens that a mask allows."""
         full, rest = divmod(self.vocab_size, 32)
         return bool(mask[:full].any() or (rest and int(mask[full]) & ((1 << rest) - 1)))
+
+    @cached_property
+    def all_but_ends(self) -> Bitmask:
+        """Every token that does not end the text."""
+        flags = np.ones(self.num_words * 32, dtype=np.uint8)
+        flags[self._eos_token_ids] = 0
+        return np.packbits(flags, bitorder="little").view(np.int32)
 
     @cached_property
     def number_parts(self) -> Bitmask:

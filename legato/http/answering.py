@@ -26,7 +26,7 @@ from legato.telemetry.metrics import Timings
 
 @dataclass(frozen=True, slots=True)
 class StreamErrors:
-    """How an API tells of errors in a stream."""
+    """How an API tells of errors in a stream of which nothing was sent yet. Later ones are the writer's to tell."""
 
     error_event: Callable[[RequestError], bytes]
     # A refused stream still has status 200 and the error as its only event, because TGI's clients look for it there.
@@ -69,6 +69,14 @@ class Writer(Protocol):
         """What follows when all choices are complete."""
         ...
 
+    def fail(self, error: RequestError) -> bytes:
+        """What follows, and is the last, when they cannot be completed."""
+        ...
+
+    def silence(self) -> bytes:
+        """What keeps the connection alive while there is nothing to say."""
+        ...
+
 
 class Job(Protocol):
     """A request whose fields are checked, and how to answer it. Knows nothing of HTTP, and never waits for tokens."""
@@ -99,6 +107,10 @@ class Job(Protocol):
     def answer(self, choices: list[Choice], billed: list[Choice]) -> bytes: ...
 
     def writer(self, choices: list[Choice]) -> Writer: ...
+
+    async def record(self) -> None:
+        """Keeps the answer, in an API that gives it again. It is complete by now, and sent after this."""
+        ...
 
 
 async def serve(
@@ -131,6 +143,7 @@ class _Answer:
         self._arrived_at = time.monotonic()
         self._headers = {"x-compute-type": inference.settings.compute_type}
         self._started = False
+        self._writer: Writer | None = None
         # Set for a request that is traced.
         self.trace: HandlerTrace | None = None
 
@@ -151,6 +164,7 @@ class _Answer:
         billed = job.billed(ranked)
         timings = self._succeeded(job, requests[0], billed)
         body = job.answer(ranked, billed)
+        await job.record()
         await self._exchange.respond(body, {**self._headers, **_figures(billed, timings)})
 
     # ---- events ---------------------------------------------------------------------------------------------------
@@ -172,7 +186,8 @@ class _Answer:
             request_log.failed(self._exchange.route, answered, answered.status)
             if self.trace is not None:
                 self.trace.failed(answered)
-            await self._write(errors.error_event(answered))
+            tell = errors.error_event if self._writer is None else self._writer.fail
+            await self._write(tell(answered))
         await self._exchange.end()
 
     async def _events(self, job: Job) -> None:
@@ -185,7 +200,7 @@ class _Answer:
 
     async def _write_events(self, job: Job, request: ValidRequest, choices: list[Choice]) -> None:
         group = StreamGroup([choice.stream for choice in choices])
-        writer = job.writer(choices)
+        writer = self._writer = job.writer(choices)
         # Waking any of the streams wakes the group.
         keep_alive = sse.KeepAlive(choices[0].stream, self._inference.settings.keep_alive)
         try:
@@ -195,8 +210,9 @@ class _Answer:
                 if group.ended:
                     data += writer.end()
                     self._succeeded(job, request, choices)
+                    await job.record()
                 elif not news:
-                    data = sse.KEEP_ALIVE
+                    data = writer.silence()
                 if data:  # a token may have no text
                     await self._write(data)
                     keep_alive.sent()

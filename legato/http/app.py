@@ -31,9 +31,12 @@ from legato.http.inference import Inference
 from legato.http.openapi import document
 from legato.http.pages.docs import PAGE
 from legato.http.pages.routes import PageRoutes
+from legato.http.routes.anthropic import errors as anthropic_errors
+from legato.http.routes.anthropic.messages import MessageRoutes
 from legato.http.routes.health import HealthRoutes
 from legato.http.routes.native import GenerateRoutes
 from legato.http.routes.openai import errors as openai_errors
+from legato.http.routes.openai.adapters import AdapterRoutes
 from legato.http.routes.openai.chat import ChatRoutes
 from legato.http.routes.openai.completions import CompletionRoutes
 from legato.http.routes.openai.models import ModelRoutes
@@ -41,6 +44,7 @@ from legato.http.routes.openai.token_names import TokenNames
 from legato.http.routes.platforms.kserve import KServeRoutes
 from legato.http.routes.platforms.sagemaker import SageMakerRoutes
 from legato.http.routes.platforms.vertex import VertexRoutes
+from legato.http.routes.responses.routes import ResponseRoutes
 from legato.http.scheduler import SchedulerClient
 from legato.http.telemetry import request_log
 from legato.http.telemetry.tracing import TracedRequests
@@ -53,7 +57,7 @@ from legato.telemetry.metrics import Metrics
 from legato.vision.rules import ImageRules
 
 JSON = "application/json"
-# Below this, errors are OpenAI's.
+# Below this, errors are OpenAI's, but for Anthropic's routes.
 OPENAI_PREFIX = "/v1/"
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 
@@ -91,8 +95,8 @@ def _middleware(settings: RouterSettings) -> list[Middleware]:
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_allow_origin or ["*"],
-        allow_methods=["GET", "POST"],
-        allow_headers=["Content-Type", "Authorization", "X-Api-Key"],
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["Content-Type", "Authorization", "X-Api-Key", "Anthropic-Version", "Anthropic-Beta"],
     )
     if not settings.api_keys:
         return [cors]
@@ -135,7 +139,13 @@ def _routes(inference: Inference) -> list[Route]:
     settings, scheduler = inference.settings, inference.scheduler
     generate, health = GenerateRoutes(inference), HealthRoutes(scheduler, has_keys=bool(settings.api_keys))
     names = TokenNames(inference.tokenizer, inference.vocabulary)
-    completions, chat, models = CompletionRoutes(inference, names), ChatRoutes(inference, names), ModelRoutes(settings)
+    completions, chat, models = (
+        CompletionRoutes(inference, names),
+        ChatRoutes(inference, names),
+        ModelRoutes(settings, scheduler),
+    )
+    adapters = AdapterRoutes(settings, scheduler)
+    messages = MessageRoutes(inference)
     info = msgspec.json.encode(_info(settings, scheduler.limits))
     openapi = msgspec.json.encode(document(settings))
 
@@ -160,7 +170,12 @@ def _routes(inference: Inference) -> list[Route]:
         Route("/generate", Endpoint(generate.generate), methods=["POST"]),
         Route("/generate_stream", Endpoint(generate.generate_stream), methods=["POST"]),
         Route("/v1/chat/completions", Endpoint(chat.chat_completions), methods=["POST"]),
+        Route("/v1/messages", Endpoint(messages.messages), methods=["POST"]),
+        Route("/v1/messages/count_tokens", Endpoint(messages.count_tokens), methods=["POST"]),
+        *_response_routes(ResponseRoutes(inference, names)),
         Route("/v1/completions", Endpoint(completions.completions), methods=["POST"]),
+        Route("/v1/load_lora_adapter", Endpoint(adapters.load_adapter), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", Endpoint(adapters.unload_adapter), methods=["POST"]),
         Route("/v1/models", models.models),
         Route("/v1/models/{model:path}", models.model),
         Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
@@ -175,6 +190,17 @@ def _routes(inference: Inference) -> list[Route]:
         Route("/metrics", show_metrics),
         Route("/docs", page(PAGE.encode(), "text/html")),
         Route("/api-doc/openapi.json", page(openapi, JSON)),
+    ]
+
+
+def _response_routes(responses: ResponseRoutes) -> list[Route]:
+    one = "/v1/responses/{response_id}"
+    return [
+        Route("/v1/responses", Endpoint(responses.responses), methods=["POST"]),
+        Route(one, Endpoint(responses.response), methods=["GET"]),
+        Route(one, Endpoint(responses.delete_response), methods=["DELETE"]),
+        Route(f"{one}/cancel", Endpoint(responses.cancel_response), methods=["POST"]),
+        Route(f"{one}/input_items", Endpoint(responses.response_input_items), methods=["GET"]),
     ]
 
 
@@ -236,10 +262,14 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
 
 
 def _refuse(path: str, error: RequestError, headers: Mapping[str, str] | None, route: str = "") -> Response:
-    is_openai = path.startswith(OPENAI_PREFIX)
-    status = openai_errors.status(error) if is_openai else error.status
+    if path.startswith(anthropic_errors.PREFIX):
+        status, body = anthropic_errors.status(error), anthropic_errors.body(error)
+    elif path.startswith(OPENAI_PREFIX):
+        status, body = openai_errors.status(error), openai_errors.body(error)
+    else:
+        status, body = error.status, error.body
     request_log.failed(route, error, status)
-    return Response(openai_errors.body(error) if is_openai else error.body, status, headers, JSON)
+    return Response(body, status, headers, JSON)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -119,6 +120,17 @@ class Exchange:
         self.body_size = 0
         # Since when something is being written; None while nothing is.
         self._writing_since: float | None = None
+
+    @property
+    def path_params(self) -> dict[str, str]:
+        """The parts of the path that the route has names for."""
+        found: dict[str, str] = self._scope.get("path_params", {})
+        return found
+
+    @property
+    def query(self) -> dict[str, str]:
+        """What stands after the question mark."""
+        return dict(parse_qsl(self._scope.get("query_string", b"").decode("latin-1")))
 
     @property
     def is_local(self) -> bool:

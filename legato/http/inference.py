@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from legato.api.errors import ClientGone, Draining, RequestError
+from legato.chat.answers import ChatFormat
 from legato.chat.tools.tooling import ChatRenderer
 from legato.http.concurrency import ConcurrencyLimit
 from legato.http.exchange import ClientConnection
@@ -30,6 +31,7 @@ class Inference:
     tokenizer: Tokenizer
     # None: the model has no chat template.
     chat_template: ChatRenderer | None
+    chat_format: ChatFormat
     vocabulary: Vocabulary
     validator: Validator
     settings: RouterSettings
@@ -61,8 +63,11 @@ class Inference:
             scheduler=scheduler,
             tokenizer=tokenizer,
             chat_template=chat_template,
+            chat_format=ChatFormat.of(tokenizer, chat_template, settings.tool_call_parser, settings.reasoning_parser),
             vocabulary=Vocabulary(tokenizer),
-            validator=Validator(tokenizer, scheduler.limits, settings, scheduler.prepare, images),
+            validator=Validator(
+                tokenizer, scheduler.limits, settings, scheduler.prepare, images, lambda: scheduler.adapters
+            ),
             settings=settings,
             metrics=metrics,
             concurrency=ConcurrencyLimit(settings.max_concurrent_requests),

@@ -32,7 +32,7 @@ _AROUND_A_SCHEMA = 4096  # bytes of names and descriptions that are not counted
 def read_grammar(shape: object, field: str) -> Grammar | None:
     """None: any text will do. `field` is what the client calls it."""
     if isinstance(shape, msgspec.Raw):
-        shape = _decoded(shape, field)
+        shape = decoded_shape(shape, field)
     if shape is None:
         return None
     if not isinstance(shape, Mapping):
@@ -53,7 +53,7 @@ def read_grammar(shape: object, field: str) -> Grammar | None:
     raise InvalidRequest(f"`{field}.type` must be {_TYPES}", f"{field}.type")
 
 
-def _decoded(raw: msgspec.Raw, field: str) -> object:
+def decoded_shape(raw: msgspec.Raw, field: str) -> object:
     """Not before its size is known: to make objects of a megabyte of schema takes 20 ms of the event loop.
     Without spaces and ends of lines it has no more bytes than its compact form."""
     try:

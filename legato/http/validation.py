@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
-from legato.api.errors import InvalidRequest, TooLong
+from legato.api.errors import InvalidRequest, TooLong, UnknownAdapterId, UnknownModel
 from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
@@ -27,7 +27,9 @@ from legato.http.grammar import GrammarCompiler
 from legato.http.shapes import read_grammar
 from legato.ipc.settings import RouterSettings
 from legato.pb import generate_pb2 as pb
+from legato.scheduling.adapters import NO_ADAPTER, AdapterInfo
 from legato.scheduling.state import DEFAULT_PRIORITY, GenerationRequest, ModelLimits
+from legato.text.galactica import SequenceSplitter, without_markers
 from legato.vision.prompts import Images, PromptImage, refuse_images, with_cache_keys
 
 T = TypeVar("T")
@@ -62,6 +64,7 @@ class ValidRequest:
     spoken_token_ids: frozenset[int] = frozenset()
     images: tuple[PromptImage, ...] = ()
     priority: int = DEFAULT_PRIORITY
+    adapter: AdapterInfo | None = None
 
     def generation(
         self, request_id: int, seed: int, tenant: str = "", priority: int | None = None
@@ -94,6 +97,7 @@ class ValidRequest:
             images=tuple(image.span for image in self.images),
             priority=self.priority if priority is None else priority,
             tenant=tenant,
+            adapter=NO_ADAPTER if self.adapter is None else self.adapter.number,
         )
 
     def with_grammar(self, grammar: Grammar) -> ValidRequest:
@@ -117,16 +121,20 @@ class Validator:
         settings: RouterSettings,
         prepare: Callable[[Grammar], Awaitable[None]] | None = None,
         images: Images | None = None,
+        adapters: Callable[[], Mapping[str, AdapterInfo]] = dict,
     ) -> None:
-        """`prepare` has the shards compile a grammar, if there are any; `images`: the model has a vision encoder."""
+        """`prepare` has the shards compile a grammar, if there are any; `images`: the model has a vision encoder;
+        `adapters` returns those that are loaded, by name."""
         # A tokenizer file may say how to cut and pad training data. Requests are cut on demand and never padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._splitter = SequenceSplitter(tokenizer)
         self.limits = limits
         self.settings = settings
         self._has_foreign_tokens = max(tokenizer.get_vocab().values(), default=0) >= limits.vocab_size
         self.images = images
+        self._adapters = adapters
         self._grammars = GrammarCompiler(tokenizer, limits, settings, prepare)
         self._threads = ThreadPoolExecutor(settings.validation_workers, thread_name_prefix="tokenize")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
@@ -174,6 +182,7 @@ class Validator:
             stop=tuple(parameters.stop or ()),
             images=images,
             priority=check_priority(parameters.priority),
+            adapter=None if parameters.adapter_id is None else self.adapter(parameters.adapter_id),
         )
         grammar = read_grammar(parameters.grammar, "grammar")
         return valid if grammar is None else valid.with_grammar(await self.check_grammar(grammar, "grammar"))
@@ -203,7 +212,16 @@ class Validator:
         return await self._grammars.check(grammar, field)
 
     async def tokenize(self, inputs: str) -> list[SimpleToken]:
-        return await self.in_thread(lambda: token_offsets(self.encode(inputs, with_offsets=True), inputs), len(inputs))
+        return await self.in_thread(lambda: self.offsets(inputs), len(inputs))
+
+    def offsets(self, inputs: str, *, add_special_tokens: bool = True) -> list[SimpleToken]:
+        """The tokens of a text, and where they are in it."""
+        encoding = self.encode(inputs, with_offsets=True, add_special_tokens=add_special_tokens)
+        marked, offsets = self._splitter.marked(inputs), encoding.offsets
+        if marked != inputs:
+            places = without_markers(marked)
+            offsets = [(places[start], places[stop]) for start, stop in offsets]
+        return token_offsets(encoding.ids, offsets, inputs)
 
     async def input_ids(self, inputs: str) -> list[int]:
         """Empty for text that the tokenizer's normalizer removes completely."""
@@ -231,7 +249,7 @@ class Validator:
         # The batch calls release the interpreter lock, the plain one does not: a long text would stop every stream.
         encode = self._tokenizer.encode_batch if with_offsets else self._tokenizer.encode_batch_fast
         try:
-            encoding: Encoding = encode([inputs], add_special_tokens=add_special_tokens)[0]
+            encoding: Encoding = encode([self._splitter.marked(inputs)], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:  # a panic inside the tokenizer is not an Exception
             raise InvalidRequest(f"tokenizer error {error}") from error
         if self._has_foreign_tokens:
@@ -285,9 +303,26 @@ class Validator:
 
     def _check_extensions(self, parameters: GenerateParameters) -> None:
         if parameters.adapter_id is not None:
-            raise InvalidRequest(f"`adapter_id` is unknown: no adapter {parameters.adapter_id!r} is loaded")
+            self.adapter(parameters.adapter_id)
         self.check_token_ids("logit_bias", parameters.logit_bias or ())
         check_bias(parameters.logit_bias or {})
+
+    def adapter(self, name: str) -> AdapterInfo:
+        """UnknownAdapterId."""
+        found = self._adapters().get(name)
+        if found is None:
+            raise UnknownAdapterId(name)
+        return found
+
+    def adapter_of_model(self, model: str | None) -> AdapterInfo | None:
+        """What `model` means in OpenAI's API: the base model or an adapter. A server that takes no adapters answers to
+        any name, like TGI's; one that does must not let the base model answer for an adapter that is not there."""
+        if model is None or model in self.settings.base_names:
+            return None
+        found = self._adapters().get(model)
+        if found is None and self.settings.takes_adapters:
+            raise UnknownModel(model)
+        return found
 
     def check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
@@ -339,7 +374,7 @@ def _seed(parameters: GenerateParameters, best_of: int) -> int:
     return parameters.seed
 
 
-def token_offsets(encoding: Encoding, text: str) -> list[SimpleToken]:
+def token_offsets(ids: list[int], offsets: list[tuple[int, int]], text: str) -> list[SimpleToken]:
     """Where tokens are in a text, in bytes of its UTF-8. Tokens that share a character have all of it; special tokens
     that were added have nothing."""
     byte_at: Sequence[int]
@@ -349,5 +384,5 @@ def token_offsets(encoding: Encoding, text: str) -> list[SimpleToken]:
         byte_at = [0, *accumulate(len(character.encode()) for character in text)]
     return [
         SimpleToken(id=token_id, text=text[start:stop], start=byte_at[start], stop=byte_at[stop])
-        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+        for token_id, (start, stop) in zip(ids, offsets, strict=True)
     ]

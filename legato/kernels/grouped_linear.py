@@ -231,7 +231,7 @@ def _grouped_linear_kernel(
 ) -> None:
     """The tiles of one part of the features stand side by side, so that those of an expert read its weight at once."""
     wait_for_previous(OVERLAP)
-    expert, first, last = _find_tile(starts, tl.program_id(0), NUM_EXPERTS, BLOCK_M)
+    expert, first, last = find_tile(starts, tl.program_id(0), NUM_EXPERTS, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return
     place = first + tl.arange(0, BLOCK_M)
@@ -259,7 +259,7 @@ def _grouped_linear_kernel(
 
 
 @jit
-def _find_tile(starts: Pointer, tile: Scalar, NUM_EXPERTS: constexpr, BLOCK_M: constexpr) -> Scalar:
+def find_tile(starts: Pointer, tile: Scalar, NUM_EXPERTS: constexpr, BLOCK_M: constexpr) -> Scalar:
     """The expert of a tile, its first place in the order, and where the expert's places end. Beyond the last tile the
     expert is none."""
     e = tl.arange(0, padded(NUM_EXPERTS))

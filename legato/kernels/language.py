@@ -47,6 +47,11 @@ def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
     return lambda kernel: kernel if tl is None else triton.jit(kernel, do_not_specialize=names)
 
 
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which knows no assembly."""
+    return tl is not None and bool(triton.knobs.runtime.interpret)
+
+
 _is_enabled = True
 
 

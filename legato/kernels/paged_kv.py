@@ -61,6 +61,7 @@ class Scoring:
     alibi_slopes: Tensor | None = None  # [num_heads] float32, on key minus query position
     window: int = 0  # a query sees this many keys, its own included; 0: all
     soft_cap: float = 0.0  # scores become soft_cap * tanh(scores / soft_cap); 0: off
+    sinks: Tensor | None = None  # [num_heads] float32: the score of one more key, whose value is zero
 
     def constants(self) -> dict[str, Any]:
         return dict(SCALE=self.scale, WINDOW=self.window, SOFT_CAP=self.soft_cap)
@@ -98,8 +99,16 @@ def ragged_attention_torch(
         )
         distance = positions - positions[context_len - (here.stop - here.start) :, None]  # [queries, keys]
         scores = _scores_torch(torch.einsum("qhd,khd->hqk", widened(q[here]), keys), distance, scoring)
-        out[here] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+        out[here] = torch.einsum("hqk,khd->qhd", _softmax_torch(scores, scoring.sinks), values).to(q.dtype)
     return out
+
+
+def _softmax_torch(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Of [num_heads, queries, keys]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    one_more = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.cat((scores, one_more), dim=-1).softmax(-1)[..., :-1]
 
 
 def _scores_torch(dots: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
@@ -160,6 +169,13 @@ def base2_scores(dots: Scalar, distance: Scalar, slopes: Scalar, SCALE: constexp
     else:
         scores = dots * (SCALE * 1.4426950408889634)
     return scores
+
+
+@jit
+def sink_scores(sinks: Pointer, head: Scalar, inside: Scalar) -> Scalar:
+    """Where running maxima begin if there is one more key, whose value is zero: at its score, in base 2. The running
+    sum of weights then begins at one."""
+    return tl.load(sinks + head, mask=inside, other=0.0) * 1.4426950408889634
 
 
 @jit

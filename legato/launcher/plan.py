@@ -11,6 +11,7 @@ from legato.common.options import DownloadOptions, LauncherOptions, RouterOption
 from legato.common.program import forward, secrets, variables
 from legato.common.tgi_variables import without_idle
 from legato.launcher.processes import ProcessCommand
+from legato.modelfiles.files import needs_conversion
 
 # Makes glibc request 2 MB pages (madvise). A decode step on a CPU reads all weights once, and hardware prefetchers stop
 # at the end of every 4 KB page. glibc reads this variable only when a process starts.
@@ -32,11 +33,16 @@ def make_plan(options: LauncherOptions, sockets: list[str], environ: Mapping[str
     inherited = without_idle({name: value for name, value in environ.items() if name not in variables(LauncherOptions)})
     inherited |= {"PYTHONUNBUFFERED": "1"}
     return LaunchPlan(
-        # The server checks the files of a local model.
-        download=None if options.model_id and Path(options.model_id).exists() else _download(options, inherited),
+        download=None if _is_complete(options) else _download(options, inherited),
         shards=[_shard(options, rank, len(sockets), inherited) for rank in range(len(sockets))],
         router=_router(options, sockets[0], inherited),
     )
+
+
+def _is_complete(options: LauncherOptions) -> bool:
+    """Local, and in a format that the server reads; it checks the files itself."""
+    folder = Path(options.model_id) if options.model_id else None
+    return folder is not None and folder.exists() and not needs_conversion(folder)
 
 
 def _download(options: LauncherOptions, environ: dict[str, str]) -> ProcessCommand:

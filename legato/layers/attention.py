@@ -29,7 +29,8 @@ class SelfAttention:
 
     `scale` multiplies the dot products (head_dim ** -0.5 unless said otherwise); `q_norm` and `k_norm` come before the
     rotation; `window` is how many keys a query sees, its own included (0: all); `soft_cap` as Gemma 2's (0: none);
-    `slopes` are those of `alibi_slopes`. Values narrower than keys are stored padded.
+    `slopes` are those of `alibi_slopes`; `sinks` are scores [num_heads] float32 of one more key, whose value is zero.
+    Values narrower than keys are stored padded.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class SelfAttention:
         window: int = 0,
         soft_cap: float = 0.0,
         slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self.num_heads = heads.num_heads
         self.num_kv_heads = heads.num_kv_heads
@@ -51,9 +53,9 @@ class SelfAttention:
         self.rotary = rotary
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.scoring = Scoring(heads.head_dim**-0.5 if scale is None else scale, slopes, window, soft_cap)
+        self.scoring = Scoring(heads.head_dim**-0.5 if scale is None else scale, slopes, window, soft_cap, sinks)
         # What torch's own attention can do, given prompts no longer than the window.
-        self.is_plain = slopes is None and not soft_cap
+        self.is_plain = slopes is None and not soft_cap and sinks is None
 
     def __call__(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
         """qkv [T, heads of q, k and v side by side], the packed projection -> [T, num_heads v_head_dim], or of as many

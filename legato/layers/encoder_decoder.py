@@ -1,4 +1,5 @@
-"""Attention between encoder and decoder, as T5 has it: scores are dot products and a bias by distance, nothing else.
+"""Attention between encoder and decoder, as T5 has it: scores are dot products and a bias by distance, nothing else;
+BART has not even the bias.
 
 What the encoder made of a prompt is in the cache in the prompt's slots, so the decoder's layers read it where they read
 their own past: both are spans of one sequence's slots.
@@ -44,10 +45,11 @@ def bias_of_both_sides(weight: torch.Tensor, max_distance: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PromptAttention:
-    """Bidirectional self-attention of an encoder. The bias is `bias_of_both_sides`, fp32."""
+    """Bidirectional self-attention of an encoder. The bias is `bias_of_both_sides`, fp32; None where positions are in
+    the embeddings."""
 
     heads: Heads
-    bias: torch.Tensor
+    bias: torch.Tensor | None
 
     def __call__(self, qkv: torch.Tensor, step: Step, sides: Sides) -> torch.Tensor:
         """[E, heads of q, k and v side by side] -> [E, num_heads head_dim]"""
@@ -55,28 +57,29 @@ class PromptAttention:
         mixed = []
         for prompt in packed.split(sides.prompt_lens):
             q, k, v = prompt.permute(1, 2, 0, 3)[:, None]
-            mask = self._mask(len(prompt), qkv.dtype, step)
+            mask = None if self.bias is None else self._mask(self.bias, len(prompt), qkv.dtype, step)
             mixed.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)[0].transpose(0, 1))
         return torch.cat(mixed).flatten(1)
 
-    def _mask(self, length: int, dtype: torch.dtype, step: Step) -> torch.Tensor:
+    @staticmethod
+    def _mask(bias: torch.Tensor, length: int, dtype: torch.dtype, step: Step) -> torch.Tensor:
         """[1, heads, length, length]; one for all layers and all prompts of a length."""
 
         def compute() -> torch.Tensor:
-            place = torch.arange(length, device=self.bias.device)
-            reach = self.bias.shape[1] // 2
+            place = torch.arange(length, device=bias.device)
+            reach = bias.shape[1] // 2
             distance = (place - place[:, None]).clamp_(-reach, reach)
-            return self.bias.to(dtype)[:, distance + reach][None]
+            return bias.to(dtype)[:, distance + reach][None]
 
-        return step.once(("prompt bias", self.bias.data_ptr(), length), compute)
+        return step.once(("prompt bias", bias.data_ptr(), length), compute)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnAttention:
-    """Causal self-attention of a decoder. The bias is `bias_of_the_past`, fp32."""
+    """Causal self-attention of a decoder. The bias is `bias_of_the_past`, fp32, or None."""
 
     heads: Heads
-    bias: torch.Tensor
+    bias: torch.Tensor | None
 
     def __call__(self, qkv: torch.Tensor, cache: LayerCache, tokens: DecoderTokens) -> torch.Tensor:
         """[t, heads of q, k and v side by side] -> [t, num_heads head_dim]. Stores keys and values first."""

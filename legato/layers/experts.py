@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Required, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,13 @@ from legato.layers.shard import Shard
 from legato.quantization.experts import ExpertWeights
 
 Logits = Callable[[torch.Tensor], torch.Tensor]  # [T, hidden] -> [T, num_experts]
+
+
+class RouterOptions(TypedDict, total=False):
+    normalise: Required[bool]
+    factor: float
+    num_groups: int
+    num_chosen_groups: int
 
 
 class ExpertRouter:
@@ -56,6 +64,51 @@ class ExpertRouter:
         return grouped.masked_fill(others[:, :, None], 0.0).flatten(1)
 
 
+class SigmoidRouter(ExpertRouter):
+    """DeepSeek V3's: scores are independent of each other, and a correction of them counts for the choice alone.
+
+    Of its groups those with the best sum of two experts can be chosen from.
+    """
+
+    def __init__(self, logits: Logits, num_chosen: int, correction: torch.Tensor, **how: Unpack[RouterOptions]) -> None:
+        super().__init__(logits, num_chosen, **how)
+        self.correction = correction  # [num_experts] float32
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.logits(x).sigmoid()
+        choice = scores + self.correction
+        if self.num_chosen_groups < self.num_groups:
+            grouped = choice.unflatten(1, (self.num_groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.num_chosen_groups).indices
+            others = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
+            choice = grouped.masked_fill(others[:, :, None], float("-inf")).flatten(1)
+        ids = choice.topk(self.num_chosen, sorted=False).indices
+        weights = scores.gather(1, ids)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.factor, ids
+
+
+class SparseMixer(ExpertRouter):
+    """PhiMoE's: the two best experts, each with its share among those whose scores are close to it."""
+
+    def __init__(self, logits: Logits, width: float) -> None:
+        super().__init__(logits, 2, normalise=False)
+        self.width = width  # how far below the best a score may be, as a part of it
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.logits(x).float()
+        first, first_id = self._best(scores, scores)
+        second, second_id = self._best(scores, scores.scatter(-1, first_id, float("-inf")))
+        return torch.cat((first, second), dim=-1), torch.cat((first_id, second_id), dim=-1)
+
+    def _best(self, scores: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of those that are `left`: the best one [T, 1], and its weight."""
+        top, ids = left.max(-1, keepdim=True)
+        is_far = (top - scores) / scores.abs().clamp(min=top) > self.width
+        return left.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, ids), ids
+
+
 class Experts:
     """Gated MLPs of which this shard has a part of the inner dimension of each: the sum over the shards is the
     caller's."""
@@ -69,8 +122,13 @@ class Experts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x)
         groups = group_rows(ids, self.gate_up.num_experts)
-        inner = self.gate(self.gate_up.apply(x, groups))
+        inner = self.gate_up.apply(x, groups)
+        if self.gate_up.lora is not None:
+            inner = self.gate_up.lora.add_experts(inner, x, ids)
+        inner = self.gate(inner)
         outputs = self.down.apply(inner, groups, weights.flatten())  # [T num_chosen, hidden]
+        if self.down.lora is not None:
+            outputs = self.down.lora.add_experts(outputs, inner, ids, weights.flatten())
         return outputs.view(*ids.shape, -1).sum(1)
 
 

@@ -169,7 +169,8 @@ def _longrope(config: RopeConfig, longest: int) -> tuple[torch.Tensor, float]:
     s, original = config.scaling, int(config.scaling["original_max_position_embeddings"])
     divisors = {name: torch.tensor(s[f"{name}_factor"]) for name in ("short", "long")}
     stretch = s.get("factor") or config.trained_positions / original
-    attention = s.get("attention_factor")
+    chosen = config.chosen(longest)
+    attention = s.get(f"{chosen}_mscale", s.get("attention_factor"))  # PhiMoE has one for each set
     if attention is None:
         attention = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    return _inverse(config.theta, config.dim) / divisors[config.chosen(longest)], float(attention)
+    return _inverse(config.theta, config.dim) / divisors[chosen], float(attention)

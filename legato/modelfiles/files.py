@@ -2,9 +2,10 @@
 
     ModelFiles.open(path)
     ├── a folder with config.json, tokenizer.json and *.safetensors  (Hugging Face's layout)
-    └── a .gguf file, or a folder with exactly one
+    ├── a .gguf file, or a folder with exactly one
+    └── a folder with adapter_config.json: a LoRA adapter, to be merged into its base model
 
-Both have the same interface, in terms of Hugging Face's files. Opening looks at names only; `check_weights` reads the
+All have the same interface, in terms of Hugging Face's files. Opening looks at names only; `check_weights` reads the
 headers of the weight files, so that a truncated download is reported before anything is loaded.
 """
 
@@ -24,10 +25,16 @@ from legato.modelfiles.gguf import config as gguf_config
 from legato.modelfiles.gguf.file import GgufFile
 from legato.modelfiles.gguf.tokenizer import tokenizer_from_gguf
 from legato.modelfiles.tokenizers import load_tokenizer, set_special_tokens
+from legato.modelfiles.vocabularies import remote
+from legato.modelfiles.vocabularies.find import tokenizer_from_files
+from legato.modelfiles.vocabularies.special import TokenizerSettings
 
 WeightFormat = Literal["safetensors", "gguf"]
 
 INDEX = "model.safetensors.index.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# PyTorch's own files, in the order in which they are looked for. `legato.server.convert` makes safetensors of them.
+PICKLE_SUFFIXES = (".bin", ".pt")
 # The limit of the safetensors library.
 MAX_SAFETENSORS_HEADER = 100_000_000
 
@@ -39,7 +46,8 @@ class ModelFiles(ABC):
         self.path = path
 
     @staticmethod
-    def open(path: Path) -> ModelFiles:
+    def open(path: Path, cache: Path | None = None) -> ModelFiles:
+        """`cache` is where the base model of an adapter may be, if not in the Hub's own cache folder."""
         if path.suffix == ".gguf" and path.is_file():
             return GgufModel(path)
         if not path.is_dir():
@@ -50,6 +58,10 @@ class ModelFiles(ABC):
             return ModelFolder(path)
         if len(ggufs) == 1:
             return GgufModel(ggufs[0])
+        if (path / "adapter_config.json").is_file():
+            from legato.modelfiles.merged import MergedModel  # a model that needs others to be found
+
+            return MergedModel(path, cache)
         if ggufs:
             names = ", ".join(file.name for file in ggufs)
             raise ModelNotFound(f"{path} contains several models; choose one of {names}")
@@ -186,10 +198,10 @@ class ModelFolder(ModelFiles):
 
     def tokenizer(self) -> Tokenizer:
         file = self.path / "tokenizer.json"
+        if not file.exists() and remote.has_own_code(self.path, read_json(self.path / TOKENIZER_CONFIG, optional=True)):
+            return self._remote_tokenizer()
         if not file.exists():
-            older = [name for name in ("tokenizer.model", "vocab.json") if (self.path / name).exists()]
-            remedy = f"convert {older[0]} with transformers" if older else "download the model again"
-            raise ModelFileError(f"{file} is missing; {remedy}")
+            return tokenizer_from_files(self.path, self.config(), self._tokenizer_settings())
         tokenizer = load_tokenizer(file)
         config = self.tokenizer_config()
         if config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast"):
@@ -200,6 +212,18 @@ class ModelFolder(ModelFiles):
             )
         return tokenizer
 
+    def _remote_tokenizer(self) -> Tokenizer:
+        made = remote.converted(self.path)
+        if not made.exists():
+            raise UnsupportedModel(
+                f"{self.path}: the tokenizer is Python code that comes with the model; --trust-remote-code runs it"
+            )
+        return load_tokenizer(made)
+
+    def _tokenizer_settings(self) -> TokenizerSettings:
+        names = (TOKENIZER_CONFIG, "added_tokens.json", "special_tokens_map.json")
+        return TokenizerSettings.of(self.path, *(read_json(self.path / name, optional=True) for name in names))
+
     def weight_files(self) -> list[Path]:
         """The files in the index, or model.safetensors, or else all .safetensors files."""
         if (self.path / INDEX).exists():
@@ -207,7 +231,7 @@ class ModelFolder(ModelFiles):
         single = self.path / "model.safetensors"
         files = [single] if single.exists() else sorted(self.path.glob("*.safetensors"))
         if not files:
-            pickled = sorted(file.name for file in self.path.glob("*.bin"))
+            pickled = sorted(file.name for suffix in PICKLE_SUFFIXES for file in self.path.glob(f"*{suffix}"))
             remedy = "convert it with `text-generation-server download-weights`"
             reason = f"; {pickled[0]} is a pickle, which Legato does not load: {remedy}" if pickled else ""
             raise ModelFileError(f"{self.path} has no weights (*.safetensors){reason}")
@@ -229,6 +253,15 @@ class ModelFolder(ModelFiles):
     def check_weights(self) -> None:
         for file in self.weight_files():
             _check_safetensors(file)
+
+
+def has_pickles(folder: Path) -> bool:
+    return any(file for suffix in PICKLE_SUFFIXES for file in folder.glob(f"*{suffix}"))
+
+
+def needs_conversion(folder: Path) -> bool:
+    """Whether a model's weights are pickles and nothing else."""
+    return (folder / "config.json").exists() and not any(folder.glob("*.safetensors")) and has_pickles(folder)
 
 
 def with_plain_tokens(config: dict[str, Any], suffix: str = "_token") -> dict[str, Any]:

@@ -15,8 +15,9 @@ from typing import Any
 from legato.common.errors import ModelError, ModelNotFound
 from legato.modelfiles.cache import Progress, disk_errors_name
 from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.vocabularies.find import FILES as VOCABULARY_FILES
 
-MODEL_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+MODEL_PATTERNS = ["*.json", "*.safetensors", "*.jinja", *VOCABULARY_FILES, "vocab.txt"]
 # Downloaded only with --trust-remote-code.
 CODE_PATTERNS = ["*.py"]
 # The same weights in other formats.
@@ -60,6 +61,21 @@ def cached_hub_model(repo_id: str, revision: str | None, cache_dir: Path | None)
         ModelFiles.open(Path(snapshot)).weight_files()
     except (LocalEntryNotFoundError, HFValidationError, ModelError):
         return None
+    return Path(snapshot)
+
+
+def hub_adapter(repo_id: str, revision: str | None, cache_dir: Path | None, progress: Progress, timeout: float) -> Path:
+    """A snapshot of a repository of PEFT's. If the Hub does not respond within `timeout`, the cached one."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    problem = _problem(repo_id, revision, timeout)
+    if problem is None:
+        return _download(repo_id, revision, cache_dir, progress, MODEL_PATTERNS)
+    try:
+        snapshot = snapshot_download(repo_id, revision=revision, cache_dir=cache_dir, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ModelNotFound(f"{repo_id}: {problem}, and the cache has no copy") from None
     return Path(snapshot)
 
 

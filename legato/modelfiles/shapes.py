@@ -104,6 +104,42 @@ _MIXTRAL_8X7B: dict[str, Any] = _LLAMA | {
     "eos_token_id": 2,
 }
 
+_QWEN_2_5_VL_7B: dict[str, Any] = _LLAMA | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128_000,
+    "use_sliding_window": False,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+    "vision_start_token_id": 151_652,
+    "vision_end_token_id": 151_653,
+    "image_token_id": 151_655,
+    "video_token_id": 151_656,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+
 # Name -> config.json. The first two have the dimensions of Llama 3.1 8B and Llama 3.2 1B; `tiny` is made up; the others
 # are as published.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -115,10 +151,36 @@ SHAPES: dict[str, dict[str, Any]] = {
     "falcon-7b": _FALCON_7B,
     "starcoder-15b": _STARCODER_15B,
     "mixtral-8x7b": _MIXTRAL_8X7B,
+    "qwen2.5-vl-7b": _QWEN_2_5_VL_7B,
     "tiny": _LLAMA
     | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096}
     | {"bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+# Special tokens by id, and the other files, of shapes that take images.
+IMAGE_TOKENS: dict[str, dict[int, str]] = {
+    "qwen2.5-vl-7b": {151_652: "<|vision_start|>", 151_653: "<|vision_end|>", 151_655: "<|image_pad|>"},
+}
+IMAGE_FILES: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen2.5-vl-7b": {
+        "preprocessor_config.json": {
+            "min_pixels": 3136,
+            "max_pixels": 12_845_056,
+            "patch_size": 14,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "tokenizer_config.json": {
+            "chat_template": (
+                "{% for message in messages %}{{ message.role }}\n{% if message.content is string %}"
+                "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+                "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+                "\n{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+            )
+        },
+    },
 }
 
 
@@ -128,11 +190,15 @@ def write_shape(name: str, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = (f"{SPACE}{_word(number)}" for number in range(len(alphabet), SHAPES[name]["vocab_size"]))
-    vocabulary = {token: number for number, token in enumerate([*alphabet, *words])}
+    special = IMAGE_TOKENS.get(name, {})
+    vocabulary = {special.get(number, token): number for number, token in enumerate([*alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
+    for file, content in IMAGE_FILES.get(name, {}).items():
+        (folder / file).write_text(json.dumps(content, indent=2))
     return folder
 
 

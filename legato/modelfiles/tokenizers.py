@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from legato.common.errors import ModelFileError
+
+# Longer than any trained token. Limits the time for hostile files, since every split of a token is tried.
+MAX_MERGED_CHARACTERS = 256
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
@@ -28,3 +32,19 @@ def set_special_tokens(tokenizer: Tokenizer, bos: str | None, eos: str | None) -
         pair=first + second,
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*before, *after}],
     )
+
+
+def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The merges of a SentencePiece BPE: all pairs of tokens that make a third, by descending score of the third.
+
+    `scores` has normal tokens only: control tokens never match text, and user-defined ones are matched before.
+    SentencePiece takes the leftmost of equal pairs; among pairs with the same result that matters only in runs of one
+    letter, where the pair with the longer left half is leftmost. Hence it comes first.
+    """
+    short = [token for token in scores if len(token) <= MAX_MERGED_CHARACTERS]
+    return [
+        (token[:cut], token[cut:])
+        for token in sorted(short, key=lambda token: -scores[token])
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in scores and token[cut:] in scores
+    ]

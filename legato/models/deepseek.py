@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: keys and values come out of a small latent vector, and most layers have experts.
+"""DeepSeek V2, V2-Lite, V3 and R1: keys and values come out of a small latent vector, and most layers have experts.
 
 A head's queries and keys have a part without positions, of the latent vector, and a part that turns, which all key
 heads share. `Rotary` turns the first dimensions of a head, so that part is put first, and its neighbours apart, when
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from legato.common.errors import UnsupportedModel
 from legato.layers.attention import SelfAttention
-from legato.layers.experts import ExpertMLP, ExpertRouter
+from legato.layers.experts import ExpertMLP, ExpertRouter, Logits, RouterOptions, SigmoidRouter
 from legato.layers.mlp import Product
 from legato.layers.norm import RMSNorm
 from legato.layers.rotary import RopeConfig, Rotary, yarn_factor
@@ -111,6 +111,29 @@ class DeepseekShape:
     factor: float  # of the experts' outputs
     num_groups: int
     num_chosen_groups: int
+    is_corrected: bool = False  # V3's router
+
+    @classmethod
+    def of_v3(cls, keys: Keys) -> DeepseekShape:
+        """What a config.json that does not mention it means is V3's own size."""
+        experts = ExpertShape(
+            num_experts=keys.count("n_routed_experts", "num_experts", default=256),
+            intermediate_size=keys.count("moe_intermediate_size", default=2048),
+            num_chosen=keys.count("num_experts_per_tok", default=8),
+            normalise=keys.flag("norm_topk_prob", default=True),
+        )
+        num_groups = keys.count("n_group", default=8)
+        if experts.num_experts % num_groups or experts.num_experts // num_groups < 2:
+            raise UnsupportedModel(f"{experts.num_experts} experts do not make {num_groups} groups of the same size")
+        return cls(
+            experts,
+            num_dense=int(keys.number("first_k_dense_replace", default=3)),
+            num_shared=keys.count("n_shared_experts", default=1),
+            factor=keys.number("routed_scaling_factor", default=2.5),
+            num_groups=num_groups,
+            num_chosen_groups=keys.count("topk_group", default=4),
+            is_corrected=True,
+        )
 
     @classmethod
     def of(cls, keys: Keys) -> DeepseekShape:
@@ -140,22 +163,31 @@ class DeepseekShape:
         weights, shape, hidden = parts.weights, self.experts, parts.shape.hidden_size
         # In fp32, as in training.
         matrix = weights.tensor(f"{name}.gate.weight", (shape.num_experts, hidden), dtype=torch.float32)
-        router = ExpertRouter(
-            lambda x: F.linear(x.float(), matrix),
-            shape.num_chosen,
-            normalise=False,
+        how = RouterOptions(
+            normalise=shape.normalise,
             factor=self.factor,
             num_groups=self.num_groups,
             num_chosen_groups=self.num_chosen_groups,
         )
+        if self.is_corrected:
+            correction = weights.tensor(
+                f"{name}.gate.e_score_correction_bias", (shape.num_experts,), dtype=torch.float32
+            )
+            router: ExpertRouter = SigmoidRouter(self._logits(matrix), shape.num_chosen, correction, **how)
+        else:
+            router = ExpertRouter(self._logits(matrix), shape.num_chosen, **how)
         shared = parts.mlp(f"{name}.shared_experts", self.num_shared * shape.intermediate_size, reduce=False)
         return ExpertMLP(read_experts(parts, name, shape, router=router), weights.shard, shared)
+
+    @staticmethod
+    def _logits(matrix: torch.Tensor) -> Logits:
+        return lambda x: F.linear(x.float(), matrix)
 
 
 class Deepseek(Decoder):
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         keys = config.keys
-        shape, latent, layers = LlamaShape.of(config), LatentShape.of(keys), DeepseekShape.of(keys)
+        shape, latent, layers = LlamaShape.of(config), LatentShape.of(keys), self.read(keys)
         rope = config.rope(dim=latent.turned_dim)
         rotary = Rotary(rope, config.max_positions, weights.dtype, weights.device)
         heads = weights.heads(config.num_heads, config.num_heads, latent.head_dim, latent.v_dim)
@@ -177,7 +209,18 @@ class Deepseek(Decoder):
             )
 
         size = (config.vocab_size, config.hidden_size)
+        weights.skip_below(f"model.layers.{config.num_layers}")  # what predicts a second token, in V3's files
         self.embedding = weights.embedding("model.embed_tokens", *size)
         self.layers = [layer(i) for i in range(config.num_layers)]
         self.norm = parts.norm("model.norm")
         self.head = weights.head("lm_head", self.embedding, *size, tied=config.is_tied)
+
+    def read(self, keys: Keys) -> DeepseekShape:
+        return DeepseekShape.of(keys)
+
+
+class DeepseekV3(Deepseek):
+    def read(self, keys: Keys) -> DeepseekShape:
+        if not keys.flag("rope_interleave", default=True):
+            raise UnsupportedModel("config.json: DeepSeek V3 without rope_interleave is not supported")
+        return DeepseekShape.of_v3(keys)

@@ -1,8 +1,10 @@
-"""GPT-J: part of each head turns, neighbour by neighbour; attention and MLP read one norm."""
+"""GPT-J and CodeGen: part of each head turns, neighbour by neighbour; attention and MLP read one norm."""
 
 from __future__ import annotations
 
+from legato.common.errors import UnsupportedModel
 from legato.layers.attention import SelfAttention
+from legato.layers.linear import Linear
 from legato.layers.mlp import MLP
 from legato.layers.rotary import Rotary
 from legato.layers.shard import Heads
@@ -31,11 +33,10 @@ class GPTJ(Decoder):
 
     def _layer(self, weights: Weights, prefix: str, heads: Heads, rotary: Rotary) -> ParallelLayer:
         hidden, inner = self.config.hidden_size, self.inner
-        names = [f"{prefix}.attn.{part}_proj" for part in "qkv"]
         return ParallelLayer(
             weights.layer_norm(f"{prefix}.ln_1", hidden, self.eps),
             Attention(
-                weights.qkv(names, heads, hidden, neighbours=self.rotary_dim),
+                self._qkv(weights, f"{prefix}.attn", heads),
                 SelfAttention(heads, rotary),
                 weights.output(f"{prefix}.attn.out_proj", heads, hidden, reduce=False),
             ),
@@ -47,3 +48,20 @@ class GPTJ(Decoder):
             ),
             weights.shard,
         )
+
+    def _qkv(self, weights: Weights, prefix: str, heads: Heads) -> Linear:
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        return weights.qkv(names, heads, self.config.hidden_size, neighbours=self.rotary_dim)
+
+
+class CodeGen(GPTJ):
+    """Its projections are in one matrix, in the order of the four processors that it was trained on."""
+
+    def _qkv(self, weights: Weights, prefix: str, heads: Heads) -> Linear:
+        if heads.all_heads % 4:
+            raise UnsupportedModel(
+                f"CodeGen with {heads.all_heads} heads is not supported: they must be a multiple of 4"
+            )
+        weights.skip(f"{prefix}.causal_mask")  # in the published files
+        hidden = self.config.hidden_size
+        return weights.qkv(f"{prefix}.qkv_proj", heads, hidden, layout="quarters", neighbours=self.rotary_dim)

@@ -61,6 +61,8 @@ class LibraryLayer:
         attention_ = self.attention
         if attention_.rotary is None or attention_.scoring.alibi_slopes is not None:
             raise NotLibraryLayer("positions are not rotations")
+        if attention_.scoring.sinks is not None:
+            raise NotLibraryLayer("attention has sinks")
         if attention_.head_dim != attention_.v_head_dim or attention_.head_dim > MAX_HEAD_DIM:
             raise NotLibraryLayer(f"heads have {attention_.head_dim} dimensions")
         sizes = (attention_.head_dim, self.norm.weight.shape[0], self.down.in_features)
@@ -142,7 +144,8 @@ class HostDecoder:
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         context = step.on_host
-        if context is None or cache.layers[0].keys.dtype != CACHE_DTYPE or cache.block_size % BLOCK_ROWS:
+        is_ours = cache.layers[0].keys.dtype == CACHE_DTYPE and not cache.block_size % BLOCK_ROWS
+        if context is None or not is_ours or step.adapters is not None:  # the library knows no adapters
             # What torch computes in is float32, whatever the cache has.
             context = None if context is None else replace(context, dtype=torch.float32)
             return self._model.forward(replace(step, on_host=context), cache)
@@ -166,13 +169,16 @@ class HostDecoder:
             wanted=None if wanted is None else wanted.data_ptr(),
         )
         out = torch.empty(num_wanted, x.shape[1])
-        if self._library.forward(
-            ctypes.byref(self._shape), self._pointers, ctypes.byref(pointers), x.data_ptr(), out.data_ptr()
-        ):
+        shape, addresses = ctypes.byref(self._shape), ctypes.byref(pointers)
+        result = self._library.forward(shape, self._pointers, addresses, x.data_ptr(), out.data_ptr())
+        assert result != -2, "wanted tokens are not in ascending order"
+        if result:
             raise MemoryError
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if (lora := self._model.head.lora) is not None and lora.is_active:
+            return self._model.logits(hidden)
         return self._head.apply(hidden, self._norm, self._eps)
 
     def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

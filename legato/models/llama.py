@@ -14,7 +14,7 @@ from legato.layers.norm import RMSNorm
 from legato.layers.rotary import RopeConfig, Rotary
 from legato.layers.shard import Heads
 from legato.models.config import ModelConfig
-from legato.models.decoder import Attention, Decoder, Layer, SequentialLayer
+from legato.models.decoder import Attention, Clipped, Decoder, Layer, Norm, SequentialLayer
 from legato.models.weights import Weights
 
 # What a Mistral's config.json that does not mention it means; later models say null.
@@ -39,6 +39,10 @@ class LlamaShape:
     norm_offset: float = 0.0
     scale: float | None = None  # of the attention scores; None: the usual one
     soft_cap: float = 0.0  # of the attention scores
+    clip: float = 0.0  # of queries, keys and values; 0: none
+    head_bias: bool = False
+    has_normed_head: bool = False  # the rows of the head have length one
+    has_alibi: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> LlamaShape:
@@ -63,7 +67,7 @@ class LlamaParts:
     heads: Heads
     weights: Weights
 
-    def norm(self, name: str, size: int | None = None) -> RMSNorm:
+    def norm(self, name: str, size: int | None = None) -> Norm:
         """Of the hidden state, or of heads of this `size`."""
         weight = self.weights.tensor(f"{name}.weight", (size or self.shape.hidden_size,))
         return RMSNorm(weight, self.shape.norm_eps, self.shape.norm_offset)
@@ -74,8 +78,9 @@ class LlamaParts:
         q_norm, k_norm = (
             self.norm(f"{name}.{part}_norm", heads.head_dim) if shape.has_head_norms else None for part in "qk"
         )
+        qkv: Product = weights.qkv(names, heads, shape.hidden_size, bias=shape.qkv_bias)
         return Attention(
-            weights.qkv(names, heads, shape.hidden_size, bias=shape.qkv_bias),
+            Clipped(qkv, shape.clip) if shape.clip else qkv,
             SelfAttention(
                 heads, rotary, scale=shape.scale, q_norm=q_norm, k_norm=k_norm, window=window, soft_cap=shape.soft_cap
             ),
@@ -94,8 +99,16 @@ class LlamaParts:
         return GatedMLP(gate_up, down, self.shape.activation)
 
 
+class LayerNormParts(LlamaParts):
+    """With layer norms, which have weights and biases."""
+
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        return self.weights.layer_norm(name, size or self.shape.hidden_size, self.shape.norm_eps)
+
+
 class Llama(Decoder):
     prefix = "model"  # of all names but the head's
+    parts: type[LlamaParts] = LlamaParts
     is_tied = False  # unless config.json says otherwise
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -103,7 +116,7 @@ class Llama(Decoder):
         is_tied = config.keys.flag("tie_word_embeddings", default=self.is_tied)
         heads = weights.heads(config.num_heads, config.num_kv_heads, config.head_dim)
         self.rotary = Rotary(self.rope(config), config.max_positions, weights.dtype, weights.device)
-        parts = LlamaParts(shape, heads, weights)
+        parts = self.parts(shape, heads, weights)
         super().__init__(config, weights, heads)
 
         size = (config.vocab_size, config.hidden_size)
@@ -113,7 +126,9 @@ class Llama(Decoder):
             for i in range(config.num_layers)
         ]
         self.norm = parts.norm(f"{self.prefix}.norm")
-        self.head = weights.head("lm_head", self.embedding, *size, tied=is_tied)
+        self.head = weights.head(
+            "lm_head", self.embedding, *size, tied=is_tied, bias=shape.head_bias, normed=shape.has_normed_head
+        )
 
     def limit(self, longest: int) -> None:
         self.rotary.limit(longest)
@@ -131,7 +146,8 @@ class Llama(Decoder):
             parts.norm(f"{name}.post_attention_layernorm"),
             self.mlp(parts, name),
         )
-        layer.leave_parts()
+        if isinstance(layer.mlp_norm, RMSNorm):
+            layer.leave_parts()
         return layer
 
     def mlp(self, parts: LlamaParts, name: str) -> Product:

@@ -70,8 +70,9 @@ class ClipTower:
         patches = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2).to(self.patches.dtype) @ self.patches.t()
         x = torch.cat((self.first.expand(len(tiles), 1, -1), patches), dim=1) + self.places
         x = self.norm(x.flatten(0, 1))
+        groups = [(len(tiles), len(x) // len(tiles))]
         for layer in self.layers:
-            x = layer(x, len(tiles))
+            x = layer(x, groups)
         return x.unflatten(0, (len(tiles), -1))[:, 1:]
 
 

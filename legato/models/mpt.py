@@ -10,13 +10,12 @@ import torch.nn.functional as F
 
 from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.layers.attention import SelfAttention
-from legato.layers.linear import Linear
 from legato.layers.mlp import MLP
 from legato.layers.positions import LearnedPositions, alibi_slopes
 from legato.layers.shard import Heads
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
-from legato.models.decoder import Attention, Decoder, SequentialLayer
+from legato.models.decoder import Attention, Clipped, Decoder, SequentialLayer
 from legato.models.keys import Keys
 from legato.models.weights import Weights
 
@@ -88,17 +87,6 @@ def _logit_scale(keys: Keys, hidden_size: int) -> float:
         case str() as other:
             raise ModelFileError(f"{keys.path}: 'logit_scale' is {other!r}, not a number or 'inv_sqrt_d_model'")
     return keys.number("logit_scale")
-
-
-class Clipped:
-    """The packed projection, every number of it within [-limit, limit]."""
-
-    def __init__(self, linear: Linear, limit: float) -> None:
-        self.linear = linear
-        self.limit = limit
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).clamp_(-self.limit, self.limit)
 
 
 class WideNorm:

@@ -1,4 +1,5 @@
-"""OLMo 2: Llama with its norms behind attention and MLP, and with norms over all queries and all keys of a token."""
+"""OLMo 1 to 3. The first is Llama with norms that have no weights. OLMo 2 has norms behind attention and MLP, and over
+all queries and all keys of a token; OLMo 3 a sliding window in three of four layers besides."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from dataclasses import replace
 import torch
 
 from legato.layers.kv_cache import LayerCache
-from legato.layers.norm import RMSNorm
-from legato.layers.rotary import Rotary
+from legato.layers.norm import LayerNorm, RMSNorm
+from legato.layers.rotary import RopeConfig, Rotary
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
-from legato.models.decoder import Layer
+from legato.models.decoder import Layer, Norm
 from legato.models.llama import Llama, LlamaParts, LlamaShape
+from legato.models.weights import Weights
 
 
 class ProjectionNorm:
@@ -48,9 +50,21 @@ class ProjectionNorm:
         return qkv
 
 
+class BareNormParts(LlamaParts):
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        return LayerNorm(None, None, 1e-5, size or self.shape.hidden_size)
+
+
+class Olmo(Llama):
+    parts = BareNormParts
+
+    def read(self, config: ModelConfig) -> LlamaShape:
+        return replace(LlamaShape.of(config), clip=config.keys.number("clip_qkv", default=0.0))
+
+
 class Olmo2Layer:
-    def __init__(self, parts: LlamaParts, name: str, rotary: Rotary) -> None:
-        self.attention = parts.attention(f"{name}.self_attn", rotary)
+    def __init__(self, parts: LlamaParts, name: str, rotary: Rotary, window: int = 0) -> None:
+        self.attention = parts.attention(f"{name}.self_attn", rotary, window)
         self.projection_norm = ProjectionNorm(parts, f"{name}.self_attn")
         self.attended_norm = parts.norm(f"{name}.post_attention_layernorm")
         self.mlp = parts.mlp(f"{name}.mlp")
@@ -71,4 +85,23 @@ class Olmo2(Llama):
         return replace(LlamaShape.of(config), norm_eps=config.keys.number("rms_norm_eps", default=1e-5))
 
     def layer(self, parts: LlamaParts, name: str, rotary: Rotary, window: int) -> Layer:
-        return Olmo2Layer(parts, name, rotary)
+        return Olmo2Layer(parts, name, rotary, window)
+
+
+class Olmo3(Olmo2):
+    """What stretches the context is for the layers without a window."""
+
+    def read(self, config: ModelConfig) -> LlamaShape:
+        window = config.keys.count("sliding_window", default=4096)
+        return replace(super().read(config), windows=config.windows(window, lambda layer: (layer + 1) % 4 != 0))
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        local = replace(config.rope(layer_type="sliding_attention", default_theta=5e5), scaling={})
+        self.local_rotary = Rotary(local, config.max_positions, weights.dtype, weights.device)
+        super().__init__(config, weights)
+
+    def rope(self, config: ModelConfig) -> RopeConfig:
+        return config.rope(layer_type="full_attention", default_theta=5e5)
+
+    def layer(self, parts: LlamaParts, name: str, rotary: Rotary, window: int) -> Layer:
+        return super().layer(parts, name, self.local_rotary if window else rotary, window)

@@ -17,7 +17,7 @@ import torch
 from legato.common.errors import ModelFileError
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import LayerCache
-from legato.layers.mlp import MLP
+from legato.layers.mlp import MLP, Product
 from legato.layers.rotary import RopeConfig, Rotary, rotate
 from legato.layers.shard import Heads
 from legato.layers.step import Step
@@ -77,49 +77,63 @@ class Tower:
         # A convolution whose steps are as long as its kernel is a product.
         self.patches = weights.tensor(f"{name}.patch_embed.proj.weight", kernel).flatten(1)
         self.layers = [self._layer(weights, f"{name}.blocks.{i}") for i in range(shape.depth)]
-        merged = shape.width * shape.merge**2
-        self.merger_norm = weights.layer_norm(f"{name}.merger.ln_q", shape.width, NORM_EPS)
-        self.merger = MLP(
-            weights.linear(f"{name}.merger.mlp.0", merged, merged, bias=True),
-            weights.linear(f"{name}.merger.mlp.2", hidden_size, merged, bias=True),
-            "gelu",
-        )
+        self.merger_norm, self.merger = self.make_merger(weights, f"{name}.merger", hidden_size)
         quarter = shape.width // shape.num_heads // 4
         powers = torch.arange(quarter, dtype=torch.float32, device=weights.device) / quarter
         self.frequencies = shape.theta**-powers
 
     def _layer(self, weights: Weights, name: str) -> TowerLayer:
-        shape, width = self.shape, self.shape.width
+        width = self.shape.width
         return TowerLayer(
-            weights.layer_norm(f"{name}.norm1", width, NORM_EPS),
+            self._norm(weights, f"{name}.norm1"),
             TowerAttention(
                 weights.linear(f"{name}.attn.qkv", 3 * width, width, bias=True),
                 weights.linear(f"{name}.attn.proj", width, width, bias=True),
-                shape.num_heads,
+                self.shape.num_heads,
             ),
-            weights.layer_norm(f"{name}.norm2", width, NORM_EPS),
-            MLP(
-                weights.linear(f"{name}.mlp.fc1", shape.inner, width, bias=True),
-                weights.linear(f"{name}.mlp.fc2", width, shape.inner, bias=True),
-                shape.activation,
-            ),
+            self._norm(weights, f"{name}.norm2"),
+            self._mlp(weights, f"{name}.mlp"),
+        )
+
+    def make_merger(self, weights: Weights, name: str, hidden_size: int) -> tuple[Product, Product]:
+        cell = self.shape.width * self.shape.merge**2
+        merger = MLP(
+            weights.linear(f"{name}.mlp.0", cell, cell, bias=True),
+            weights.linear(f"{name}.mlp.2", hidden_size, cell, bias=True),
+            "gelu",
+        )
+        return self._norm(weights, f"{name}.ln_q"), merger
+
+    def _norm(self, weights: Weights, name: str) -> Product:
+        return weights.layer_norm(name, self.shape.width, NORM_EPS)
+
+    def _mlp(self, weights: Weights, name: str) -> Product:
+        shape, width = self.shape, self.shape.width
+        return MLP(
+            weights.linear(f"{name}.fc1", shape.inner, width, bias=True),
+            weights.linear(f"{name}.fc2", width, shape.inner, bias=True),
+            shape.activation,
         )
 
     def __call__(self, patches: torch.Tensor, grid: Size) -> torch.Tensor:
         """patches [N, patch_size], cell by cell; `grid` in patches -> [N / merge², hidden_size]."""
         x = patches.to(self.patches.dtype) @ self.patches.t()
-        angles = self._angles(grid)
+        angles = self.angles(grid)
         for layer in self.layers:
-            x = layer(x, angles=angles)
+            x = layer(x, [(1, len(x))], angles)
         return self.merger(self.merger_norm(x).view(-1, self.shape.width * self.shape.merge**2))
 
-    def _angles(self, grid: Size) -> Angles:
+    def by_cells(self, values: torch.Tensor) -> torch.Tensor:
+        """[height, width, …] of a grid -> [height width, …] in the patches' order."""
+        merge = self.shape.merge
+        return values.unflatten(1, (-1, merge)).unflatten(0, (-1, merge)).transpose(1, 2).flatten(0, 3)
+
+    def angles(self, grid: Size) -> Angles:
         """Half of a head turns with the row of its patch, half with the column; in the patches' order."""
-        merge, device = self.shape.merge, self.frequencies.device
-        cells = (grid.height // merge, merge, grid.width // merge, merge)
+        device = self.frequencies.device
         rows = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
         columns = torch.arange(grid.width, device=device)[None].expand(grid.height, grid.width)
-        rows, columns = (places.reshape(cells).transpose(1, 2).flatten() for places in (rows, columns))
+        rows, columns = self.by_cells(rows), self.by_cells(columns)
         turns = torch.stack((rows, columns), dim=1)[:, :, None] * self.frequencies  # [N, 2, quarter]
         cos, sin = turns.flatten(1).cos()[:, None], turns.flatten(1).sin()[:, None]
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -132,6 +146,8 @@ class AxesAttention(Attention):
         self, plain: Attention, attention: SelfAttention, heads: Heads, rotary: Rotary, model: Qwen2VL
     ) -> None:
         super().__init__(plain.qkv, attention, plain.output)
+        self.norms = (plain.attention.q_norm, plain.attention.k_norm)
+        self.num_heads = heads.num_heads
         self.rotary = rotary  # one for all layers, for its table
         self.model = model
         self.num_turned = heads.num_heads + heads.num_kv_heads
@@ -140,6 +156,10 @@ class AxesAttention(Attention):
     def __call__(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
         qkv = self.qkv(x)
         turned = qkv.view(qkv.shape[0], -1, self.head_dim)[:, : self.num_turned]
+        parts = turned[:, : self.num_heads], turned[:, self.num_heads :]
+        for part, norm in zip(parts, self.norms, strict=True):
+            if norm is not None:
+                part.copy_(norm(part))
         cos, sin = step.once(self.rotary, lambda: self._angles(step))
         turned.copy_(rotate(turned, cos, sin))
         return self.output(self.attention(qkv, cache, step))
@@ -154,15 +174,22 @@ class AxesAttention(Attention):
 
 class Qwen2VL(Qwen2):
     position_shifts: torch.Tensor | None = None
+    default_sections = SECTIONS
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.shape = TowerShape.of(config.keys.below("vision_config"))
-        axes = [axis % 3 for axis, count in enumerate(_sections(config)) for _ in range(count)]
+        axes = self.make_axes(_sections(config, self.default_sections))
         self.axes = torch.tensor(axes, device=weights.device)  # [head_dim / 2], the axis of each pair of dimensions
         self.prefix = "model" if "model.embed_tokens.weight" in weights else "model.language_model"
         super().__init__(config, weights)
         name = "visual" if "visual.patch_embed.proj.weight" in weights else "model.visual"
-        self.tower = Tower(self.shape, config.hidden_size, weights, name)
+        self.tower = self.make_tower(config.keys.below("vision_config"), config.hidden_size, weights, name)
+
+    def make_axes(self, sections: Sequence[int]) -> list[int]:
+        """The axis of each pair of a head's dimensions."""
+        return [axis % 3 for axis, count in enumerate(sections) for _ in range(count)]
+
+    def make_tower(self, keys: Keys, hidden_size: int, weights: Weights, name: str) -> Tower:
+        return Tower(TowerShape.of(keys), hidden_size, weights, name)
 
     def rope(self, config: ModelConfig) -> RopeConfig:
         """Whatever the number of axes, the angles are the usual ones."""
@@ -190,7 +217,7 @@ class Qwen2VL(Qwen2):
         return x if step.images is None else step.images.insert_into(x)
 
     def encode_image(self, pixels: torch.Tensor, shape: Size) -> torch.Tensor:
-        merge = self.shape.merge
+        merge = self.tower.shape.merge
         return self.tower(pixels, Size(shape.height * merge, shape.width * merge))
 
     def image_positions(self, num_tokens: int, images: Sequence[ImageSpan]) -> np.ndarray:
@@ -209,9 +236,9 @@ class Qwen2VL(Qwen2):
         return positions
 
 
-def _sections(config: ModelConfig) -> Sequence[int]:
+def _sections(config: ModelConfig, default: Sequence[int]) -> Sequence[int]:
     """Pairs of a head's dimensions that turn with time, with height and with width."""
-    sections = config.keys.below("rope_parameters", "rope_scaling").get("mrope_section") or SECTIONS
+    sections = config.keys.below("rope_parameters", "rope_scaling").get("mrope_section") or default
     if not all(isinstance(count, int) for count in sections) or 2 * sum(sections) != config.head_dim:
         raise ModelFileError(
             f"config.json: mrope_section is {sections}, which is not half of a head of {config.head_dim}"

@@ -16,21 +16,31 @@ from legato.layers.kv_cache import KVCache, KVShape
 from legato.layers.shard import Shard
 from legato.layers.step import Step
 from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.merged import MergedModel
 from legato.models.checkpoint import Progress
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
 from legato.models.gguf_reader import GgufReader
 from legato.models.gguf_source import GgufSource
+from legato.models.merge import MergedSource
 from legato.models.methods import find_method, on_load
 from legato.models.sources import SafetensorsSource, TensorSource
+from legato.models.targets import AdapterTarget
 from legato.models.weights import Weights
 from legato.quantization.method import DENSE
 
 logger = logging.getLogger(__name__)
 
 ARCHITECTURES = {
+    "bart": "legato.models.bart:Bart",
     "bloom": "legato.models.bloom:Bloom",
+    "baichuan": "legato.models.baichuan:Baichuan",
+    "codegen": "legato.models.gptj:CodeGen",
+    "cohere": "legato.models.cohere:Cohere",
+    "cohere2": "legato.models.cohere:Cohere2",
+    "dbrx": "legato.models.dbrx:Dbrx",
     "deepseek_v2": "legato.models.deepseek:Deepseek",
+    "deepseek_v3": "legato.models.deepseek:DeepseekV3",
     "falcon": "legato.models.falcon:Falcon",
     "gemma": "legato.models.gemma:Gemma",
     "gemma2": "legato.models.gemma:Gemma2",
@@ -38,25 +48,37 @@ ARCHITECTURES = {
     "gemma3_text": "legato.models.gemma:Gemma3",
     "gpt2": "legato.models.gpt2:GPT2",
     "gpt_bigcode": "legato.models.gpt2:GPTBigCode",
+    "gpt_neo": "legato.models.gpt_neo:GPTNeo",
     "gpt_neox": "legato.models.gpt_neox:GPTNeoX",
+    "gpt_oss": "legato.models.gpt_oss:GptOss",
     "gptj": "legato.models.gptj:GPTJ",
     "granite": "legato.models.granite:Granite",
+    "idefics2": "legato.models.idefics2:Idefics2",
+    "idefics3": "legato.models.idefics3:Idefics3",
     "llama": "legato.models.llama:Llama",
     "llava_next": "legato.models.llava_next:LlavaNext",
     "mistral": "legato.models.llama:Mistral",
     "mixtral": "legato.models.mixtral:Mixtral",
     "mpt": "legato.models.mpt:MPT",
     "mt5": "legato.models.t5:MT5",
+    "olmo": "legato.models.olmo2:Olmo",
     "olmo2": "legato.models.olmo2:Olmo2",
+    "olmo3": "legato.models.olmo2:Olmo3",
     "opt": "legato.models.opt:OPT",
+    "pegasus": "legato.models.bart:Pegasus",
+    "phi": "legato.models.phi:Phi",
     "phi3": "legato.models.llama:Phi3",
+    "phimoe": "legato.models.phi:PhiMoe",
     "qwen2": "legato.models.qwen:Qwen2",
     "qwen2_vl": "legato.models.qwen2_vl:Qwen2VL",
+    "qwen2_5_vl": "legato.models.qwen2_5_vl:Qwen25VL",
     "qwen2_moe": "legato.models.qwen_moe:Qwen2Moe",
     "qwen3": "legato.models.qwen:Qwen3",
     "qwen3_moe": "legato.models.qwen_moe:Qwen3Moe",
+    "qwen3_vl": "legato.models.qwen3_vl:Qwen3VL",
     "RefinedWeb": "legato.models.falcon:Falcon",
     "RefinedWebModel": "legato.models.falcon:Falcon",
+    "smolvlm": "legato.models.idefics3:Idefics3",
     "starcoder2": "legato.models.starcoder2:Starcoder2",
     "t5": "legato.models.t5:T5",
 }
@@ -114,9 +136,10 @@ def get_model(
     trust_remote_code: bool = False,
     quantize: str | None = None,
     packs: bool = False,
+    targets: list[AdapterTarget] | None = None,
 ) -> CausalModel:
     """Build this shard of the model that `config` describes and fill it from `files`. `quantize` is the method that
-    was asked for; `packs` is for a CPU: matrices are packed."""
+    was asked for; `packs` is for a CPU: matrices are packed; `targets` gets the layers that adapters may change."""
     if config.model_type not in ARCHITECTURES:
         fallback = _fallback(files, trust_remote_code)
         if quantize is not None or files.quantization() is not None:
@@ -126,7 +149,9 @@ def get_model(
     architecture = architecture_for(config.model_type)
     if dummy:
         method = DENSE if quantize is None else on_load(quantize)
-        built: CausalModel = architecture(config, DummyWeights(dtype, device, shard, method, packs))
+        made = DummyWeights(dtype, device, shard, method, packs)
+        built: CausalModel = architecture(config, made)
+        _note_targets(targets, made)
         return built
     source = open_source(files)
     method = find_method(files, source, quantize)
@@ -138,9 +163,15 @@ def get_model(
         weights.check_all_used()
     except ModelFileError as error:
         raise ModelFileError(f"{files.path}: {error}") from None
+    _note_targets(targets, weights)
     if weights.kinds:
         logger.info("Quantized weights", extra={"fields": {"method": method.name, "layers": dict(weights.kinds)}})
     return model
+
+
+def _note_targets(targets: list[AdapterTarget] | None, weights: Weights) -> None:
+    if targets is not None:
+        targets += weights.targets
 
 
 def model_config(files: ModelFiles, *, trust_remote_code: bool = False) -> ModelConfig:
@@ -172,6 +203,8 @@ def _fallback(files: ModelFiles, trust_remote_code: bool) -> ModuleType:
 
 
 def open_source(files: ModelFiles) -> TensorSource:
+    if isinstance(files, MergedModel):
+        return MergedSource(open_source(files.base), files.path)
     if files.weight_format == "gguf":
         return GgufSource(files.weight_files()[0])
     return SafetensorsSource(files.weight_files())

@@ -13,7 +13,8 @@ from legato.quantization.stored import Ranges
 #   concatenated   all of q, all of k, all of v
 #   grouped        for each key head the queries that read it, then its key and its value; where every query has a key
 #                  head of its own (BLOOM, GPT-NeoX) that is q, k, v of the first head, of the second, …
-QkvLayout = Literal["concatenated", "grouped"]
+#   quarters       four times q, v and k of a quarter of the heads (CodeGen)
+QkvLayout = Literal["concatenated", "grouped", "quarters"]
 
 
 def qkv_rows(heads: Heads, layout: QkvLayout | Literal["separate"]) -> list[list[tuple[int, int]]]:
@@ -26,6 +27,12 @@ def qkv_rows(heads: Heads, layout: QkvLayout | Literal["separate"]) -> list[list
         q = [head // group * whole + head % group * size for head in queries]
         k = [head * whole + group * size for head in keys]
         v = [head * whole + (group + 1) * size for head in keys]
+    elif layout == "quarters":
+        quarter = heads.all_heads // 4
+        q, v, k = (
+            [(3 * (head // quarter) + part) * quarter * size + head % quarter * size for head in queries]
+            for part in range(3)
+        )
     else:
         k_begin = heads.all_heads * size if layout == "concatenated" else 0
         v_begin = k_begin + heads.all_kv_heads * size if layout == "concatenated" else 0

@@ -18,7 +18,19 @@ _LLAVA_NEXT = dict(
     hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32064,
     max_position_embeddings=4096,
 )  # fmt: skip
-LEFT_OUT: dict[str, dict[str, Any]] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3, "llava_next": _LLAVA_NEXT}
+_IDEFICS3 = dict(
+    hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32_000,
+    max_position_embeddings=2048,
+)  # fmt: skip
+_IDEFICS2 = dict(_IDEFICS3, intermediate_size=14_336, num_key_value_heads=8, max_position_embeddings=131_072)
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "llava_next": _LLAVA_NEXT,
+    "idefics2": _IDEFICS2,
+    "idefics3": _IDEFICS3,
+    "smolvlm": _IDEFICS3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +51,24 @@ class Sizes:
         language = Keys(config).below("text_config").raw
         model_type = str(config.get("model_type"))
         keys = Keys({**LEFT_OUT.get(model_type, {}), **config, **language})
-        num_heads = keys.count("num_attention_heads", "n_head", "n_heads", "num_heads")
+        num_heads = keys.count("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
         hidden_size = keys.count("hidden_size", "n_embd", "n_embed", "d_model")
+        shared = keys.below("attn_config").get("kv_n_heads")  # DBRX's
         return Sizes(
             model_type=model_type,
             vocab_size=keys.count("vocab_size"),
             hidden_size=hidden_size,
-            num_layers=keys.count("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+            num_layers=keys.count("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
             num_heads=num_heads,
-            num_kv_heads=keys.count("num_key_value_heads", "num_kv_heads", default=num_heads),
+            num_kv_heads=keys.count("num_key_value_heads", "num_kv_heads", default=shared or num_heads),
             head_dim=keys.count("head_dim", "d_kv", default=hidden_size // num_heads),
             max_positions=keys.count(
-                "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=2048
+                "max_position_embeddings",
+                "n_positions",
+                "max_seq_len",
+                "seq_length",
+                "model_max_length",
+                default=2048,
             ),
             keys=keys,
         )

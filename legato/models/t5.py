@@ -176,7 +176,7 @@ class T5:
     can_capture = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        shape, start = T5Shape.of(config), _start_token(config)
+        shape, start = T5Shape.of(config), start_token(config)
         scales = self.scales_output(config.keys)
         heads = weights.heads(config.num_heads, config.num_heads, config.head_dim)
         parts = T5Parts(shape, heads, weights)
@@ -248,7 +248,7 @@ def stream_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _start_token(config: ModelConfig) -> int:
+def start_token(config: ModelConfig) -> int:
     token = config.keys.get("decoder_start_token_id", "pad_token_id")
     if not isinstance(token, int) or not 0 <= token < config.vocab_size:
         raise UnsupportedModel(

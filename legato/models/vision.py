@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from legato.layers.mlp import Product
-from legato.layers.norm import LayerNorm
 from legato.layers.rotary import rotate
 from legato.models.registry import CausalModel
-from legato.vision.rules import Size
+from legato.vision.rules import ImageRules, Size
 
 # Cosines and sines [N, 1, head_dim] for `rotate`.
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -50,32 +49,50 @@ class VisionModel(CausalModel, Protocol):
         ...
 
 
+# How many groups of patches attend among themselves, and how many patches each of them has.
+Groups = Sequence[tuple[int, int]]
+
+
+@runtime_checkable
+class WithImageTokens(Protocol):
+    """A `VisionModel` whose images have tokens of text among theirs."""
+
+    image_rules: ImageRules | None  # written by the server, whose tokenizer they know
+
+
 class TowerAttention:
-    """Full attention between the patches of an image."""
+    """Full attention between the patches of an image, or of a part of it."""
 
     def __init__(self, qkv: Product, output: Product, num_heads: int) -> None:
         self.qkv = qkv
         self.output = output
         self.num_heads = num_heads
 
-    def __call__(self, x: torch.Tensor, num_images: int, angles: Angles | None) -> torch.Tensor:
-        """x [T, width]: the patches of images of equal size."""
-        apart = self.qkv(x).unflatten(0, (num_images, -1)).unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = apart.unbind(-3)  # [images, patches, heads, head_dim] each
+    def __call__(self, x: torch.Tensor, groups: Groups, angles: Angles | None) -> torch.Tensor:
+        """x [T, width]: the patches of one group after the other."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # [T, heads, head_dim] each
         if angles is not None:
             cos, sin = angles
             q, k = (rotate(part.float(), cos, sin).to(v.dtype) for part in (q, k))
-        heads_first = (part.transpose(-3, -2) for part in (q, k, v))
-        return self.output(F.scaled_dot_product_attention(*heads_first).transpose(-3, -2).flatten(-2).flatten(0, 1))
+        sizes = [count * size for count, size in groups]
+        parts = zip(groups, *(part.split(sizes) for part in (q, k, v)), strict=True)
+        attended = [self._attend(count, *qkv) for (count, _), *qkv in parts]
+        return self.output(attended[0] if len(attended) == 1 else torch.cat(attended))
+
+    @staticmethod
+    def _attend(count: int, *qkv: torch.Tensor) -> torch.Tensor:
+        """[count size, heads, head_dim] each -> [count size, width]"""
+        heads_first = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in qkv)
+        return F.scaled_dot_product_attention(*heads_first).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class TowerLayer:
-    def __init__(self, norm: LayerNorm, attention: TowerAttention, mlp_norm: LayerNorm, mlp: Product) -> None:
+    def __init__(self, norm: Product, attention: TowerAttention, mlp_norm: Product, mlp: Product) -> None:
         self.norm = norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def __call__(self, x: torch.Tensor, num_images: int = 1, angles: Angles | None = None) -> torch.Tensor:
-        x = x + self.attention(self.norm(x), num_images, angles)
+    def __call__(self, x: torch.Tensor, groups: Groups, angles: Angles | None = None) -> torch.Tensor:
+        x = x + self.attention(self.norm(x), groups, angles)
         return x + self.mlp(self.mlp_norm(x))

@@ -14,13 +14,13 @@ come without `.weight` and `.bias`.
     weights.per_head(name, heads, size, in) cut by query heads
     weights.linear(names, out, in)          whole, on every shard
     weights.experts(name, …)                all of them on every shard, cut by their inner dimension
+    weights.stacked_experts(names, …)       the same from matrices that have all experts below each other
     weights.head(name, embedding, ...)      cut by rows, gathered
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 import torch
@@ -29,23 +29,14 @@ import torch.nn.functional as F
 from legato.layers.linear import Embedding, Head, Linear, PackedEmbedding, RowLinear
 from legato.layers.norm import LayerNorm
 from legato.layers.shard import Heads
-from legato.models.checkpoint import Checkpoint
+from legato.models.expert_matrices import ExpertMatrices, between_groups
 from legato.models.rows import QkvLayout, merged_ranges, qkv_rows, without_neighbours
+from legato.models.targets import MatrixPart
 from legato.quantization.dense import Weight, dense_weight
-from legato.quantization.experts import DenseExperts, ExpertWeights, expert_weights
 from legato.quantization.host import HostWeight, host_weight
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.stored import MatrixSlice, Ranges
 from legato.quantization.weight import Matrix, kinds_of, weight_of
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixPart:
-    """A matrix [out_features, in] of the checkpoint, and the rows of it that are wanted; None for all."""
-
-    name: str
-    out_features: int
-    rows: Ranges | None = None
 
 
 class RowOptions(TypedDict, total=False):
@@ -57,25 +48,38 @@ class RowOptions(TypedDict, total=False):
     dtype: torch.dtype | None  # for what must be more exact than the model
 
 
-class Weights(Checkpoint):
+class Weights(ExpertMatrices):
     def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
         weight = self.tensor(f"{name}.weight", (size,))
         return LayerNorm(weight, self.tensor(f"{name}.bias", (size,)) if bias else None, eps, size)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """Each shard has equally many rows; what reaches beyond the vocabulary is zero."""
+        first, last = self.shard.padded_span(vocab_size)
+        embedding, parts = self._embedding(name, vocab_size, hidden_size, first), [MatrixPart(name, hidden_size)]
+        return self._target(embedding, parts, vocab_size, columns=(first, last), is_embedding=True)
+
+    def _embedding(self, name: str, vocab_size: int, hidden_size: int, first: int) -> Embedding:
         if self.packs and self.shard.world_size == 1:
             weight = self._packed_vocabulary(name, vocab_size, hidden_size)
             if isinstance(weight, HostWeight):
                 return PackedEmbedding(weight, self.shard)
-        first, _ = self.shard.padded_span(vocab_size)
         return Embedding(self._vocabulary(f"{name}.weight", (vocab_size, hidden_size)), first, self.shard)
 
     def head(
-        self, name: str, embedding: Embedding, vocab_size: int, hidden_size: int, *, tied: bool, bias: bool = False
+        self,
+        name: str,
+        embedding: Embedding,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: bool,
+        bias: bool = False,
+        normed: bool = False,
     ) -> Head:
-        """The embedding once more if it is `tied`, or if the checkpoint has no other matrix."""
-        if isinstance(embedding, PackedEmbedding):
+        """The embedding once more if it is `tied`, or if the checkpoint has no other matrix; `normed` gives its rows
+        the length one."""
+        if isinstance(embedding, PackedEmbedding) and not normed:
             return self._packed_head(name, embedding, vocab_size, hidden_size, tied, bias)
         if not tied and self._is_quantized(name):
             weight = self._quantized_head(name, vocab_size, hidden_size)
@@ -83,8 +87,10 @@ class Weights(Checkpoint):
             tied = tied or f"{name}.weight" not in self
             weight = embedding.weight if tied else self._vocabulary(f"{name}.weight", (vocab_size, hidden_size))
             self.skip(f"{name}.weight")  # a checkpoint that says "tied" may still carry a copy
+        weight = F.normalize(weight, dim=-1) if normed else weight
         added = self._vocabulary(f"{name}.bias", (vocab_size,)) if bias else None
-        return Head(dense_weight(weight, added), vocab_size, self.shard)
+        head, rows = Head(dense_weight(weight, added), vocab_size, self.shard), [self.shard.padded_span(vocab_size)]
+        return self._target(head, [MatrixPart(name, vocab_size, rows)], hidden_size)
 
     def _packed_vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Weight:
         weight = host_weight([self._matrix(MatrixSlice(name, vocab_size, hidden_size), packs=True)])
@@ -103,7 +109,7 @@ class Weights(Checkpoint):
         if bias:
             added = self._vocabulary(f"{name}.bias", (vocab_size,))
             weight = weight.with_bias(added) if isinstance(weight, HostWeight) else weight
-        return Head(weight, vocab_size, self.shard)
+        return self._target(Head(weight, vocab_size, self.shard), [MatrixPart(name, vocab_size)], hidden_size)
 
     def heads(self, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> Heads:
         """This shard's part of the heads."""
@@ -141,7 +147,7 @@ class Weights(Checkpoint):
                 MatrixPart(name, n, merged_ranges(spans)) for name, n, spans in zip(names, counts, alone, strict=True)
             ]
         order = without_neighbours(heads, neighbours) if neighbours else None
-        return Linear(self._weight(parts, in_features, None, bias, transposed, order))
+        return self._linear(parts, in_features, bias, transposed, order)
 
     def output(self, name: str, heads: Heads, out_features: int, **how: Unpack[RowOptions]) -> RowLinear:
         """The projection behind attention: its inputs are the heads."""
@@ -165,7 +171,7 @@ class Weights(Checkpoint):
         first, last = self.shard.span(out_features)
         rows = [(i * out_features + first, i * out_features + last) for i in range(fused)]
         parts = [MatrixPart(name, fused * out_features, rows) for name in _as_list(names)]
-        return Linear(self._weight(parts, in_features, None, bias, transposed))
+        return self._linear(parts, in_features, bias, transposed)
 
     def row(self, name: str, out_features: int, in_features: int, **how: Unpack[RowOptions]) -> RowLinear:
         """What comes behind `column`: each shard brings its span of the inputs."""
@@ -184,7 +190,7 @@ class Weights(Checkpoint):
         """Whole on every shard, and never quantized on load: routers of experts, projections to something small.
         `order` is that of the outputs where it should not be the checkpoint's."""
         parts = [MatrixPart(name, out_features) for name in _as_list(names)]
-        return Linear(self._weight(parts, in_features, None, bias, transposed, order, quantize=False))
+        return self._linear(parts, in_features, bias, transposed, order, quantize=False)
 
     def per_head(
         self,
@@ -193,70 +199,15 @@ class Weights(Checkpoint):
         size: int,
         in_features: int,
         order: torch.Tensor | None = None,
+        *,
+        bias: bool = False,
     ) -> Linear:
         """`size` outputs for each query head, in the checkpoint's order or in this one, which is that of one head."""
         rows = [(heads.first * size, heads.last * size)]
         if order is not None:
             order = (torch.arange(heads.num_heads)[:, None] * size + order).flatten()
         parts = [MatrixPart(name, heads.all_heads * size, rows) for name in _as_list(names)]
-        return Linear(self._weight(parts, in_features, None, False, False, order))
-
-    def experts(
-        self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
-    ) -> tuple[ExpertWeights, ExpertWeights]:
-        """gate and up [2 inner, hidden] and down [hidden, inner] of each expert, with our span of `inner`.
-
-        Checkpoints have three matrices for each expert, `parts` by name (gate, up, down), or all experts in two.
-        """
-        first, last = span = self.shard.span(inner)
-        quantizer = self._method.quantizer
-        if f"{name}.gate_up_proj" in self:
-            halves = [span, (inner + first, inner + last)]
-            gate_up = self.tensor(f"{name}.gate_up_proj", (num_experts, 2 * inner, hidden), {1: halves})
-            is_whole = quantizer is not None and not _between_groups(span, quantizer.group_size)
-            down = self.tensor(f"{name}.down_proj", (num_experts, hidden, inner), {} if is_whole else {2: [span]})
-            return self._fused_experts(gate_up), self._fused_experts(down, span if is_whole else None)
-        if quantizer is not None or self._is_quantized(f"{name}.0.{parts[0]}"):
-            return self._quantized_experts(name, num_experts, inner, hidden, parts)
-        # Expert by expert into place: a layer of them is too large to be there twice.
-        gate_up, down = (
-            torch.empty(num_experts, *size, dtype=self.dtype, device=self.device)
-            for size in ((2, last - first, hidden), (hidden, last - first))
-        )
-        for expert in range(num_experts):
-            gate, up, out = (f"{name}.{expert}.{part}.weight" for part in parts)
-            gate_up[expert, 0] = self.tensor(gate, (inner, hidden), {0: [span]})
-            gate_up[expert, 1] = self.tensor(up, (inner, hidden), {0: [span]})
-            down[expert] = self.tensor(out, (hidden, inner), {1: [span]})
-        return DenseExperts(gate_up.flatten(1, 2)), DenseExperts(down)
-
-    def _fused_experts(self, matrices: torch.Tensor, columns: tuple[int, int] | None = None) -> ExpertWeights:
-        """[num_experts, out, in]. `columns` are those that are wanted, if there are others."""
-        quantizer = self._method.quantizer
-        if quantizer is None:
-            return DenseExperts(matrices.contiguous())
-        quantized = [quantizer(matrix) for matrix in matrices]
-        if columns is not None:
-            quantized = [matrix.columns(*columns) for matrix in quantized]
-        if self.dequantizes:
-            self.kinds[f"{quantized[0].kind}: dequantized on load"] += len(quantized)
-            return DenseExperts(torch.stack([matrix.dense(self.dtype) for matrix in quantized]))
-        made = expert_weights([[matrix] for matrix in quantized])
-        self.kinds.update(kinds_of(made))
-        return made
-
-    def _quantized_experts(
-        self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
-    ) -> tuple[ExpertWeights, ExpertWeights]:
-        span = self.shard.span(inner)
-        gate_up, down = [], []
-        for expert in range(num_experts):
-            gate, up, out = (f"{name}.{expert}.{part}" for part in parts)
-            gate_up.append([self._matrix(MatrixSlice(part, inner, hidden, [span])) for part in (gate, up)])
-            down.append([self._matrix(MatrixSlice(out, hidden, inner, None, span))])
-        made = expert_weights(gate_up), expert_weights(down)
-        self.kinds.update(kind for experts in made for kind in kinds_of(experts))
-        return made
+        return self._linear(parts, in_features, bias, order=order)
 
     def _row(
         self,
@@ -276,7 +227,20 @@ class Weights(Checkpoint):
             self.skip(f"{name}.bias")
         part = MatrixPart(name, out_features)
         weight = self._weight([part], in_features, columns, has_bias, transposed, dtype=dtype)
-        return RowLinear(weight, self.shard, reduce)
+        return self._target(RowLinear(weight, self.shard, reduce), [part], in_features, columns=columns)
+
+    def _linear(
+        self,
+        parts: Sequence[MatrixPart],
+        in_features: int,
+        bias: bool = False,
+        transposed: bool = False,
+        order: torch.Tensor | None = None,
+        *,
+        quantize: bool = True,
+    ) -> Linear:
+        weight = self._weight(parts, in_features, None, bias, transposed, order, quantize=quantize)
+        return self._target(Linear(weight), parts, in_features, order=order)
 
     def _weight(
         self,
@@ -329,7 +293,7 @@ class Weights(Checkpoint):
         if reader is not None and reader.has(wanted.name, self):
             return reader.read(wanted, self)
         columns = wanted.columns
-        if columns is not None and quantizer is not None and not _between_groups(columns, quantizer.group_size):
+        if columns is not None and quantizer is not None and not between_groups(columns, quantizer.group_size):
             columns = None  # codes depend on all columns of a group
         cut, shape = wanted.cut(), (wanted.out_features, wanted.in_features)
         if columns is not None:
@@ -346,12 +310,21 @@ class Weights(Checkpoint):
         self._forget(name)
         return quantized if columns == wanted.columns else wanted.of_columns(quantized)
 
+    def matrix(
+        self,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        rows: Ranges | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Matrix:
+        """Some outputs and inputs of a matrix, in the format that it has."""
+        return self._matrix(MatrixSlice(name, out_features, in_features, rows, columns))
+
     def has_matrix(self, name: str) -> bool:
         """Dense or quantized."""
         return f"{name}.weight" in self or self._is_quantized(name)
-
-    def _is_quantized(self, name: str) -> bool:
-        return self._method.reader is not None and self._method.reader.has(name, self)
 
     def _quantized_head(self, name: str, vocab_size: int, hidden_size: int) -> torch.Tensor:
         """Dense: logits are where rounding costs most."""
@@ -372,11 +345,6 @@ class Weights(Checkpoint):
     @staticmethod
     def _is_all(ranges: Ranges | None, size: int) -> bool:
         return ranges is None or list(ranges) == [(0, size)]
-
-
-def _between_groups(columns: tuple[int, int], size: int) -> bool:
-    """Whether a range of columns begins and ends with a group."""
-    return size > 0 and columns[0] % size == 0 and columns[1] % size == 0
 
 
 def _as_list(names: str | Sequence[str]) -> Sequence[str]:

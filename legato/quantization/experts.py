@@ -9,15 +9,31 @@ from typing import Protocol
 import torch
 
 from legato.kernels.grouped_linear import Groups, grouped_linear
+from legato.kernels.language import kernel_or_torch
+from legato.kernels.quantized.grouped import grouped_quantized_linear
+from legato.kernels.quantized.linear import KERNEL_TYPES
+from legato.kernels.quantized.operand import Operand
 from legato.quantization.dense import Weight
 from legato.quantization.matrix import QuantizedMatrix
+from legato.quantization.operands import operand_on_gpu
 from legato.quantization.weight import Matrix, QuantizedWeight, stack, weight_of
+
+
+class ExpertAddition(Protocol):
+    """What adapters add to a product of experts."""
+
+    def add_experts(
+        self, product: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """product [T k, out], of x with the matrices of the experts `ids` [T, k]; the sum may overwrite it."""
+        ...
 
 
 class ExpertWeights(Protocol):
     """One matrix [out, in] for each expert. Called twice per layer and step."""
 
     num_experts: int
+    lora: ExpertAddition | None  # set if adapters can change it
 
     @property
     def nbytes(self) -> int: ...
@@ -28,6 +44,8 @@ class ExpertWeights(Protocol):
 
 
 class DenseExperts:
+    lora: ExpertAddition | None = None
+
     def __init__(self, weight: torch.Tensor) -> None:
         self.num_experts = weight.shape[0]
         self.weight = weight  # [num_experts, out, in]
@@ -43,16 +61,30 @@ class DenseExperts:
 class QuantizedExperts:
     """`matrix` has all experts above each other, [num_experts out, in]; None where they cannot be one."""
 
+    lora: ExpertAddition | None = None
+
     def __init__(self, matrix: QuantizedMatrix | None, weights: Sequence[Weight]) -> None:
         self.num_experts = len(weights)
         self.matrix = matrix
         self.weights = weights
+        # Columns in another order would have to be put into it for every expert.
+        is_in_order = matrix is not None and matrix.groups.order is None
+        self.operand = operand_on_gpu(matrix) if matrix is not None and is_in_order else None
 
     @property
     def nbytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights)
 
     def apply(self, x: torch.Tensor, groups: Groups, scale: torch.Tensor | None = None) -> torch.Tensor:
+        if self.operand is None or x.dtype not in KERNEL_TYPES:
+            return self._one_by_one(x, groups, scale)
+
+        def by_torch(x: torch.Tensor, _: Operand, groups: Groups, scale: torch.Tensor | None) -> torch.Tensor:
+            return self._one_by_one(x, groups, scale)
+
+        return kernel_or_torch(x, _grouped, by_torch)(x, self.operand, groups, scale)
+
+    def _one_by_one(self, x: torch.Tensor, groups: Groups, scale: torch.Tensor | None) -> torch.Tensor:
         num_rows = groups.ids.numel()
         share = num_rows // max(x.shape[0], 1)
         out = torch.empty(num_rows, self.weights[0].out_features, dtype=x.dtype, device=x.device)
@@ -61,6 +93,10 @@ class QuantizedExperts:
                 rows = groups.order[first:last]
                 out[rows] = weight.apply(x[rows // share])
         return out if scale is None else (out * scale.view(-1, 1)).to(x.dtype)
+
+
+def _grouped(x: torch.Tensor, operand: Operand, groups: Groups, scale: torch.Tensor | None) -> torch.Tensor:
+    return grouped_quantized_linear(x, operand, groups, scale)
 
 
 def expert_weights(experts: Sequence[Sequence[Matrix]]) -> ExpertWeights:

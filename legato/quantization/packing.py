@@ -1,8 +1,12 @@
 """Small integers in words: bit streams of checkpoints, and the order in which Legato keeps codes.
 
 A checkpoint has a little-endian bit stream of int32 words along one dimension: value j of 32 has bits j·bits onwards,
-and may continue in the next word. Legato keeps codes of 2, 4 or 8 bits in bytes along the last dimension, the first
-value in the lowest bits.
+and may continue in the next word.
+
+Legato keeps codes of 2, 4 or 8 bits in bytes along the last dimension. Those of 4 bits are in units of 128: byte j of a
+unit has value j in its lower half and value j + 64 in its upper half, so that a kernel which takes the lower halves of
+some bytes, or the upper ones, has values that lie side by side. Those of 2 bits have the first value in the lowest
+bits.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import math
 import torch
 
 WORD = 32
+# Values of 4 bits that share 64 bytes.
+UNIT = 128
 
 
 def word_unit(bits: int) -> tuple[int, int]:
@@ -53,17 +59,23 @@ def code_width(bits: int) -> int:
 
 
 def pack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """uint8 [rows, count] -> uint8 [rows, bytes]."""
+    """uint8 [rows, count] -> uint8 [rows, bytes]. Beyond the last value there are zeros."""
     share = 8 // width
     if share == 1:
         return codes.contiguous()
-    if missing := -codes.shape[1] % share:
+    unit = UNIT if width == 4 else share
+    if missing := -codes.shape[1] % unit:
         codes = torch.nn.functional.pad(codes, (0, missing))
-    parts = codes.unflatten(1, (-1, share))
-    packed = parts[..., 0].clone()
+    parts = codes.unflatten(1, (-1, share, unit // share))
+    packed = parts[:, :, 0].clone()
     for place in range(1, share):
-        packed |= parts[..., place] << (place * width)
-    return packed
+        packed |= parts[:, :, place] << (place * width)
+    return packed.flatten(1)
+
+
+def pack_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """4-bit codes, two in a byte and the first in its lower half, in the order of `pack_codes`."""
+    return pack_codes(torch.stack((packed & 15, packed >> 4), dim=2).flatten(1), 4)
 
 
 def unpack_codes(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
@@ -72,5 +84,6 @@ def unpack_codes(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
     if share == 1:
         return packed
     mask = (1 << width) - 1
-    parts = [(packed >> (place * width)) & mask for place in range(share)]
-    return torch.stack(parts, dim=-1).flatten(1)[:, :count]
+    units = packed.unflatten(1, (-1, UNIT // share if width == 4 else 1))
+    parts = [(units >> (place * width)) & mask for place in range(share)]
+    return torch.stack(parts, dim=2).flatten(1)[:, :count]

@@ -75,15 +75,16 @@ class GroupedIntegers(QuantizedMatrix):
 
     def can_stack(self, other: QuantizedMatrix) -> bool:
         if isinstance(other, GroupedIntegers) and (self.zero is None) != (other.zero is None):
-            return self._with_zero().can_stack(other._with_zero())
+            return self.with_zero().can_stack(other.with_zero())
         return super().can_stack(other)
 
     def stacked(self, others: list[Self]) -> Self:  # type: ignore[override]
         if any((other.zero is None) != (self.zero is None) for other in others):
-            return self._with_zero().stacked([other._with_zero() for other in others])
+            return self.with_zero().stacked([other.with_zero() for other in others])
         return super().stacked(others)
 
-    def _with_zero(self) -> Self:
+    def with_zero(self) -> Self:
+        """The same with a tensor of zeros."""
         if self.zero is not None:
             return self
         zero = torch.full(self.scale.shape, 1 << (self.bits - 1), dtype=torch.uint8, device=self.device)

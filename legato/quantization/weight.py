@@ -1,24 +1,20 @@
-"""From matrices, dense or quantized, to the weights that layers call, and which product computes each of them.
+"""From matrices, dense or quantized, to the weights that layers call.
 
-`product_of` is where a kernel takes the place of the definition in torch: it sees a matrix and the device it is on.
+`QuantizedWeight` is where kernels take the place of the definition in torch (`QuantizedMatrix.multiply`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from legato.kernels.quantized.linear import KERNEL_TYPES, Gate, quantized_linear, row_type_of
 from legato.quantization.dense import Weight, dense_weight
 from legato.quantization.matrix import QuantizedMatrix
+from legato.quantization.operands import describe, operand_on_gpu
 
 Matrix = torch.Tensor | QuantizedMatrix  # [out, in]
-Product = Callable[[torch.Tensor], torch.Tensor]  # x [T, in] -> [T, out]
-
-
-def product_of(matrix: QuantizedMatrix) -> tuple[str, Product]:
-    """The fastest product of this matrix on its device, and its name for the log."""
-    return "torch", matrix.multiply
 
 
 class QuantizedWeight:
@@ -28,15 +24,33 @@ class QuantizedWeight:
         self.out_features = matrix.out_features
         self.matrix = matrix
         self.bias = bias
-        self.product_name, self._product = product_of(matrix)
+        self.operand = operand_on_gpu(matrix)
+        self.product_name = "torch" if self.operand is None else describe(self.operand)
 
     @property
     def nbytes(self) -> int:
         return self.matrix.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def row_type(self) -> torch.dtype | None:
+        """What products of many rows quantize their rows to; None: nothing."""
+        return None if self.operand is None or self.matrix.groups.order is not None else row_type_of(self.operand)
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        product = self._product(x)
-        return product if self.bias is None else product.add_(self.bias)
+        return self._multiply(x, None)
+
+    def apply_gated(self, x: torch.Tensor, gate: Gate) -> torch.Tensor:
+        """For packed gate and up projections: `gate_and_mul` of what `apply` returns, in one kernel where it can be."""
+        return self._multiply(x, gate)
+
+    def _multiply(self, x: torch.Tensor, gate: Gate | None) -> torch.Tensor:
+        if self.operand is None or x.dtype not in KERNEL_TYPES:
+            product = self.matrix.multiply(x)
+            if self.bias is not None:
+                product += self.bias
+            return product if gate is None else gate.apply(product)
+        order = self.matrix.groups.order
+        return quantized_linear(x if order is None else x.index_select(1, order), self.operand, self.bias, gate)
 
 
 class StackedWeight:
@@ -88,9 +102,16 @@ def stack(matrices: Sequence[Matrix]) -> Matrix | None:
     return first.stacked(quantized)
 
 
+def row_type_of_weight(weight: object) -> torch.dtype | None:
+    """In which type of 8 bits a weight wants many rows; None: as they are."""
+    return weight.row_type if isinstance(weight, QuantizedWeight) else None
+
+
 def kinds_of(weight: object) -> list[str]:
     """What the quantized matrices of a weight are and what multiplies them, for the log."""
     if isinstance(weight, QuantizedWeight):
         return [f"{weight.matrix.kind}: {weight.product_name}"]
+    if getattr(weight, "operand", None) is not None:  # experts, all of which one kernel multiplies
+        return [f"{part.matrix.kind}: experts in one kernel" for part in getattr(weight, "weights", ())]
     parts = [kind for part in getattr(weight, "weights", ()) for kind in kinds_of(part)]
     return parts + list(getattr(weight, "kinds", ()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from legato.modelfiles.files import ModelFiles
@@ -18,16 +19,23 @@ def model_sha(model: Path) -> str | None:
     return next((f.name for f in folders if f.parent.name == "snapshots" and _COMMIT.fullmatch(f.name)), None)
 
 
-def pipeline_tag(model: Path, *, from_hub: bool, has_encoder: bool) -> str | None:
+def pipeline_tag(model: Path, *, from_hub: bool, has_encoder: bool, cache: Path | None = None) -> str | None:
     """The Hub's name for what the model does, by its configuration. `POST /` repeats the prompt in its answer only for
     text generation, so that pictures in prompts do not come back."""
     if has_encoder:
         return "text2text-generation"
-    if image_rules(ModelFiles.open(model)) is not None:
+    if image_rules(ModelFiles.open(model, cache)) is not None:
         return "image-text-to-text"
     return "text-generation" if from_hub else None  # as in TGI, a folder has no tag
 
 
-def build_info(environ: Mapping[str, str]) -> dict[str, str | None]:
+@dataclass(frozen=True, slots=True)
+class BuildInfo:
     """Commit and label of the image that this runs in, which the Dockerfile writes into its environment."""
-    return {"sha": environ.get("GIT_SHA") or None, "docker_label": environ.get("DOCKER_LABEL") or None}
+
+    sha: str | None
+    docker_label: str | None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> BuildInfo:
+        return cls(environ.get("GIT_SHA") or None, environ.get("DOCKER_LABEL") or None)

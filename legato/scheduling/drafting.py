@@ -16,11 +16,13 @@ from operator import mul
 from legato.scheduling.entry import Entry, InFlight
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import StepPlan, StepResult
-from legato.scheduling.step_times import StepPace, StepTimes
+from legato.scheduling.step_times import MeasuredStep, StepPace, StepTimes
 from legato.scheduling.suffix_index import TenantAnswers, TextMatch
 
 # Rows of a step beyond which no drafts are looked for: the scheduler has enough to do, and so has the device.
 MOST_ROWS = 128
+# Requests whose prompts one plan indexes, in up to some milliseconds each; the others wait for the next.
+MOST_NEW = 4
 # Tokens that a request may be ahead of its index and still be read one by one.
 MOST_UNREAD = 256
 # Matches of this length and more are alike.
@@ -75,6 +77,7 @@ class Drafter:
 
     def __init__(self) -> None:
         self.pace = StepPace()
+        self._is_waiting = False  # the last step whose result has come was one that the next had waited for
         self._times = StepTimes()
         self._chances = Chances(0.2, 0.9)  # of matches, by their length
         self._proposals = Chances(0.6, 0.6)  # of what the shards guess, by its distance
@@ -85,14 +88,24 @@ class Drafter:
         entry.drafts = None
         self._answers.add(entry.request.tenant, entry.tokens[entry.num_prompt :])
 
-    def learn(self, plan: StepPlan, now: float) -> None:
-        """How long a step took whose result has come."""
+    def learn(self, plan: StepPlan, forward: float, now: float) -> None:
+        """How long a step took whose result has come; `forward` on the device."""
         seconds = self.pace.end(now)
+        has_waited, self._is_waiting = self._is_waiting, plan.is_waited_for
         if len(plan.rows) > MOST_ROWS or plan.admitted:
             return
         num_tokens = sum(plan.num_tokens)
         if num_tokens == len(plan.rows) + sum(map(len, plan.drafts.values())):
-            self._times.learn(len(plan.rows), num_tokens, plan.is_waited_for, seconds)
+            self._times.learn(
+                MeasuredStep(
+                    len(plan.rows),
+                    num_tokens,
+                    plan.is_waited_for,
+                    has_waited,
+                    min(forward, seconds) or seconds,
+                    seconds,
+                )
+            )
 
     def take_proposals(self, step: InFlight, result: StepResult) -> None:
         """The guesses of the shards, which follow what the result has brought."""
@@ -129,9 +142,11 @@ class Drafter:
     ) -> dict[int, list[int]]:
         guesses: dict[int, list[int]] = {}
         ranked: list[tuple[float, int]] = []
+        num_new = 0
         for entry in entries:
+            num_new += entry.drafts is None
             limit = min(limits.speculate, entry.max_len - entry.num_known - 1)
-            if limit > 0:
+            if limit > 0 and (entry.drafts is not None or num_new <= MOST_NEW):
                 found, chances = self._guess(entry, self._read(entry), limit, limits.vocab_size)
                 guesses[entry.id] = found
                 ranked += [(chance, entry.id) for chance in chances]

@@ -24,6 +24,7 @@ MOST_TRIED = 8
 # Estimates that speak against drafts are made again, as nothing else would show that they are wrong: they fade by this
 # much with each step that might have had some.
 FADING = 0.998
+FEW, FADING_OF_FEW = 8, 0.99
 
 
 def bucket(count: int) -> int:
@@ -35,71 +36,102 @@ def bucket(count: int) -> int:
 @dataclass(slots=True)
 class Estimate:
     value: float = 0.0
-    is_known: bool = False
+    num_learned: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_learned > 0
 
     def learn(self, seconds: float) -> None:
-        if not self.is_known:
-            self.value, self.is_known = seconds, True
+        self.num_learned += 1
+        if self.num_learned == 1:
+            self.value = seconds
             return
         seconds = min(seconds, self.value * LARGEST_FACTOR + 1e-3)
         self.value += WEIGHT * (seconds - self.value)
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step without prompts, when its result is here. Times in seconds."""
+
+    num_rows: int
+    num_tokens: int
+    # The next step is planned when its result is here; and whether it was itself planned like that.
+    is_waited_for: bool
+    has_waited: bool
+    # On the device, and from the result of the step before to its own.
+    forward: float
+    total: float
+
+
 @dataclass(slots=True)
 class RowTimes:
-    """Seconds of steps with so many rows: those that the next one does not wait for, and by their tokens the others."""
+    """Seconds of steps with so many rows: on the device, by tokens where the next step waits for the result, and what
+    comes to that without and with such waiting."""
 
     plain: Estimate = field(default_factory=Estimate)
+    plain_gap: Estimate = field(default_factory=Estimate)
     waited: dict[int, Estimate] = field(default_factory=dict)
+    waited_gap: Estimate = field(default_factory=Estimate)
     sizes: list[int] = field(default_factory=list)
 
-    def learn(self, num_tokens: int, is_waited_for: bool, seconds: float) -> None:
-        if not is_waited_for:
-            self.plain.learn(seconds)
+    def learn(self, step: MeasuredStep) -> None:
+        # One that is longer than the step was something else, such as a process that did not get its turn.
+        gap = min(max(step.total - step.forward, 0.0), step.forward)
+        if step.has_waited:  # the step before is what it waited for: that is part of that one's price
+            self.waited_gap.learn(gap)
+        elif not step.is_waited_for:
+            self.plain_gap.learn(gap)
+        if not step.is_waited_for:
+            self.plain.learn(step.forward)
             return
-        size = bucket(num_tokens)
+        size = bucket(step.num_tokens)
         if size not in self.waited:
             self.waited[size] = Estimate()
             bisect.insort(self.sizes, size)
-        self.waited[size].learn(seconds)
+        self.waited[size].learn(step.forward)
+
+    @property
+    def plain_time(self) -> float:
+        return self.plain.value + self.plain_gap.value
 
     def waited_time(self, num_rows: int, num_tokens: int) -> float:
         """Between sizes that were measured, in proportion. Up to twice the largest, as long as that: it will be tried,
         and so the next time may be twice as many."""
-        sizes = self.sizes
+        sizes, gap = self.sizes, max(self.waited_gap.value, self.plain_gap.value)
         place = bisect.bisect_left(sizes, num_tokens)
         if place == len(sizes):
             known = sizes[-1] if sizes else num_rows
             seconds = self.waited[known].value if sizes else self.plain.value
-            return seconds * max(1.0, num_tokens / (2 * known + MOST_TRIED))
+            return gap + seconds * max(1.0, num_tokens / (2 * known + MOST_TRIED))
         above = self.waited[sizes[place]].value
         if place == 0 or sizes[place] == num_tokens:
-            return above
+            return gap + above
         below, low = self.waited[sizes[place - 1]].value, sizes[place - 1]
-        return below + (above - below) * (num_tokens - low) / (sizes[place] - low)
+        return gap + below + (above - below) * (num_tokens - low) / (sizes[place] - low)
 
     def fade(self) -> None:
-        for estimate in self.waited.values():
-            estimate.value *= FADING
+        for estimate in (*self.waited.values(), self.waited_gap):
+            estimate.value *= FADING if estimate.num_learned > FEW else FADING_OF_FEW
 
 
 class StepTimes:
-    """Of steps without prompts. Knows no clock: its callers tell how long a step took."""
+    """Knows no clock: its callers tell how long a step took."""
 
     def __init__(self) -> None:
         self._by_rows: dict[int, RowTimes] = {}
 
-    def learn(self, num_rows: int, num_tokens: int, is_waited_for: bool, seconds: float) -> None:
-        """From the result of the step before to that of this one."""
-        if seconds > 0:
-            self._by_rows.setdefault(bucket(num_rows), RowTimes()).learn(num_tokens, is_waited_for, seconds)
+    def learn(self, step: MeasuredStep) -> None:
+        if step.total > 0:
+            self._by_rows.setdefault(bucket(step.num_rows), RowTimes()).learn(step)
 
     def num_worth(self, num_rows: int, chances: Sequence[float]) -> int:
         """How many drafts to take, of such as are right with these chances, the best first."""
         times = self._by_rows.get(bucket(num_rows))
         if times is None or not times.plain.is_known:
             return 0 if self._by_rows else len(chances)
-        best, most, expected = 0, MARGIN * num_rows / times.plain.value, float(num_rows)
+        best, most, expected = 0, MARGIN * num_rows / times.plain_time, float(num_rows)
         for count, chance in enumerate(chances, 1):
             expected += chance
             rate = expected / times.waited_time(num_rows, num_rows + count)

@@ -18,14 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from legato.common.errors import ModelFileError, ModelNotFound
-from legato.modelfiles.files import INDEX, read_json
+from legato.modelfiles.files import INDEX, PICKLE_SUFFIXES, has_pickles, read_json
 
 logger = logging.getLogger(__name__)
 
 SINGLE_PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-# What training leaves behind beside the weights.
-NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "random_states.bin"}
+# What training leaves behind beside the weights, with any suffix.
+NOT_WEIGHTS = {"training_args", "optimizer", "scheduler", "random_states", "rng_state"}
 METADATA = {"format": "pt"}
 
 Tensors = dict[str, torch.Tensor]
@@ -63,15 +63,16 @@ def convert(folder: Path) -> list[Path]:
 
 
 def find_pickles(folder: Path) -> list[Path]:
-    """The files that the index names, or pytorch_model.bin, or else every .bin that can be weights."""
+    """The files that the index names, or pytorch_model.bin, or else every .bin, or every .pt, that can be weights."""
     if (folder / PICKLE_INDEX).exists():
         files = indexed(folder)
     elif (folder / SINGLE_PICKLE).exists():
         files = [folder / SINGLE_PICKLE]
     else:
-        files = sorted(file for file in folder.glob("*.bin") if file.name not in NOT_WEIGHTS)
+        names = pickle_names(file.name for suffix in PICKLE_SUFFIXES for file in folder.glob(f"*{suffix}"))
+        files = [folder / name for name in names]
     if not files:
-        raise ModelFileError(f"{folder} has no weights, neither *.safetensors nor *.bin")
+        raise ModelFileError(f"{folder} has no weights, neither *.safetensors nor *.bin nor *.pt")
     return files
 
 
@@ -93,7 +94,7 @@ def indexed(folder: Path) -> list[Path]:
 
 def safetensors_name(name: str) -> str:
     """As transformers names them: pytorch_model-00001-of-00002.bin is model-00001-of-00002.safetensors."""
-    return f"{name.removesuffix('.bin').replace('pytorch_model', 'model')}.safetensors"
+    return f"{Path(name).stem.replace('pytorch_model', 'model')}.safetensors"
 
 
 def read_pickle(file: Path) -> Tensors:
@@ -186,11 +187,11 @@ def cached_snapshot(repo_id: str, revision: str | None, cache: Path | None) -> P
         snapshot = Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return snapshot if any(snapshot.glob("*.bin")) else None
+    return snapshot if has_pickles(snapshot) else None
 
 
 def fetch_pickles(repo_id: str, snapshot: Path) -> None:
-    """Download the .bin files of the revision that `snapshot`, a folder of the Hub's cache, has the rest of."""
+    """Download the .bin or .pt files of the revision that `snapshot`, a folder of the Hub's cache, has the rest of."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -208,5 +209,7 @@ def fetch_pickles(repo_id: str, snapshot: Path) -> None:
 
 
 def pickle_names(names: Iterable[str]) -> list[str]:
-    """Of the files of a repository."""
-    return sorted(name for name in names if name.endswith(".bin") and "/" not in name and name not in NOT_WEIGHTS)
+    """Of the files of a repository or a folder: those with the first suffix that any of them has."""
+    weights = [name for name in names if "/" not in name and name.rpartition(".")[0] not in NOT_WEIGHTS]
+    found = (sorted(name for name in weights if name.endswith(suffix)) for suffix in PICKLE_SUFFIXES)
+    return next((names for names in found if names), [])

@@ -32,9 +32,10 @@ from legato.grammar.completion import CompletionSearch, JsonCompletion, JsonToke
 from legato.grammar.errors import GrammarError, MaskTimeout
 from legato.grammar.kinds import Grammar
 from legato.grammar.matcher import MaskWriter, Matcher
-from legato.grammar.vocabulary import TokenTrie
+from legato.grammar.vocabulary import Bitmask, TokenTrie
 from legato.modelfiles.files import ModelFiles
 from legato.sampling.allowed import Allowed
+from legato.server.reasoning import RowReasoning
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,34 @@ class CompiledGrammar:
 class RowGrammar:
     """The grammar of the request in a row."""
 
-    grammar: Grammar
+    grammar: Grammar | None  # None: only the reasoning has limits
     max_new_tokens: int = 0  # JSON is completed before them; 0: without a limit
+    reasoning: RowReasoning | None = None  # the grammar applies after it
+    search: CompletionSearch | None = None  # of JSON
+    num_tokens: int = 0  # followed so far
+    num_chosen: int = 0  # those on their way to the host included
     matcher: Matcher | None = None  # None until the grammar is compiled
     completion: JsonCompletion | None = None  # of JSON with a limit
     error: str | None = None
     tokens: Future[None] = field(default_factory=Future)  # are on the host
     pending: Future[None] = field(default_factory=Future)  # makes the mask of what follows them
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the next token may be any, whatever those are that have not reached the host."""
+        if self.grammar is not None or self.reasoning is None:
+            return False
+        return self.reasoning.has_ended or self.num_chosen < self.reasoning.budget
+
+    @property
+    def follows_grammar(self) -> bool:
+        return self.matcher is not None and (self.reasoning is None or not self.reasoning.is_inside)
+
+    @property
+    def mask(self) -> Bitmask | None:
+        """What may come next. None: anything."""
+        mask = self.matcher.mask if self.follows_grammar and self.matcher is not None else None
+        return mask if self.reasoning is None else self.reasoning.restrict(mask, has_grammar=self.grammar is not None)
 
     def wait(self, deadline: float) -> None:
         """For the mask, or the reason why there is none."""
@@ -112,14 +134,21 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return compiled
 
-    def set_row(self, row: int, grammar: Grammar | None, generated_ids: Sequence[int], max_new_tokens: int = 0) -> None:
+    def set_row(
+        self,
+        row: int,
+        grammar: Grammar | None,
+        generated_ids: Sequence[int],
+        max_new_tokens: int = 0,
+        reasoning: RowReasoning | None = None,
+    ) -> None:
         """A request enters a row, for the first time or, after it was preempted, with what it has generated so far."""
-        if grammar is None:
+        if grammar is None and (reasoning is None or not reasoning.has_budget):
             self._rows.pop(row, None)
             return
-        state = self._rows[row] = RowGrammar(grammar, max_new_tokens)
+        state = self._rows[row] = RowGrammar(grammar, max_new_tokens, reasoning, num_chosen=len(generated_ids))
         state.tokens.set_result(None)
-        compiled = self.prepare(grammar)
+        compiled = self._compiling.submit(self._prepare_trie) if grammar is None else self.prepare(grammar)
         compiled.add_done_callback(lambda _: self._entering.submit(self._enter, state, compiled, list(generated_ids)))
 
     def forget_rows(self) -> None:
@@ -134,6 +163,7 @@ class Grammars:
         A row whose grammar failed is free to choose; `errors` says that its token means nothing.
         """
         states = [(place, self._rows[row]) for place, row in enumerate(rows) if row in self._rows]
+        states = [(place, state) for place, state in states if not state.is_free]
         for _, state in states:
             wait_for({state.tokens}, _TOKEN_SECONDS)
         deadline = time.monotonic() + _MASK_SECONDS
@@ -142,12 +172,10 @@ class Grammars:
                 self._wait(state, deadline)
             if state.error is None:  # many rows may enter at once: those that wait their turn are not late
                 deadline = time.monotonic() + _MASK_SECONDS
-        running = [(place, state.matcher) for place, state in states if state.error is None]
-        if not running:
-            return None
-        masks = [matcher.mask for _, matcher in running if matcher is not None and matcher.mask is not None]
-        assert len(masks) == len(running), "a row without an error has a mask"
-        return Allowed([place for place, _ in running], torch.from_numpy(np.stack(masks)))
+        running = [(place, state) for place, state in states if state.error is None]
+        masks = {place: mask for place, state in running if (mask := state.mask) is not None}
+        assert all(place in masks for place, state in running if state.follows_grammar), "a row has a mask or an error"
+        return Allowed(list(masks), torch.from_numpy(np.stack(list(masks.values())))) if masks else None
 
     def errors(self, rows: Sequence[int]) -> dict[int, str]:
         """Place in the batch -> message, for rows whose grammar failed. To be asked after `allowed`."""
@@ -162,6 +190,7 @@ class Grammars:
             tokens = Future[None]()
             for _, state in states:
                 state.tokens, state.pending = tokens, Future()
+                state.num_chosen += 1
             self._masking.submit(
                 self._advance, [(place, state, state.pending) for place, state in states], tokens, read
             )
@@ -171,6 +200,8 @@ class Grammars:
         if state.error is None:
             return
         logger.warning("A request's grammar failed", extra={"fields": {"cause": state.error}})
+        if state.grammar is None:
+            return
         with self._lock:  # rows share what they learn of a grammar, errors included: the next one begins afresh
             self._compiled.pop(state.grammar, None)
         if not state.pending.done():  # a thread that does not come back is left behind
@@ -193,22 +224,31 @@ class Grammars:
     def _json_tokens(self) -> JsonTokens:
         return JsonTokens(self._trie)
 
+    def _prepare_trie(self) -> None:
+        self._trie  # noqa: B018 - for rows without a grammar, whose reasoning has a budget
+
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         self._writer  # noqa: B018 - made now, by a thread that no step waits for
         start = compile_grammar(grammar, self._trie)
         search = CompletionSearch(grammar, self._json_tokens, start) if completes(grammar) else None
         return CompiledGrammar(start, search)
 
-    def _enter(self, state: RowGrammar, compiled: Future[CompiledGrammar], generated_ids: list[int]) -> None:
+    def _enter(
+        self, state: RowGrammar, compiled: Future[CompiledGrammar] | Future[None], generated_ids: list[int]
+    ) -> None:
         """Follows the text so far, for which no masks are needed, and computes the first one."""
         try:
             grammar = compiled.result()
-            state.matcher = Matcher(grammar.start, has_json=state.grammar.has_json)
-            if grammar.search is not None and state.max_new_tokens:
-                state.completion = JsonCompletion(grammar.search, state.max_new_tokens, state.matcher)
+            if state.reasoning is not None:
+                state.reasoning.goes_on = self._trie.all_but_ends
+            if grammar is not None and state.grammar is not None:
+                state.matcher = Matcher(grammar.start, has_json=state.grammar.has_json)
+                state.search = grammar.search
+                if state.reasoning is None:
+                    self._begin_completion(state)
             for token_id in generated_ids:
                 self._follow(state, token_id)
-            self._writer.fill_masks([state.matcher])
+            self._fill_masks([state])
             self._finish(state, state.pending)
         except BaseException as error:
             state.pending.set_exception(error)
@@ -221,7 +261,7 @@ class Grammars:
             tokens.set_result(None)
             for place, state, _ in rows:
                 self._follow(state, token_ids[place])
-            self._writer.fill_masks([state.matcher for _, state, _ in rows if state.matcher is not None])
+            self._fill_masks([state for _, state, _ in rows])
             # Those first that have nothing more to do: no row waits for the completion of another's JSON.
             for _, state, pending in sorted(rows, key=lambda row: row[1].completion is not None):
                 self._finish(state, pending)
@@ -230,8 +270,29 @@ class Grammars:
                 if not future.done():
                     future.set_exception(error)
 
+    def _fill_masks(self, states: list[RowGrammar]) -> None:
+        matchers = [state.matcher for state in states if state.follows_grammar and state.matcher is not None]
+        if matchers:
+            self._writer.fill_masks(matchers)
+
+    def _begin_completion(self, state: RowGrammar) -> None:
+        """Of JSON, in the tokens that are left for it."""
+        left = state.max_new_tokens - state.num_tokens
+        if state.search is not None and state.max_new_tokens and left > 0 and state.matcher is not None:
+            state.completion = JsonCompletion(state.search, left, state.matcher)
+
     def _follow(self, state: RowGrammar, token_id: int) -> None:
-        assert state.matcher is not None, "a row that got a token had a mask"
+        reasoning = state.reasoning
+        if reasoning is not None and not reasoning.has_ended:
+            if reasoning.accept(token_id, self._trie):
+                state.num_tokens += 1
+                if reasoning.has_ended:
+                    self._begin_completion(state)
+                return
+            self._begin_completion(state)  # there is none, and this token is the first of the text
+        state.num_tokens += 1
+        if state.matcher is None:
+            return
         state.matcher.accept([token_id], self._trie)
         if state.completion is not None:
             state.completion.accept(token_id, state.matcher)

@@ -112,6 +112,7 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         chunks=_spans(packed.counts[d:], packed.starts[d:], d, device),
         on_host=on_host,
         sides=None if rows.encoder_lens is None else _sides(rows, rows.encoder_lens, parts, packed),
+        adapters=rows.adapters_of(parts, packed.owners),
     )
 
 

@@ -21,6 +21,8 @@ class StopMatcher:
         self._include = include
         self._first_characters = {stop[0] for stop in self._stops}
         self.stopped = False
+        # The stop string, once there is one.
+        self.found: str | None = None
         # The longest suffix of the text that is a prefix of a stop string.
         self._partial = ""
 
@@ -35,7 +37,7 @@ class StopMatcher:
         match = self._match(buffer)
         if match is not None:
             start, end = match
-            self.stopped, self._partial = True, ""
+            self.stopped, self._partial, self.found = True, "", buffer[start:end]
             return buffer[held:end] if self._include else buffer[:start]
         self._partial = buffer[self._partial_start(buffer) :]
         return text if self._include else buffer[: len(buffer) - len(self._partial)]

@@ -10,41 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from legato.common.errors import LegatoError, ModelFileError
+from legato.common.errors import ModelFileError
 from legato.modelfiles.files import ModelFiles, read_json
+from legato.vision.idefics import Idefics2Rules, IdeficsRules
+from legato.vision.sizes import PixelNormalization as PixelNormalization
+from legato.vision.sizes import Size as Size
+from legato.vision.sizes import UnsupportedImageShape as UnsupportedImageShape
 
-# CLIP's mean and standard deviation of each channel.
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # LLaVA-NeXT's default grid resolutions (height, width), used if config.json has none.
 LLAVA_RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
-
-
-class UnsupportedImageShape(LegatoError):
-    """The model family does not accept images of this shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    height: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class PixelNormalization:
-    """A channel value from 0 to 255 becomes (value * scale - mean) / std."""
-
-    scale: float = 1 / 255
-    mean: tuple[float, ...] = CLIP_MEAN
-    std: tuple[float, ...] = CLIP_STD
-
-    @classmethod
-    def of(cls, processor: dict[str, Any]) -> PixelNormalization:
-        return cls(
-            float(processor.get("rescale_factor") or 1 / 255),
-            tuple(map(float, processor.get("image_mean") or CLIP_MEAN)),
-            tuple(map(float, processor.get("image_std") or CLIP_STD)),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +142,15 @@ class LlavaNextRules:
         return max(self.resolutions, key=lambda resolution: resolution.height * resolution.width)
 
 
-ImageRules = QwenRules | LlavaNextRules
+ImageRules = QwenRules | LlavaNextRules | IdeficsRules | Idefics2Rules
+
+
+# Families whose images have tokens of text among theirs.
+WITH_TOKENS: dict[str, type[IdeficsRules] | type[Idefics2Rules]] = {
+    "idefics2": Idefics2Rules,
+    "idefics3": IdeficsRules,
+    "smolvlm": IdeficsRules,
+}
 
 
 def expand_placeholders(ids: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -189,14 +171,22 @@ def image_rules(files: ModelFiles) -> ImageRules | None:
     if files.weight_format != "safetensors":
         return None  # the vision encoder of a GGUF model is in a second file
     config = files.config()
-    families: dict[str, type[QwenRules] | type[LlavaNextRules]] = {"qwen2_vl": QwenRules, "llava_next": LlavaNextRules}
-    family = families.get(str(config.get("model_type")))
-    if family is None:
+    families: dict[str, type[QwenRules] | type[LlavaNextRules]] = {
+        "qwen2_vl": QwenRules,
+        "qwen2_5_vl": QwenRules,
+        "qwen3_vl": QwenRules,
+        "llava_next": LlavaNextRules,
+    }
+    kind = str(config.get("model_type"))
+    family = families.get(kind)
+    if family is None and kind not in WITH_TOKENS:
         return None
     processor = read_json(files.path / "preprocessor_config.json", optional=True)
     if not processor:
         processor = read_json(files.path / "processor_config.json", optional=True).get("image_processor") or {}
     try:
+        if family is None:
+            return WITH_TOKENS[kind].of(config, processor, files.tokenizer())
         return family.of(config, processor)
     except (TypeError, ValueError, AttributeError) as error:
         raise ModelFileError(f"{files.path}: invalid image processor configuration: {error}") from None

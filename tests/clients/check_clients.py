@@ -18,6 +18,7 @@ import pytest
 
 from legato.modelfiles import hub
 from legato.modelfiles.files import ModelFiles
+from tests.clients.scripted import CONVERSATIONS, scripted
 from tests.integration.processes import Program, free_port
 
 HERE = Path(__file__).parent
@@ -32,10 +33,12 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     with (
         served(tmp_path_factory.mktemp("open"), model) as url,
         served(tmp_path_factory.mktemp("guarded"), model, *guards) as guarded_url,
+        scripted(tmp_path_factory.mktemp("scripted"), CONVERSATIONS) as scripted_url,
     ):
         yield {
             "LEGATO_URL": url,
             "LEGATO_GUARDED_URL": guarded_url,
+            "LEGATO_SCRIPTED_URL": scripted_url,
             "LEGATO_KEY": KEY,
             "LEGATO_MODEL_FILE": str(model),
             "LEGATO_TOKENIZER": str(tokenizer_of(model, tmp_path_factory.mktemp("tokenizer"))),
@@ -72,6 +75,14 @@ def test_the_suite_passes_in_its_environment(name: str, addresses: dict[str, str
     done = subprocess.run(words, env=_quiet_environment() | addresses, check=False)
     if done.returncode != 0:
         pytest.fail(f"the suite of {name} failed, see above", pytrace=False)
+
+
+def test_the_suite_of_vercels_sdk_passes(addresses: dict[str, str]) -> None:
+    """In JavaScript: Node runs it beside its packages."""
+    words = ["node", "--test", "suite.mjs"]
+    done = subprocess.run(words, cwd=ENVIRONMENTS / "vercel", env=_quiet_environment() | addresses, check=False)
+    if done.returncode != 0:
+        pytest.fail("the suite of vercel failed, see above", pytrace=False)
 
 
 def _quiet_environment() -> dict[str, str]:

@@ -10,6 +10,8 @@ URL = os.environ["LEGATO_URL"]
 # The same model for those who have a key, one request at a time.
 GUARDED_URL = os.environ["LEGATO_GUARDED_URL"]
 KEY = os.environ["LEGATO_KEY"]
+# Reasons and calls tools, as `scripted.py` has it.
+SCRIPTED_URL = os.environ["LEGATO_SCRIPTED_URL"]
 
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = "The capital of France is"

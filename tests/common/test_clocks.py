@@ -13,6 +13,7 @@ ALLOWED = {
     "chat/environment.py": "strftime_now of chat templates",
     "http/routes/openai/models.py": "`created`",
     "http/routes/openai/serving.py": "`created`",
+    "http/routes/responses/job.py": "`created_at`",
     "router/dashboard.py": "time on the page",
     "router/tracing.py": "spans",
     "server/tracing.py": "spans",

@@ -82,6 +82,7 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "queue-timeout": 0.0,
     "request-timeout": 0.0,
     "fake": False,
+    "fake-script": None,
     "fake-step-ms": 0.0,
     "fake-token-ms": 0.0,
     "model-id": None,
@@ -94,11 +95,20 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "schema-lenient": False,
     "api-key-file": None,
     "tool-call-parser": "auto",
+    "reasoning-parser": "auto",
+    "reasoning-budget": None,
+    "response-store": None,
+    "response-store-size": 32 << 20,
     "max-image-bytes": 1 << 24,
     "max-image-pixels": 1 << 24,
     "image-url-allow": (),
     "hang-timeout": 30.0,
     "load-timeout": 600.0,
+    "lora-device-ranks": None,
+    "lora-max-rank": None,
+    "lora-target-modules": (),
+    "lora-allow-runtime": False,
+    "lora-allow": (),
     "max-restarts": 10,
 }
 
@@ -153,6 +163,7 @@ def test_groups_end_with_the_programs_own_options() -> None:
         "HTTP",
         "Logs",
         "Supervision",
+        "LoRA adapters at run time",
         "Shards",
     ]
 
@@ -238,7 +249,6 @@ def test_an_invalid_command_line_exits_2(args: list[str], capsys: pytest.Capture
 
 
 LATER = {
-    "--lora-adapters": "some/adapter",
     "--ngrok-authtoken": "secret",
     "--ngrok-edge": "edge",
 }

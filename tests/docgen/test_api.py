@@ -11,7 +11,7 @@ from legato.api.native import GenerateParameters
 from legato.cli import legato
 from legato.common.program import run_program
 from legato.docgen.api import reference_page
-from legato.http.openapi import OPERATIONS
+from legato.http.operations import OPERATIONS
 
 PAGE = reference_page()
 

@@ -46,10 +46,12 @@ def read(document: dict[str, Any]) -> BaseSchema:
 
 
 def _event(data: dict[str, Any]) -> dict[str, Any]:
+    # Events of the APIs whose events have types are called like those.
+    name = {"type": "string"} if "discriminator" in data else {"const": "message"}
     if "enum" not in data:  # which are texts as they stand
         data = {"type": "string", "contentMediaType": "application/json", "contentSchema": data}
-    # Events have no names, which is the same as being called "message".
-    properties = {"data": data, "event": {"const": "message"}}
+    # Other events have no names, which is the same as being called "message".
+    properties = {"data": data, "event": name}
     return {"type": "object", "required": ["data"], "properties": properties, "additionalProperties": False}
 
 

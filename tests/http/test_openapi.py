@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ import pytest
 from legato.api.native import GenerateParameters
 from legato.http.app import _routes, create_app
 from legato.http.inference import Inference
-from legato.http.openapi import OPERATIONS, document
+from legato.http.openapi import document
+from legato.http.operations import OPERATIONS
 from legato.http.pages.docs import PAGE
 from legato.telemetry.metrics import Metrics
 from tests.http.asgi import LIMITS, SETTINGS, FakeBackend, get, post, tokenizer
@@ -52,7 +54,8 @@ def test_operations_have_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("operation", [operation for operation in OPERATIONS if operation.request is not None])
 def test_examples_are_answered(operation: Any) -> None:
-    app = create_app(FakeBackend(), tokenizer(), SETTINGS, chat_template=FakeTemplate())
+    settings = replace(SETTINGS, changes_adapters=True)
+    app = create_app(FakeBackend(), tokenizer(), settings, chat_template=FakeTemplate())
     assert asyncio.run(post(app, operation.path, operation.example)).status == 200
 
 

@@ -123,13 +123,15 @@ class Program:
 
 
 class Launched(Program):
-    """A running `text-generation-launcher`, with a client for it."""
+    """A running `text-generation-launcher`, with a client for it. If it is `exact`, its tokens are transformers'."""
 
-    def __init__(self, folder: Path, model: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, model: Path, *arguments: str, exact: bool = True) -> None:
         self.port = free_port()
         self.uds_path = folder / "shard"
         words = [f"--model-id={model}", "--hostname=127.0.0.1", f"--port={self.port}"]
         words += [f"--shard-uds-path={self.uds_path}", *arguments]
+        if exact and not any(word.startswith("--dtype") for word in arguments):
+            words.append("--dtype=float32")
         super().__init__(folder, "text-generation-launcher", *words)
         self.client = Client(self.port)
 
@@ -146,9 +148,9 @@ class Launched(Program):
 
 
 @contextmanager
-def launched(folder: Path, model: Path, *arguments: str) -> Iterator[Launched]:
+def launched(folder: Path, model: Path, *arguments: str, exact: bool = True) -> Iterator[Launched]:
     """A launcher that answers, and is stopped at the end if the test has not done so."""
-    server = Launched(folder, model, *arguments)
+    server = Launched(folder, model, *arguments, exact=exact)
     try:
         server.until_logged("Listening on")
         yield server

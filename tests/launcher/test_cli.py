@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib import import_module
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from legato import __version__
-from legato.cli import legato
+from legato.cli import legato, router
 from legato.common.program import run_program
 from legato.docgen.options import reference_page
 
@@ -45,6 +46,17 @@ def test_legato_env_names_versions_without_importing_them(capsys: pytest.Capture
     assert lines["legato"] == __version__
     assert lines["torch"][0].isdigit()
     assert int(lines["cpus"]) >= 1
+
+
+@pytest.mark.parametrize("arguments", [["print-schema"], ["--port", "8080", "print-schema"]])
+def test_the_router_prints_the_openapi_document_without_a_model(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["text-generation-router", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        router()
+    assert not exit_info.value.code
+    assert "/v1/chat/completions" in json.loads(capsys.readouterr().out)["paths"]
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])

@@ -82,6 +82,15 @@ def test_a_model_on_disk_needs_no_download(tmp_path: Path) -> None:
     assert make_plan(LauncherOptions(model_id=str(tmp_path)), SOCKETS, {}).download is None
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_pickles_on_disk_are_converted_before_shards_start(tmp_path: Path, name: str) -> None:
+    for file in ("config.json", name):
+        (tmp_path / file).touch()
+    assert make_plan(LauncherOptions(model_id=str(tmp_path)), SOCKETS, {}).download is not None
+    (tmp_path / "model.safetensors").touch()
+    assert make_plan(LauncherOptions(model_id=str(tmp_path)), SOCKETS, {}).download is None
+
+
 def test_programs_are_found_next_to_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "text-generation-router").touch()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.models import tiny_experts as experts
+from tests.models import tiny_more as more
 from tests.models import tiny_seeds as seeds
 from tests.models import tiny_t5 as t5
 from tests.models import tiny_today as today
@@ -34,6 +35,7 @@ class Case:
     shards: tuple[int, ...] = (2,)  # besides 1
     oracle: Callable[[Path, list[list[int]]], list[torch.Tensor]] = oracle_logits
     start: tuple[int, ...] = ()  # what the decoder of an encoder-decoder model sees first
+    is_variant: bool = False  # of another case: for `make test-shards` only
 
 
 def t5_case(name: str, make: Callable[..., Path], **settings: Any) -> Case:
@@ -135,6 +137,29 @@ CASES = [
          rope_parameters={**experts.STRETCH, "mscale": 1.0, "mscale_all_dim": 0.4})),
     Case("deepseek-v2-plain-rope", experts.tiny_deepseek, dict(rope_parameters=dict(rope_type="default",
          rope_theta=10_000.0), first_k_dense_replace=0)),
+    Case("cohere", more.tiny_cohere),
+    Case("cohere-plus", more.tiny_cohere, dict(use_qk_norm=True, attention_bias=True), is_variant=True),
+    Case("cohere2", more.tiny_cohere2, is_variant=True),
+    Case("phi", more.tiny_phi),
+    Case("phi-head-norms", more.tiny_phi, dict(qk_layernorm=True, num_key_value_heads=2,
+         rope_parameters=dict(rope_type="default", rope_theta=1000.0, partial_rotary_factor=0.25)), is_variant=True),
+    Case("phimoe", more.tiny_phimoe),
+    Case("phimoe-long-rope", more.tiny_phimoe, dict(rope_parameters=today.long_rope(8, short_mscale=1.2,
+         long_mscale=1.3, original_max_position_embeddings=200)), is_variant=True),
+    Case("olmo", more.tiny_olmo),
+    Case("olmo3", more.tiny_olmo3, is_variant=True),
+    Case("dbrx", more.tiny_dbrx),
+    Case("deepseek-v3", more.tiny_deepseek_v3),
+    Case("deepseek-v3-straight", more.tiny_deepseek_v3, dict(q_lora_rank=None, norm_topk_prob=False, n_group=2,
+         topk_group=2), is_variant=True),
+    Case("gpt-neo", more.tiny_gpt_neo),
+    Case("gpt-oss", more.tiny_gpt_oss),
+    Case("gpt-oss-mxfp4", more.tiny_gpt_oss_mxfp4, oracle=seeds.oracle_beside, is_variant=True),
+    Case("codegen", more.tiny_codegen),
+    Case("baichuan-13b", more.tiny_baichuan_13b, oracle=more.alibi_oracle, is_variant=True),
+    Case("baichuan", more.tiny_baichuan, oracle=seeds.oracle_beside),
+    t5_case("bart", more.tiny_bart),
+    t5_case("pegasus", more.tiny_pegasus, changes=dict(activation_function="relu")),
     t5_case("t5", t5.tiny_t5, shards=(2, 4)),
     t5_case("flan-t5", t5.tiny_flan_t5, shards=(2, 4)),
     t5_case("mt5", t5.tiny_mt5),
@@ -144,11 +169,12 @@ CASES = [
 
 
 def marks(case: Case, world_size: int) -> list[pytest.MarkDecorator]:
-    """Variants are cut like the model that they are variants of: two shards of every one are for `make test-shards`.
+    """Variants are cut like the model that they are variants of: two shards of every one are for `make test-shards`,
+    and so are variants by name.
 
     So are four shards, but for one architecture.
     """
-    is_variant = world_size == 2 and case.shards == (2,)
+    is_variant = case.is_variant or (world_size == 2 and case.shards == (2,))
     return [pytest.mark.shards] if is_variant or (world_size == 4 and case.name != "llama") else []
 
 

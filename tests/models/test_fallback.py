@@ -42,20 +42,22 @@ SIZES = dict(
 GROUPED = dict(SIZES, num_key_value_heads=2)
 # Scaled logits, partial rotation, squared activations, a window in three of four layers, experts.
 SERVED: dict[str, dict[str, Any]] = {
-    "cohere": dict(GROUPED, pad_token_id=0),
+    "granitemoe": dict(GROUPED, num_local_experts=4, num_experts_per_tok=2, logits_scaling=2.0, pad_token_id=0),
     "stablelm": GROUPED,
     "persimmon": SIZES,
-    "phi": GROUPED,
-    "cohere2": dict(GROUPED, num_hidden_layers=4, sliding_window=20, pad_token_id=0),
+    "glm": dict(GROUPED, head_dim=16, pad_token_id=0),
+    "exaone4": dict(GROUPED, num_hidden_layers=4, sliding_window=20),
     "olmoe": dict(GROUPED, num_experts=4, num_experts_per_tok=2),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": (dict(hidden_size=32, num_hidden_layers=2), "it keeps a state"),
     "lfm2": (dict(GROUPED, layer_types=["conv", "full_attention", "conv"]), "it has layers of the type 'conv'"),
-    "codegen": (dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "its attention implementation cannot be replaced"),
+    "xglm": (
+        dict(d_model=32, ffn_dim=64, num_layers=2, attention_heads=4),
+        "its attention implementation cannot be replaced",
+    ),
     "bert": (SIZES, "its attention is not causal"),
-    "gpt_oss": (dict(GROUPED, head_dim=16, num_local_experts=4, num_experts_per_tok=2), "its attention has sinks"),
-    "phimoe": (dict(GROUPED, sliding_window=20), "its sliding window is not passed to the attention function"),
+    "bitnet": (dict(GROUPED, sliding_window=20), "its sliding window is not passed to the attention function"),
 }
 # What a repository with code of its own looks like: StableLM under another name, which says when it is imported.
 OWN_CODE = """
@@ -111,6 +113,15 @@ def test_what_cannot_be_right_is_refused_with_the_reason(model_type: str, tmp_pa
     folder = write(tmp_path, model_type, settings, {})
     with pytest.raises(UnsupportedModel, match=f"'{model_type}' is not supported: transformers has it, but {reason}"):
         fallback(folder)
+
+
+@pytest.mark.parametrize("model_type", ["idefics", "llama4", "mllama", "paligemma", "mamba"])
+def test_what_only_tgi_serves_is_said(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    with pytest.raises(
+        UnsupportedModel, match=rf"'{model_type}' is not supported: .*\. TGI 3\.3 serves it\. Supported: "
+    ):
+        model_config(ModelFiles.open(tmp_path))
 
 
 def test_a_model_whose_tokens_meet_outside_attention_is_refused(
@@ -170,7 +181,7 @@ def test_every_type_that_transformers_knows_is_mentioned() -> None:
 
 
 def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
-    folder = write(tmp_path, "phi", GROUPED, {})
+    folder = write(tmp_path, "nemotron", GROUPED, {})
     (folder / "model.safetensors").unlink()
     logits = step_logits(fallback(folder, dummy=True), [[5, 6, 7]])
     assert logits[0].shape == (3, 320) and logits[0].isfinite().all()

@@ -77,6 +77,11 @@ class Family:
 
 FAMILIES = {
     "qwen2-vl": Family(tiny.tiny_qwen2_vl, tiny.qwen_oracle),
+    "qwen2-5-vl": Family(tiny.tiny_qwen2_5_vl, tiny.qwen_oracle),
+    "qwen3-vl": Family(tiny.tiny_qwen3_vl, tiny.qwen_oracle),
+    "idefics2": Family(tiny.tiny_idefics2, tiny.idefics2_oracle),
+    "idefics3": Family(tiny.tiny_idefics3, tiny.idefics_oracle),
+    "smolvlm": Family(tiny.tiny_smolvlm, tiny.idefics_oracle),
     "llava-next": Family(tiny.tiny_llava_next, tiny.llava_oracle),
 }
 
@@ -135,9 +140,15 @@ def answers(seeing: Seeing, shard: Shard | None = None) -> list[tuple[list[int],
     return found
 
 
+def marks(name: str, world_size: int) -> list[pytest.MarkDecorator]:
+    """Towers are whole on every shard, and SmolVLM is Idefics3 by another name: for `make test-shards`."""
+    is_variant = name == "smolvlm" or (world_size == 2 and name not in ("qwen2-vl", "llava-next"))
+    return [pytest.mark.shards] if is_variant else []
+
+
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [pytest.param(name, world_size, id=f"{name}-{world_size}") for name in FAMILIES for world_size in (1, 2)],
+    [pytest.param(name, size, id=f"{name}-{size}", marks=marks(name, size)) for name in FAMILIES for size in (1, 2)],
 )
 def test_tokens_and_logits_equal_transformers(
     name: str, world_size: int, tmp_path: Path, shards: ShardProcesses
@@ -268,6 +279,31 @@ def test_tiles_are_those_of_the_processor_and_as_many_tokens_as_it_counts(llava:
         assert ours.shape == expected.shape == num_pixels(Size(height, width), llava.rules)
         assert np.abs(ours - expected).max() < 1e-5
         assert llava.rules.num_tokens(Size(height, width)) == counter._get_number_of_features(height, width, 28, 28)
+
+
+def test_idefics_cuts_images_as_its_processors_do(tmp_path: Path) -> None:
+    from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    families = (("idefics2", Idefics2ImageProcessorPil), ("idefics3", Idefics3ImageProcessorPil))
+    for name, processors in families:
+        seeing = make(name, tmp_path / name)
+        file = seeing.folder / "preprocessor_config.json"
+        if name == "idefics2":  # of any shape
+            file.write_text(json.dumps(dict(size={"shortest_edge": 20, "longest_edge": 50}, do_image_splitting=True)))
+            seeing = make_again(seeing)
+        processor = processors.from_pretrained(seeing.folder)
+        for width, height in ((2, 2), (28, 28), (130, 90), (60, 200), (57, 56), (300, 20), (29, 31)):
+            data = tiny.picture(width, height, 4)
+            expected = processor([tiny.decoded([data])], return_tensors="np")["pixel_values"][0]
+            ours = pixels_of(decode(data), seeing.rules)
+            assert ours.shape == expected.shape and np.abs(ours - expected).max() < 1e-5
+
+
+def make_again(seeing: Seeing) -> Seeing:
+    rules = image_rules(ModelFiles.open(seeing.folder))
+    assert rules is not None
+    return Seeing(seeing.folder, rules, seeing.oracle)
 
 
 def test_a_mistral_may_be_the_language_model(tmp_path: Path) -> None:

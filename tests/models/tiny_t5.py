@@ -1,12 +1,13 @@
 """Tiny random T5s, as transformers writes them and as their publishers did, and what transformers makes of them.
 
 A sequence is the encoder's tokens, then the decoder's, of which the first is START. The oracle gives the encoder's
-places logits of zero: nothing is predicted there.
+places the logits of a hidden state of zeros: nothing is predicted there.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,13 @@ def _logits(model: Any, sequence: list[int]) -> torch.Tensor:
             decoder_input_ids=torch.tensor([sequence[first:]]),
             use_cache=False,
         ).logits[0]
-    return torch.cat((torch.zeros(first, out.shape[1]), out))
+        nothing = model.lm_head(_final_norm(model)(torch.zeros(first, model.config.d_model)))
+    return torch.cat((nothing + getattr(model, "final_logits_bias", 0.0), out))
+
+
+def _final_norm(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Behind the decoder. BART has none, and T5's makes nothing of nothing."""
+    return getattr(model.get_decoder(), "layer_norm", None) or (lambda x: x)
 
 
 def _write(family: str, folder: Path, changes: dict[str, Any]) -> Path:

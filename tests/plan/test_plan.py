@@ -74,6 +74,7 @@ def test_a_shape_counts_the_parameters_that_its_files_would_have(folder: Path) -
         ("falcon-7b", 6.92),
         ("starcoder-15b", 15.52),
         ("mixtral-8x7b", 46.70),
+        ("qwen2.5-vl-7b", 8.292),
     ],
 )
 def test_the_parameters_of_shapes_without_files_are_those_of_the_models(name: str, billions: float) -> None:

@@ -108,20 +108,20 @@ def test_two_shards_give_the_tokens_of_one(name: str, model: str, tmp_path: Path
 def test_the_log_says_the_method_and_what_multiplies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     base_model(tmp_path)
     with caplog.at_level("INFO"), kept_quantized():
-        load(ModelFiles.open(tmp_path), ServerOptions(device="cpu", quantize="bitsandbytes-nf4"))
+        load(ModelFiles.open(tmp_path), ServerOptions(device="cpu", dtype="float32", quantize="bitsandbytes-nf4"))
     (record,) = [record for record in caplog.records if record.message == "Quantized weights"]
     assert record.fields["method"] == "bitsandbytes-nf4"
     assert record.fields["layers"] == {"nf4, groups of 64: torch": 8}
     caplog.clear()
     with caplog.at_level("INFO"):
-        load(ModelFiles.open(tmp_path), ServerOptions(device="cpu", quantize="bitsandbytes-nf4"))
+        load(ModelFiles.open(tmp_path), ServerOptions(device="cpu", dtype="float32", quantize="bitsandbytes-nf4"))
     (record,) = [record for record in caplog.records if record.message == "Quantized weights"]
     assert record.fields["layers"] == {"nf4, groups of 64: dequantized on load": 14}
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_dummy_weights_are_quantized_too(name: str, tmp_path: Path) -> None:
-    options = ServerOptions(device="cpu", load_format="dummy", quantize=name)
+    options = ServerOptions(device="cpu", dtype="float32", load_format="dummy", quantize=name)
     with kept_quantized():
         model = load(ModelFiles.open(write_shape("tiny", tmp_path)), options).model
     assert "Quantized" in type(model.layers[0].mlp.down.weight).__name__

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.router.model_info import build_info, model_sha, pipeline_tag
+from legato.router.model_info import BuildInfo, model_sha, pipeline_tag
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -49,5 +49,5 @@ def test_a_vision_model_never_counts_as_text_generation(snapshot: Path, from_hub
 
 
 def test_the_build_is_what_the_image_says() -> None:
-    assert build_info({"GIT_SHA": COMMIT, "DOCKER_LABEL": "cuda"}) == {"sha": COMMIT, "docker_label": "cuda"}
-    assert build_info({"GIT_SHA": ""}) == {"sha": None, "docker_label": None}
+    assert BuildInfo.of({"GIT_SHA": COMMIT, "DOCKER_LABEL": "cuda"}) == BuildInfo(COMMIT, "cuda")
+    assert BuildInfo.of({"GIT_SHA": ""}) == BuildInfo(None, None)

@@ -10,7 +10,7 @@ import pytest
 
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import GenerationRequest
-from legato.scheduling.step_times import StepPace, StepTimes
+from legato.scheduling.step_times import MeasuredStep, StepPace, StepTimes
 from legato.scheduling.suffix_index import MOST_RECENT_TOKENS, PromptIndex, RecentAnswers, TextMatch
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
@@ -120,10 +120,19 @@ def test_no_drafts_come_from_another_tenant() -> None:
 
 def times(plain: float, waited: dict[int, float], num_rows: int = 1) -> StepTimes:
     found = StepTimes()
-    found.learn(num_rows, num_rows, False, plain)
+    found.learn(MeasuredStep(num_rows, num_rows, False, False, plain, plain))
     for num_tokens, seconds in waited.items():
-        found.learn(num_rows, num_tokens, True, seconds)
+        found.learn(MeasuredStep(num_rows, num_tokens, True, True, seconds, seconds))
     return found
+
+
+def test_waiting_for_a_result_is_part_of_the_price() -> None:
+    """Also where it shows only in the step behind: the one with drafts had been sent while others ran."""
+    found = times(0.03, {})
+    for _ in range(3):
+        found.learn(MeasuredStep(1, 2, True, False, 0.03, 0.03))
+        found.learn(MeasuredStep(1, 1, False, True, 0.03, 0.04))
+    assert found.num_worth(1, [0.25]) == 0 and found.num_worth(1, [0.5]) == 1
 
 
 def test_as_many_drafts_are_taken_as_pay() -> None:

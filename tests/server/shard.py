@@ -19,7 +19,8 @@ from legato.server.loading import LoadedModel, load
 from legato.server.model import Model
 from legato.server.service import TextGenerationService
 
-OPTIONS = ServerOptions(device="cpu", block_size=4)
+# Tokens are compared with those of transformers.
+OPTIONS = ServerOptions(device="cpu", dtype="float32", block_size=4)
 
 
 def load_model(folder: Path) -> LoadedModel:

@@ -211,6 +211,14 @@ def test_without_auto_convert_pickles_are_an_error(tmp_path: Path, capsys: pytes
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+def test_pt_files_are_converted_unless_there_are_others(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("model.pt", "optimizer.pt", "training_args.bin"):
+        torch.save({"a": numbers(2)}, tmp_path / name)
+    assert download(str(tmp_path)) == 0
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+
+
 def test_the_folder_of_the_override_is_converted(tmp_path: Path) -> None:
     folder = pickled(tmp_path, {"a": numbers(2)})
     assert download("some/model", "--weights-cache-override", str(folder)) == 0

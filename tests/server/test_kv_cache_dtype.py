@@ -80,7 +80,7 @@ def test_a_shard_generates_with_it(model: CausalModel, name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_option_makes_tokens_a_quarter_of_the_size_of_float32(folder: Path, name: str) -> None:
-    options = ServerOptions(device="cpu", kv_cache_dtype=name)
+    options = ServerOptions(device="cpu", dtype="float32", kv_cache_dtype=name)
     shard = Model(load_files(ModelFiles.open(folder), options), options)
     shard.warmup(warmup())
     assert shard.engine.cache.layers[0].keys.dtype == FORMATS[name]

@@ -40,6 +40,7 @@ def picture() -> str:
 # Name -> function that makes a tiny model of that kind, and the number of shards.
 MODELS: dict[str, tuple[str, int]] = {
     "llama": ("tests.tgi.models:chat_llama", 1),
+    "llama-schemas": ("tests.tgi.models:chat_llama", 1),  # long answers: not in `make test`
     "bloom": ("tests.models.tiny_seeds:tiny_bloom", 1),
     "bloom-sharded": ("tests.models.tiny_seeds:tiny_bloom", 2),
     "deepseek": ("tests.models.tiny_experts:tiny_deepseek", 1),
@@ -143,7 +144,6 @@ NATIVE = [
     *usual("flash_gemma2", "gemma2", TEST, "", "_load"),
     *usual("flash_gpt2", "gpt2", DEEP, "", "_load"),
     *usual("flash_llama", "llama", TEST, "_simple", "_all_params", "_load"),
-    *usual("flash_llama_prefix", "llama", DEEP, "_load", prefix="test_flash_llama"),
     *usual("flash_mistral", "mistral", TEST, *ALL),
     *usual("flash_mixtral", "mixtral", DEEP, *ALL),
     *usual("flash_neox", "neox", DEEP, "", "_load"),

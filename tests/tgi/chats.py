@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.integration.client import Client
@@ -49,6 +50,14 @@ def chat_stream(*messages: JSON, **body: Any) -> Call:
     return streamed(CHATS, messages=list(messages), **body)
 
 
+def chats_at_once(*questions: str, **body: Any) -> Call:
+    def call(client: Client) -> list[JSON]:
+        with ThreadPoolExecutor(len(questions)) as threads:
+            return list(threads.map(lambda text: chat(user(text), **body)(client), questions))
+
+    return call
+
+
 ELEPHANT = [{"role": "system", "content": "system message"}, user("Which is bigger an elephant or a mouse?")]
 SIMPLE = [
     OracleCase("chat_llama", "test_flash_llama_simple", "llama",
@@ -59,6 +68,11 @@ SIMPLE = [
                chat(*ELEPHANT, {"role": "assistant", "content": "the elephant, but have you heard about"},
                     max_tokens=30, stream=False, seed=1337)),
 ]  # fmt: skip
+
+QUESTIONS = ("explane more", "Poly Ether Ether Ketone", "this is not less code this is java")
+PREFIXED = OracleCase(
+    "flash_llama_prefix", "test_flash_llama_load", "llama", chats_at_once(*QUESTIONS, max_tokens=10, temperature=0)
+)
 
 # ---- completions and usage ------------------------------------------------------------------------------------------
 
@@ -89,14 +103,14 @@ def schema(name: str, value: JSON) -> JSON:
 
 
 FORMATTED = [
-    OracleCase("grammar_response_format_llama", "test_grammar_response_format_llama_json", "llama",
+    OracleCase("grammar_response_format_llama", "test_grammar_response_format_llama_json", "llama-schemas",
                chat(user("What's the weather like the next 3 days?"), seed=42, max_tokens=500,
                     response_format={"type": "json_object", "value": WEATHER})),
-    OracleCase("json_schema_constrain", "test_json_schema_basic", "llama",
+    OracleCase("json_schema_constrain", "test_json_schema_basic", "llama-schemas",
                chat(user("David has 2 cats."), seed=42, temperature=0.0, response_format=schema("person", PERSON))),
-    OracleCase("json_schema_constrain", "test_json_schema_complex", "llama",
+    OracleCase("json_schema_constrain", "test_json_schema_complex", "llama-schemas",
                chat(user("John Smith is 30."), seed=42, temperature=0.0, response_format=schema("complex", COMPLEX))),
-    OracleCase("json_schema_constrain", "test_json_schema_stream", "llama",
+    OracleCase("json_schema_constrain", "test_json_schema_stream", "llama-schemas",
                chat_stream(user("David has 2 cats."), seed=42, temperature=0.0,
                            response_format=schema("person", PERSON))),
 ]  # fmt: skip
@@ -147,4 +161,4 @@ SEEN = [
                chat_stream(looking("Describe this image."), seed=42, max_tokens=20)),
 ]  # fmt: skip
 
-CHAT_CASES = [*SIMPLE, *COMPLETED, *FORMATTED, *CALLED, *SEEN]
+CHAT_CASES = [*SIMPLE, PREFIXED, *COMPLETED, *FORMATTED, *CALLED, *SEEN]

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,25 +36,53 @@ FEWER = {
 IN_MAKE_TEST = "llama"
 
 
-def parameters() -> Iterator[Any]:
-    for case in CASES:
-        marks = [] if case.model == IN_MAKE_TEST else [pytest.mark.tgi]
-        yield pytest.param(case.model, case, id=f"{case.file}-{case.test}", marks=marks)
+def parameters() -> list[Any]:
+    """One model after the other: a server is started once for all of its cases."""
+    ordered = sorted(CASES, key=lambda case: list(MODELS).index(case.model))
+    marks = {case.name: [] if case.model == IN_MAKE_TEST else [pytest.mark.tgi] for case in ordered}
+    return [pytest.param(case, id=f"{case.file}-{case.test}", marks=marks[case.name]) for case in ordered]
+
+
+class Servers(ExitStack):
+    """The server of the model that was asked for last."""
+
+    def __init__(self, make_folder: Callable[[str], Path]) -> None:
+        super().__init__()
+        self._make_folder = make_folder
+        self._running: tuple[str, Client] | None = None
+
+    def __call__(self, model: str) -> Client:
+        if self._running is None or self._running[0] != model:
+            self.close()
+            self._running = model, self._start(model)
+        return self._running[1]
+
+    def _start(self, model: str) -> Client:
+        maker, num_shard = MODELS[model]
+        module, _, name = maker.partition(":")
+        folder = getattr(import_module(module), name)(self._make_folder("model"))
+        options = ["--env", "--max-concurrent-requests=8", f"--num-shard={num_shard}", f"--master-port={free_port()}"]
+        return self.enter_context(launched(self._make_folder("server"), folder, *options, "--prometheus-port=0")).client
 
 
 @pytest.fixture(scope="module")
-def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    maker, num_shard = MODELS[request.param]
-    module, _, name = maker.partition(":")
-    folder = getattr(import_module(module), name)(tmp_path_factory.mktemp("model"))
-    options = ["--env", "--max-concurrent-requests=8", f"--num-shard={num_shard}", f"--master-port={free_port()}"]
-    with launched(tmp_path_factory.mktemp("server"), folder, *options, "--prometheus-port=0") as server:
-        yield server.client
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with Servers(tmp_path_factory.mktemp) as servers:
+        yield servers
 
 
-@pytest.mark.parametrize(("client", "case"), parameters(), indirect=["client"])
-def test_an_answer_has_the_shape_of_tgis(client: Client, case: OracleCase) -> None:
-    found, expected = shape(case.call(client)), shape_of(case)
+def test_tools_and_response_format_together_are_refused_as_in_tgi(serve: Servers) -> None:
+    asked = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [asked]}
+    answer = serve(IN_MAKE_TEST).post(
+        CHATS, {**body, "response_format": {"type": "json_object", "value": {"properties": {}}}}
+    )
+    assert answer.status == 422 and answer.json()["error_type"] == "tool_error"
+
+
+@pytest.mark.parametrize("case", parameters())
+def test_an_answer_has_the_shape_of_tgis(serve: Servers, case: OracleCase) -> None:
+    found, expected = shape(case.call(serve(case.model))), shape_of(case)
     more = {line for line in found - expected if not any(re.fullmatch(known, line) for known in MORE)}
     fewer = {line for line in expected - found if not any(re.fullmatch(known, line) for known in FEWER)}
     assert (more, fewer) == (set(), set())
@@ -64,14 +93,6 @@ def shape_of(case: OracleCase) -> set[str]:
     lines = stored()[case.name]
     in_list = any(line.startswith("[]") for line in lines)
     return lines if in_list or "stream" not in case.test.split("_nostream")[0] else {f"[].{line}" for line in lines}
-
-
-@pytest.mark.parametrize("client", [IN_MAKE_TEST], indirect=True)
-def test_tools_and_response_format_together_are_refused_as_in_tgi(client: Client) -> None:
-    asked = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [asked]}
-    answer = client.post(CHATS, {**body, "response_format": {"type": "json_object", "value": {"properties": {}}}})
-    assert answer.status == 422 and answer.json()["error_type"] == "tool_error"
 
 
 def test_at_least_twenty_files_of_tgi_are_covered() -> None:

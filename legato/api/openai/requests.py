@@ -13,6 +13,7 @@ from msgspec import Meta, Raw, Struct
 from legato.api.native import GRAMMAR_SHAPE, U32, none_for_null
 
 Flag = bool | None
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 Count = Annotated[U32 | None, Meta(extra_json_schema={"minimum": 1})]
 Penalty = Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})]
 # What a message must have, for the reader of the documentation; templates may use more, so nothing is dropped.
@@ -184,9 +185,36 @@ class ChatRequest(SharedFields, kw_only=True, frozen=True):
     continue_final_message: Annotated[
         Flag, Meta(description="Let the model go on with the last message; by default if it is the assistant's.")
     ] = None
+    reasoning_effort: Annotated[
+        str | None,
+        Meta(
+            description="How much a model that reasons may do so before it answers; `none` switches it off, where the "
+            "chat template can. Templates that do not know efforts get a budget: 512 tokens for `minimal`, 2048 for "
+            "`low`, 8192 for `medium`.",
+            extra_json_schema={"enum": [*EFFORTS, None]},
+        ),
+    ] = None
+    thinking_token_budget: Annotated[
+        U32 | None, Meta(description="At most this many tokens of reasoning; then the model has to answer.")
+    ] = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Meta(description="Variables for the chat template, such as `enable_thinking`.")
     ] = None
     documents: Annotated[list[dict[str, Any]] | None, Meta(description="For chat templates that quote documents.")] = (
         None
     )
+
+
+class LoadAdapterRequest(Struct, kw_only=True):
+    """vLLM's, and a revision."""
+
+    lora_name: Annotated[str, Meta(description="What requests will call it, as `model` or `adapter_id`.")]
+    lora_path: Annotated[
+        str, Meta(description="A folder, absolute, or the id of a Hub repository; within `--lora-allow`.")
+    ]
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit of the Hub repository.")] = None
+    load_inplace: Annotated[Flag, Meta(description="Not supported: unload the adapter of that name first.")] = None
+
+
+class UnloadAdapterRequest(Struct, kw_only=True):
+    lora_name: str

@@ -19,6 +19,8 @@ class PromptTokensDetails(Struct, kw_only=True):
 class CompletionTokensDetails(Struct, kw_only=True):
     # Tokens that were guessed, by speculation, and were right.
     accepted_prediction_tokens: int
+    # Tokens of what the model said to itself; only of models that do.
+    reasoning_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct, kw_only=True):
@@ -112,6 +114,9 @@ class ChatMessage(Struct, kw_only=True):
     # Null where there is nothing but calls.
     content: str | None
     refusal: None = None
+    # The same under both names that clients look for; only where the model reasoned.
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -150,6 +155,8 @@ class ToolCallDelta(Struct, kw_only=True):
 class ChatDelta(Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
@@ -185,6 +192,9 @@ class ModelObject(Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    # Of a LoRA adapter: where it came from, and the base model.
+    root: str | UnsetType = UNSET
+    parent: str | UnsetType = UNSET
 
 
 class ModelList(Struct, kw_only=True):

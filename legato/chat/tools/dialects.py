@@ -3,6 +3,7 @@
 hermes    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>        Hermes, Qwen, SmolLM3
 llama3    <|python_tag|>{"name": "f", "parameters": {...}}                    Llama 3.x, mostly without the tag
 mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}]                     Mistral; lately [TOOL_CALLS]f[ARGS]{...}
+harmony   <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>                 gpt-oss
 json      {"name": "f", "parameters": {...}}                                  whatever was asked for JSON in its prompt
 """
 
@@ -43,16 +44,20 @@ MISTRAL: Final = Dialect(
     "mistral", openings=("[TOOL_CALLS]",), closings=(",", "]"), after_name="[ARGS]", several=True, id_len=9
 )
 JSON: Final = Dialect("json", bare=True, closings=(",", "]"), arguments="parameters")
+# Calls are messages here: `chat/reasoning/harmony.py` reads them.
+HARMONY: Final = Dialect("harmony")
 # Models of every family like to put JSON into a block of code.
 FENCE, END_OF_FENCE = "```json", "```"
 
-DIALECTS: Final = {dialect.name: dialect for dialect in (HERMES, LLAMA3, MISTRAL, JSON)}
+DIALECTS: Final = {dialect.name: dialect for dialect in (HERMES, LLAMA3, MISTRAL, HARMONY, JSON)}
 
 
 def dialect_of(template: str, wanted: str = "auto") -> Dialect:
     """By name, or the one that a chat template speaks."""
     if wanted in DIALECTS:
         return DIALECTS[wanted]
+    if "<|channel|>" in template and "<|message|>" in template:
+        return HARMONY
     for dialect in (HERMES, MISTRAL, LLAMA3):
         if any(opening in template for opening in dialect.openings):
             return dialect

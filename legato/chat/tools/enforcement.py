@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from legato.chat.tools.call_reader import NAME
-from legato.chat.tools.dialects import HERMES, MISTRAL, Dialect
+from legato.chat.tools.dialects import HARMONY, HERMES, MISTRAL, Dialect
 from legato.chat.tools.requests import Schema, Tool
 from legato.grammar.compile import JSON_OPTIONS, lenient
 from legato.grammar.kinds import Grammar, GrammarKind
@@ -15,6 +15,7 @@ from legato.grammar.kinds import Grammar, GrammarKind
 # Keywords whose values are data, and those whose values are schemas by name.
 _DATA: Final = frozenset({"const", "enum", "default", "examples"})
 _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_OPTIONS: Final = {"x-guidance": JSON_OPTIONS}
 # Identify a document. Inside another one they would be taken for the beginning of a third.
 _IDENTITY: Final = frozenset({"$schema", "$id", "id"})
 # With one of these, what an object may have is not said by its `properties` alone.
@@ -28,6 +29,8 @@ def call_grammar(
     dialect: Dialect, tools: Sequence[Tool], tokens: Mapping[str, int], *, several: bool, schema_lenient: bool = False
 ) -> Grammar:
     """One call of one of the tools, or several in a row. `tokens` are those that have names, which no text matches."""
+    if dialect is HARMONY:
+        return _message_to_function(tools, tokens, schema_lenient=schema_lenient)
     schema = call_schema(dialect, tools)
     if dialect in (HERMES, MISTRAL):
         return _between_markers(dialect, schema, tokens, several=several, schema_lenient=schema_lenient)
@@ -52,10 +55,12 @@ def call_schema(dialect: Dialect, tools: Sequence[Tool]) -> Schema:
     return {"anyOf": calls, "$defs": definitions}
 
 
-def arguments_schema(tool: Tool, number: int) -> Schema:
-    """The tool's own schema at its new place. A function takes the parameters that it declares, and no others."""
+def arguments_schema(tool: Tool, number: int | None) -> Schema:
+    """The tool's own schema at its new place; None: it stays the root. A function takes the parameters that it
+    declares, and no others."""
     schema = {key: value for key, value in tool.parameters.items() if key not in _IDENTITY}
-    moved: Schema = _moved(_closed({"type": "object", **schema}), f"#/$defs/tool{number}")
+    closed: Schema = _closed({"type": "object", **schema})
+    moved: Schema = closed if number is None else _moved(closed, f"#/$defs/tool{number}")
     return moved
 
 
@@ -94,7 +99,7 @@ def _between_markers(
     dialect: Dialect, schema: Schema, tokens: Mapping[str, int], *, several: bool, schema_lenient: bool
 ) -> Grammar:
     """In Lark, which has a place for schemas. Options for these go into the schema itself."""
-    described = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
+    described = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**schema, **_OPTIONS}))
     text = lenient(described).value if schema_lenient else described.value
     if dialect is HERMES:
         opening, closing = (_marker(marker, tokens) for marker in ("<tool_call>", "</tool_call>"))
@@ -105,6 +110,22 @@ def _between_markers(
         calls = 'call (", " call)*' if several else "call"
         rules = [f'start: {_marker("[TOOL_CALLS]", tokens)} "[" {calls} "]"']
     return Grammar(GrammarKind.LARK, "\n".join([*rules, f"call: %json {text}"]))
+
+
+def _message_to_function(tools: Sequence[Tool], tokens: Mapping[str, int], *, schema_lenient: bool) -> Grammar:
+    """One call, in a message after the reasoning: harmony ends the text with it."""
+    channel, body, constrain, start, end = (
+        _marker(marker, tokens) for marker in ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>")
+    )
+    rules = ["start: analysis? call", "call: " + " | ".join(f"call{number}" for number in range(len(tools)))]
+    rules.append(f'analysis: {channel} "analysis" {body} TEXT {end} {start} "assistant"')
+    rules.append("TEXT: /(?s:.*)/")
+    for number, tool in enumerate(tools):
+        name = json.dumps(f"commentary to=functions.{tool.name} ")
+        described = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**arguments_schema(tool, None), **_OPTIONS}))
+        text = lenient(described).value if schema_lenient else described.value
+        rules.append(f'call{number}: {channel} {name} {constrain} "json" {body} %json {text}')
+    return Grammar(GrammarKind.LARK, "\n".join(rules))
 
 
 def _marker(marker: str, tokens: Mapping[str, int]) -> str:

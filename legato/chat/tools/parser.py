@@ -32,6 +32,13 @@ class Content:
 
 
 @dataclass(slots=True)
+class Thought:
+    """What the model says to itself before it answers. The parsers of `chat/reasoning` tell it apart."""
+
+    text: str
+
+
+@dataclass(slots=True)
 class CallBegins:
     index: int
     id: str
@@ -46,7 +53,7 @@ class CallGoesOn:
     arguments: str
 
 
-Event = Content | CallBegins | CallGoesOn
+Event = Content | Thought | CallBegins | CallGoesOn
 
 
 @dataclass(slots=True)
@@ -61,12 +68,15 @@ class ParsedMessage:
     """All events of a text together."""
 
     content: str = ""
+    reasoning: str = ""
     calls: list[ParsedCall] = field(default_factory=list)
 
     def add(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Content):
                 self.content += event.text
+            elif isinstance(event, Thought):
+                self.reasoning += event.text
             elif isinstance(event, CallBegins):
                 self.calls.append(ParsedCall(event.id, event.name))
             else:

@@ -7,7 +7,8 @@ from typing import Any, Literal, Protocol
 
 from tokenizers import Tokenizer
 
-from legato.chat.tools.dialects import Dialect, dialect_of
+from legato.chat.reasoning.formats import HARMONY_TOKENS
+from legato.chat.tools.dialects import HARMONY, Dialect, dialect_of
 from legato.chat.tools.enforcement import call_grammar
 from legato.chat.tools.history import ToolHistory
 from legato.chat.tools.parser import CallParser
@@ -58,7 +59,8 @@ class Tooling:
             history = ToolHistory(found, mentions_tools=False, arguments="object")
         else:
             history = ToolHistory(found, mentions_tools=template.mentions_tools, arguments=template.tool_arguments)
-        return Tooling(found, history, {marker: added[marker] for marker in found.markers if marker in added})
+        markers = HARMONY_TOKENS if found is HARMONY else found.markers
+        return Tooling(found, history, {marker: added[marker] for marker in markers if marker in added})
 
     @property
     def spoken(self) -> frozenset[int]:

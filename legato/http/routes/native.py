@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from legato.api.errors import RequestError
 from legato.api.native import (
     BestOfSequence,
     CompatGenerateRequest,
@@ -132,6 +133,15 @@ class GenerateJob:
 
     def end(self) -> bytes:
         return b""
+
+    def fail(self, error: RequestError) -> bytes:
+        return sse.error_event(error)
+
+    def silence(self) -> bytes:
+        return sse.KEEP_ALIVE
+
+    async def record(self) -> None:
+        """There is nothing to keep."""
 
     def _last_event(self, choice: Choice, piece: Piece) -> bytes:
         stream = choice.stream

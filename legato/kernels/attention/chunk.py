@@ -37,6 +37,7 @@ from legato.kernels.paged_kv import (
     load_heads,
     lowest_scores,
     ragged_attention_torch,
+    sink_scores,
 )
 
 
@@ -165,6 +166,7 @@ def _chunk_attention_triton(
         kv.context_lens,
         kv.rows,
         scoring.alibi_slopes,
+        scoring.sinks,
         cu_seqlens_q,
         kv.num_sequences,
         q.stride(0),
@@ -191,6 +193,7 @@ def _chunk_kernel(
     context_lens: Pointer,
     rows: Pointer,
     alibi_slopes: Pointer,
+    sinks: Pointer,
     cu_seqlens_q: Pointer,
     num_sequences: Scalar,
     q_stride: Scalar,
@@ -229,6 +232,7 @@ def _chunk_kernel(
         v_cache,
         find_table(block_tables, rows, sequence, table_stride),
         alibi_slopes,
+        sinks,
         kv_head,
         first_position,
         first_position + tl.minimum(tokens, num_queries - first_token) - 1,
@@ -252,6 +256,7 @@ def _attend(
     v_cache: Pointer,
     block_table: Pointer,
     alibi_slopes: Pointer,
+    sinks: Pointer,
     kv_head: Scalar,
     first_position: Scalar,
     last_position: Scalar,
@@ -276,6 +281,9 @@ def _attend(
     mixed = tl.zeros(query.shape, dtype=tl.float32)
     maximum = lowest_scores(query.shape[0])
     total = tl.zeros((query.shape[0],), dtype=tl.float32)
+    if sinks is not None:
+        maximum = sink_scores(sinks, kv_head * GROUP + r % GROUP, r >= 0)
+        total += 1.0
     column = (kv_head * HEAD_DIM + d)[None, :]
     begin = 0
     if WINDOW > 0:

@@ -41,6 +41,7 @@ from legato.kernels.paged_kv import (
     load_heads,
     lowest_scores,
     ragged_attention_torch,
+    sink_scores,
 )
 
 
@@ -132,6 +133,7 @@ def _decode_attention_triton(
         kv.context_lens,
         kv.rows,
         scoring.alibi_slopes,
+        scoring.sinks,
         torch.empty(num_parts, head_dim + 4, dtype=torch.float32, device=q.device),
         arrival_counters(q.device),
         num_sequences,
@@ -165,6 +167,7 @@ def _decode_kernel(
     context_lens: Pointer,
     rows: Pointer,
     alibi_slopes: Pointer,
+    sinks: Pointer,
     parts: Pointer,
     counters: Pointer,
     num_sequences: Scalar,
@@ -217,7 +220,9 @@ def _decode_kernel(
         v_cache,
         find_table(block_tables, rows, sequence, table_stride),
         alibi_slopes,
+        sinks,
         kv_head,
+        split,
         begin,
         end,
         context_len,
@@ -251,7 +256,9 @@ def _attend(
     v_cache: Pointer,
     block_table: Pointer,
     alibi_slopes: Pointer,
+    sinks: Pointer,
     kv_head: Scalar,
+    split: Scalar,
     begin: Scalar,
     end: Scalar,
     context_len: Scalar,
@@ -277,6 +284,10 @@ def _attend(
     mixed = tl.zeros(query.shape, dtype=tl.float32)
     maximum = lowest_scores(query.shape[0])
     total = tl.zeros((query.shape[0],), dtype=tl.float32)
+    if sinks is not None:  # counted by the first split
+        is_first = split == 0
+        maximum = tl.where(is_first, sink_scores(sinks, head, h < GROUP), maximum)
+        total = tl.where(is_first, 1.0, total)
     column = (kv_head * HEAD_DIM + d)[None, :]
     for start in range(begin, end, BLOCK_N):
         position = start + n

@@ -48,9 +48,10 @@ def suits(q: Tensor, kv: PagedKV, scoring: Scoring) -> bool:
     the other (43 µs), 4 tokens of each of 64 sequences 61 instead of 46.
     """
     (num_tokens, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, kv.k_cache.shape
-    plain = scoring.alibi_slopes is None and not scoring.window and not scoring.soft_cap and scoring.scale > 0
+    plain = scoring.alibi_slopes is None and scoring.sinks is None and not scoring.window and not scoring.soft_cap
     return (
         plain
+        and scoring.scale > 0
         # The copy unit brings pages as they are, in pieces of 64 numbers, of which the matrix units want eight rows.
         and kv.k_cache.dtype == q.dtype
         and q.dtype.itemsize == 2

@@ -174,7 +174,8 @@ def paged_attention(
         # The heads that share a key head stand where queries would: no key is read twice, no mask between them.
         queries = q[group.first : group.last].view(count, kv_heads, num_heads // kv_heads, head_dim)
         keys, values = (_of_group(slots, group, q.dtype) for slots in (k_slots, v_slots))
-        mixed = _attend(queries, keys, values, bias, False, scoring)
+        sinks = None if scoring.sinks is None else scoring.sinks.view(1, kv_heads, -1, 1)
+        mixed = _attend(queries, keys, values, bias, False, scoring, sinks)
         out[group.first : group.last] = mixed.view(count, num_heads, head_dim)
     for chunk, bias in zip(context.chunks, biases.chunks, strict=True):
         here = slice(chunk.first, chunk.last)
@@ -207,24 +208,36 @@ def _attend_chunk(
     queries = q.view(length, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     keys = k.transpose(0, 1)[:, None].expand(kv_heads, group, k.shape[0], head_dim)
     values = v.transpose(0, 1)[:, None].expand(kv_heads, group, v.shape[0], head_dim)
-    mixed = _attend(queries, keys, values, bias, bias is None, scoring)
+    sinks = None if scoring.sinks is None else scoring.sinks.view(kv_heads, group, 1, 1)
+    mixed = _attend(queries, keys, values, bias, bias is None, scoring, sinks)
     return mixed.permute(2, 0, 1, 3).reshape(length, num_heads, head_dim)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, is_causal: bool, scoring: Scoring
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_causal: bool,
+    scoring: Scoring,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[a, b, queries, head_dim] against [a, b, keys, head_dim]. A bias says itself what is causal."""
+    """[a, b, queries, head_dim] against [a, b, keys, head_dim]. A bias says itself what is causal; sinks are shaped
+    like scores, with one key."""
     cap = scoring.soft_cap
-    if not cap:
+    if not cap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=is_causal, scale=scoring.scale)
-    scores = (q @ k.transpose(-1, -2)).mul_(scoring.scale / cap).tanh_().mul_(cap)
+    scores = q @ k.transpose(-1, -2)
+    scores = scores.mul_(scoring.scale / cap).tanh_().mul_(cap) if cap else scores.mul_(scoring.scale)
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
         scores.masked_fill_(hidden, float("-inf"))
     elif bias is not None:
         scores += bias
-    return scores.softmax(-1) @ v
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    one_more = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, one_more), dim=-1).softmax(-1)[..., :-1] @ v
 
 
 def paged_attention_reference(
@@ -245,6 +258,9 @@ def paged_attention_reference(
                 scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
             if scoring.alibi_slopes is not None:
                 scores += scoring.alibi_slopes[:, None].double() * (torch.arange(seen.start, seen.stop) - last)
-            out[first + j] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[seen]).to(q.dtype)
+            if scoring.sinks is not None:
+                scores = torch.cat((scores, scoring.sinks.double()[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : seen.stop - seen.start]
+            out[first + j] = torch.einsum("hl,lhd->hd", weights, values[seen]).to(q.dtype)
         first += query_len
     return out

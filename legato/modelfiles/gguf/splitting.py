@@ -35,6 +35,14 @@ def splitting_of(name: str) -> Splitting:
     return splitting
 
 
+def names_of_splittings() -> list[str]:
+    """One for each way to split."""
+    names: dict[int, str] = {}
+    for name, splitting in _SPLITTINGS.items():
+        names.setdefault(id(splitting.pre_tokenizer), name)
+    return list(names.values())
+
+
 def _cut(*steps: str | PreTokenizer) -> PreTokenizer:
     """Each step splits the pieces of the previous one; a regular expression isolates its matches."""
     cuts = [Split(Regex(step), "isolated") if isinstance(step, str) else step for step in steps]

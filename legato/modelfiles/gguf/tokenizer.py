@@ -2,7 +2,7 @@
 
 Two types cover the decoder models. "gpt2" is byte-level BPE: the file has the merges and the name of a pre-tokenizer
 (`splitting.py`). "llama" is SentencePiece BPE: the file has a score for every token, and the pair with the best-scoring
-result is merged first; `_merges_from_scores` turns the scores into an equivalent list of merges.
+result is merged first; `merges_from_scores` turns the scores into an equivalent list of merges.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from tokenizers.models import BPE
 from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.modelfiles.gguf.file import GgufFile
 from legato.modelfiles.gguf.splitting import splitting_of
-from legato.modelfiles.tokenizers import set_special_tokens
+from legato.modelfiles.tokenizers import merges_from_scores, set_special_tokens
 
 SPACE = "\u2581"
-# Longer than any trained token. Limits the time for hostile files, since every split of a token is tried.
-MAX_MERGED_CHARACTERS = 256
 
 
 class TokenType(IntEnum):
@@ -147,7 +145,7 @@ def _sentence_piece(vocabulary: GgufVocabulary) -> Tokenizer:
         (token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == TokenType.UNKNOWN),
         None,
     )
-    merges = _merges_from_scores(vocabulary, ids)
+    merges = _merges(vocabulary, ids)
     tokenizer = Tokenizer(BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
     text: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -159,24 +157,14 @@ def _sentence_piece(vocabulary: GgufVocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _merges_from_scores(vocabulary: GgufVocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """All pairs of tokens that merge into a third, by descending score of the third.
-
-    Only normal tokens result from merges: control tokens never match text, and user-defined ones are matched before.
-    SentencePiece takes the leftmost of equal pairs; among pairs with the same result that matters only in runs of one
-    letter, where the pair with the longer left half is leftmost. Hence it comes first.
-    """
-    scores = {
-        token: vocabulary.scores[token_id]
-        for token, token_id in ids.items()
-        if vocabulary.types[token_id] == TokenType.NORMAL and len(token) <= MAX_MERGED_CHARACTERS
-    }
-    return [
-        (token[:cut], token[cut:])
-        for token in sorted(scores, key=lambda token: -scores[token])
-        for cut in range(len(token) - 1, 0, -1)
-        if token[:cut] in scores and token[cut:] in scores
-    ]
+def _merges(vocabulary: GgufVocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
+    return merges_from_scores(
+        {
+            token: vocabulary.scores[token_id]
+            for token, token_id in ids.items()
+            if vocabulary.types[token_id] == TokenType.NORMAL
+        }
+    )
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from legato.quantization.matrix import ColumnGroups, QuantizedMatrix
+from legato.quantization.packing import pack_pairs
 from legato.quantization.readers.eight_bit import ACTIVATION_SCALES
 from legato.quantization.schemes import E2M1, TableCodes
 from legato.quantization.stored import MatrixSlice, StoredTensors
@@ -52,7 +53,8 @@ class Fp4Reader:
             whole = tensors.raw(whole_name, tensors.stored_shape(whole_name)).float().flatten()[:1]
             scale = scale.float() / whole if self.divides else scale.float() * whole
         codes = tensors.raw(f"{name}.{self.packed}", (num_outputs, num_inputs // 2), wanted.cut())
-        return wanted.of_columns(TableCodes(ColumnGroups.regular(num_inputs, size), scale, codes, E2M1))
+        groups = ColumnGroups.regular(num_inputs, size)
+        return wanted.of_columns(TableCodes(groups, scale, pack_pairs(codes), E2M1))
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,6 @@ class GptOssReader:
         blocks = tensors.raw(f"{wanted.name}_blocks", (num_experts, num_outputs, num_groups, MX_GROUP // 2))
         scales = tensors.raw(f"{wanted.name}_scales", (num_experts, num_outputs, num_groups))
         groups = ColumnGroups.regular(wanted.in_features, MX_GROUP)
-        codes = blocks.reshape(wanted.out_features, -1)
+        codes = pack_pairs(blocks.reshape(wanted.out_features, -1))
         matrix = TableCodes(groups, power_of_two(scales).reshape(wanted.out_features, -1), codes, E2M1)
         return wanted.of_whole(matrix)

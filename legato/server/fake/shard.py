@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from legato.common.errors import LegatoError
 from legato.pb import generate_pb2 as pb
 from legato.pb import unpack_token_ids
+from legato.server.fake.adapters import FakeAdapters
 
+# The tokens of the answer to a prompt, the last of which ends it; none: it is made up.
+Script = Callable[[list[int]], list[int]]
 # How far apart in the vocabulary two tokens lie that follow each other. A prime, so that rows do not soon repeat.
 STRIDE = 7919
 # Log probabilities are sixty-fourths, which float32 holds exactly.
@@ -49,6 +52,8 @@ class _Row:
     prompt_logprobs: bool
     num_full: int  # leading blocks whose fingerprint is taken
     fingerprint: int  # of the tokens in those
+    answer: list[int] = field(default_factory=list)  # what is said after the prompt, if that is known
+    num_prompt: int = 0
 
     @property
     def samples(self) -> bool:
@@ -56,11 +61,19 @@ class _Row:
 
 
 class FakeEngine:
-    def __init__(self, limits: FakeLimits, token_ids: Sequence[int]) -> None:
-        """`token_ids` are what rows may say."""
+    def __init__(
+        self,
+        limits: FakeLimits,
+        token_ids: Sequence[int],
+        script: Script | None = None,
+        adapters: FakeAdapters | None = None,
+    ) -> None:
+        """`token_ids` are what rows may say; `script` knows what some prompts are answered with."""
+        self._adapters = adapters or FakeAdapters()
         assert token_ids, "a vocabulary has at least one token of text"
         self.limits = limits
         self._token_ids = token_ids
+        self._script = script
         self._rows: dict[int, _Row] = {}
         # Of all tokens up to the end of each block, for blocks that were filled; None for the others.
         self._fingerprints: list[int | None] = [None] * limits.num_blocks
@@ -68,6 +81,9 @@ class FakeEngine:
     def run(self, request: pb.StepRequest) -> pb.StepResponse:
         """BrokenContract leaves the rows of this step in disorder; a router takes them for lost anyway."""
         self._check_shape(request)
+        for placement in request.adapters:
+            if (problem := self._adapters.place(placement)) is not None:
+                raise BrokenContract(problem)
         for admission in request.admitted:
             self._rows[admission.row] = self._admit(admission)
         response = pb.StepResponse(id=request.id)
@@ -141,10 +157,15 @@ class FakeEngine:
         if admission.num_cached != len(blocks) * self.limits.block_size:
             raise BrokenContract(f"row {number}: {admission.num_cached} cached tokens in {len(blocks)} blocks")
         prompt = tokens[: len(tokens) - admission.num_generated]
+        adapter = self._adapters.fingerprint(admission)
+        if adapter is None:
+            raise BrokenContract(f"row {number}: adapter {admission.adapter_id!r} is not in its slot")
         row = _Row(
-            tokens, len(tokens), admission.num_cached, blocks, _seed(prompt, admission.parameters),
-            admission.top_n_tokens, admission.prompt_logprobs, 0, 0,
+            tokens, len(tokens), admission.num_cached, blocks, _seed(prompt, admission.parameters) ^ adapter,
+            admission.top_n_tokens, admission.prompt_logprobs, 0, adapter,
         )  # fmt: skip
+        if self._script is not None:
+            row.answer, row.num_prompt = self._script(prompt), len(prompt)
         for index, block in enumerate(blocks):
             self._check_block(number, block)
             row.fingerprint = self._block_fingerprint(row, index)
@@ -205,6 +226,8 @@ class FakeEngine:
 
     def _sample(self, row: _Row) -> int:
         token = self._token_at(row.seed, len(row.tokens))
+        if row.answer:  # whose last token ends it, also if a step more is computed
+            token = row.answer[min(len(row.tokens) - row.num_prompt, len(row.answer) - 1)]
         row.tokens.append(token)
         return token
 

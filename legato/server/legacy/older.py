@@ -38,7 +38,7 @@ def add_older_contracts(service: StepStreamService, server: grpc.aio.Server) -> 
 def translated(message: Message, kind: type[M]) -> M:
     """The same fields as a message of another version, without those that it does not know."""
     other = kind.FromString(message.SerializeToString())
-    other.DiscardUnknownFields()  # type: ignore[attr-defined]  # of the generated classes
+    other.DiscardUnknownFields()
     return other
 
 
@@ -48,7 +48,7 @@ class OlderContract:
     messages: ModuleType
 
     def __init__(self, service: StepStreamService) -> None:
-        self._service = service
+        self._service: Any = service  # the stubs that are generated have no types
 
     async def Info(self, request: Message, context: Context) -> Message:
         return await self._call(self._service.Info(pb.InfoRequest(), context), "InfoResponse")
@@ -87,7 +87,8 @@ class OlderContract:
         return response
 
     async def _call(self, call: Awaitable[Any], kind: str) -> Message:
-        return translated(await call, getattr(self.messages, kind))
+        answer: Message = translated(await call, getattr(self.messages, kind))
+        return answer
 
 
 class SecondContract(OlderContract, v2_grpc.TextGenerationServiceServicer):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from legato.layers.step import ImageEmbeddings, Step
-from legato.models.vision import ImageSpan, VisionModel
+from legato.models.vision import ImageSpan, VisionModel, WithImageTokens
 from legato.pb import generate_pb2 as pb
 from legato.pb import unpack_token_ids
 from legato.server.rows import RowStep, to_device
@@ -97,6 +97,8 @@ class VisionEncoder:
         # The row beyond the last is the one that captured decodes are filled up with.
         self._shifts = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         model.position_shifts = self._shifts
+        if isinstance(model, WithImageTokens):
+            model.image_rules = rules
 
     @torch.inference_mode()
     def encode_largest(self, max_tokens: int) -> None:

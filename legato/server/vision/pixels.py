@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from legato.vision.idefics import Idefics2Rules, IdeficsRules
 from legato.vision.rules import ImageRules, LlavaNextRules, PixelNormalization, QwenRules, Size
 
 if TYPE_CHECKING:
@@ -16,11 +17,20 @@ if TYPE_CHECKING:
 
 
 def pixels_of(image: Image, rules: ImageRules) -> np.ndarray:
+    if isinstance(rules, IdeficsRules):
+        return idefics_tiles(image, rules)
+    if isinstance(rules, Idefics2Rules):
+        return idefics2_parts(image, rules)
     return qwen_patches(image, rules) if isinstance(rules, QwenRules) else llava_tiles(image, rules)
 
 
 def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
     """Shape of what `pixels_of` makes of an image that has this shape in the language model."""
+    if isinstance(rules, IdeficsRules):
+        return shape.height * shape.width + 1, 3, rules.tile, rules.tile
+    if isinstance(rules, Idefics2Rules):
+        sizes = rules.parts(shape)
+        return len(sizes), 3, max(size.height for size in sizes), max(size.width for size in sizes)
     if not isinstance(rules, QwenRules):
         form = rules.best(shape)
         return 1 + form.height * form.width // rules.tile**2, 3, rules.tile, rules.tile
@@ -49,6 +59,35 @@ def llava_tiles(image: Image, rules: LlavaNextRules) -> np.ndarray:
     cut = page.reshape(form.height // tile, tile, form.width // tile, tile, 3)
     tiles = np.concatenate((_resized(image, Size(tile, tile))[None], cut.swapaxes(1, 2).reshape(-1, tile, tile, 3)))
     return np.ascontiguousarray(_numbers(tiles, rules.normalization).transpose(0, 3, 1, 2))
+
+
+def idefics_tiles(image: Image, rules: IdeficsRules) -> np.ndarray:
+    """[n + 1, 3, tile, tile] float32: the tiles row by row, then the whole image, shrunk from what they were cut of."""
+    from PIL.Image import Resampling
+
+    size, tile = Size(image.height, image.width), rules.tile
+    for target in (rules.resized(size), rules.page(size)):
+        image = image.resize((target.width, target.height), Resampling.LANCZOS)
+    shape, page = rules.shape(size), np.asarray(image)
+    if not shape.height:
+        tiles = page[None]
+    else:
+        cut = page.reshape(shape.height, tile, shape.width, tile, 3).swapaxes(1, 2).reshape(-1, tile, tile, 3)
+        whole = np.asarray(image.resize((tile, tile), Resampling.LANCZOS))
+        tiles = np.concatenate((cut, whole[None]))
+    return np.ascontiguousarray(_numbers(tiles, rules.normalization).transpose(0, 3, 1, 2))
+
+
+def idefics2_parts(image: Image, rules: Idefics2Rules) -> np.ndarray:
+    """[n, 3, height, width] float32: the parts in the upper left corners, and zeros around them."""
+    from PIL.Image import Resampling
+
+    size = Size(image.height, image.width)
+    pixels = np.zeros(num_pixels(size, rules), dtype=np.float32)
+    for i, (box, part) in enumerate(zip(rules.boxes(size), rules.parts(size), strict=True)):
+        resized = np.asarray(image.crop(box).resize((part.width, part.height), Resampling.BILINEAR))
+        pixels[i, :, : part.height, : part.width] = _numbers(resized, rules.normalization).transpose(2, 0, 1)
+    return pixels
 
 
 def _resized(image: Image, size: Size) -> np.ndarray:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from legato.pb import generate_pb2 as pb
 from legato.server.interceptor import RequestRefused
+from legato.text.galactica import SequenceSplitter
 from legato.vision.files import InvalidImage, decode, has_decoder
 from legato.vision.rules import ImageRules, Size, UnsupportedImageShape, expand_placeholders
 
@@ -29,6 +30,7 @@ class PromptReader:
 
     def __init__(self, tokenizer: Tokenizer, rules: ImageRules | None) -> None:
         self._tokenizer = tokenizer
+        self._splitter = SequenceSplitter(tokenizer)
         self._rules = rules
 
     def read(self, request: pb.Request) -> UnaryPrompt:
@@ -42,7 +44,7 @@ class PromptReader:
         if not ids:
             spelled = "".join(marker if chunk.HasField("image") else chunk.text for chunk in chunks)
             text = spelled if images else request.inputs or spelled
-            ids = self._tokenizer.encode(text, add_special_tokens=request.add_special_tokens).ids
+            ids = self._tokenizer.encode(self._splitter.marked(text), add_special_tokens=request.add_special_tokens).ids
         prompt = UnaryPrompt(ids) if self._rules is None else _placed(request, ids, images, self._rules)
         if not request.truncate or len(prompt.input_ids) <= request.truncate:
             return prompt

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from legato.chat.reasoning.harmony import HarmonyParser
 from legato.chat.tools.dialects import DIALECTS, HERMES, JSON, Dialect
 from legato.chat.tools.enforcement import call_grammar, call_schema
 from legato.chat.tools.parser import CallParser, ParsedMessage
@@ -71,8 +72,11 @@ ONE = {
     "hermes": f"<tool_call>\n{CALL}\n</tool_call>",
     "mistral": f"[TOOL_CALLS][{CALL}]",
     "llama3": CALL.replace("arguments", "parameters"),
+    "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}',
     "json": CALL.replace("arguments", "parameters"),
 }
+# Whose calls are JSON objects with a name.
+NAMED = [name for name in DIALECTS if name != "harmony"]
 TWO = {
     "hermes": f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{OTHER}\n</tool_call>",
     "mistral": f"[TOOL_CALLS][{CALL}, {OTHER}]",
@@ -96,7 +100,16 @@ def test_several_calls_only_where_they_are_allowed(name: str) -> None:
     assert not allowed(DIALECTS[name], TWO[name])
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+def test_a_call_in_a_channel_may_follow_reasoning() -> None:
+    reasoning = "<|channel|>analysis<|message|>Oslo, then.<|end|><|start|>assistant"
+    assert allowed(DIALECTS["harmony"], reasoning + ONE["harmony"])
+    parser, message = HarmonyParser({"weather"}), ParsedMessage()
+    message.add(parser.feed(reasoning + ONE["harmony"]) + parser.finish())
+    assert (message.content, message.reasoning) == ("", "Oslo, then.")
+    assert [(call.name, call.arguments) for call in message.calls] == [("weather", '{"city": "Oslo"}')]
+
+
+@pytest.mark.parametrize("name", NAMED)
 def test_what_the_grammar_allows_is_what_the_parser_reads(name: str) -> None:
     for text, num_calls in ((ONE[name], 1), (TWO.get(name, ONE[name]), 2 if name in TWO else 1)):
         parser, message = CallParser(DIALECTS[name], {"weather", "now"}), ParsedMessage()
@@ -171,7 +184,7 @@ def test_a_reference_to_nowhere_is_an_error() -> None:
         compile_grammar(call_grammar(JSON, lost, tokens, several=False), trie)
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", NAMED)
 def test_a_call_whose_number_has_no_bounds_ends(name: str) -> None:
     """The model prefers zeros, and takes another token only where zeros are not allowed."""
     tokenizer, trie, tokens = vocabulary()

@@ -63,6 +63,12 @@ def test_alibi_and_soft_cap_bend_the_scores(device, assert_close):
     check_against_torch(chunks(device), assert_close, Scoring(1.0, slopes, soft_cap=5.0))
 
 
+@pytest.mark.parametrize("window", [0, 7])
+def test_sinks_take_their_share(device, assert_close, window):
+    sinks = torch.tensor([3.0, -2.0, 0.5, 40.0], device=device)
+    check_against_torch(chunks(device), assert_close, Scoring(0.125, window=window, sinks=sinks))
+
+
 @pytest.mark.parametrize("rows", [4, 50, 4000])
 def test_the_chosen_configs_equal_torch(device, assert_close, rows):
     check_against_torch(chunks(device), assert_close, config=chunk.chunk_config(rows, 1, 64))

@@ -49,6 +49,13 @@ def test_rows_select_from_persistent_tables(device, assert_close):
     check_against_torch(decodes(device, with_rows=True), assert_close)
 
 
+@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("window", [0, 20])
+def test_sinks_take_their_share_once(device, assert_close, window, config):
+    sinks = torch.tensor([3.0, -2.0, 0.5, 40.0], device=device)
+    check_against_torch(decodes(device), assert_close, Scoring(0.125, window=window, sinks=sinks), config)
+
+
 @pytest.mark.parametrize("extra_splits", [1, 3, 50])
 def test_lengths_share_the_splits(device, assert_close, extra_splits):
     """Whoever is long, and wherever it stands."""

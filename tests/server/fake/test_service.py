@@ -243,5 +243,5 @@ def test_a_cost_without_a_fake_shard_is_refused(folder: Path, tmp_path: Path) ->
     ended = subprocess.run([*words, f"--uds-path={tmp_path}/s"], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (
         1,
-        "error: --fake-step-ms and --fake-token-ms are for a fake shard: add --fake\n",
+        "error: --fake-step-ms, --fake-token-ms and --fake-script are for a fake shard: add --fake\n",
     )

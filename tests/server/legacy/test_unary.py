@@ -6,6 +6,7 @@ import asyncio
 import math
 import shutil
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,8 @@ import torch
 from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as rpc
 from legato.server.loading import LoadedModel
-from tests.server.shard import Log, decode, finish, load_model, prefill, refusal, request, serving, warmup
+from legato.server.model import Model
+from tests.server.shard import OPTIONS, Log, decode, finish, load_model, prefill, refusal, request, serving, warmup
 from tests.tiny_models import greedy_oracle, tiny_llama
 
 T = TypeVar("T")
@@ -311,6 +313,29 @@ def test_block_0_is_for_the_health_call_of_tgis_router(talk: Any) -> None:
             assert answer.generations[0].generated_text.generated_tokens == 1
 
     talk(conversation)
+
+
+def test_a_router_that_names_no_rows_may_run_more_than_128_requests(loaded: LoadedModel, tmp_path: Path) -> None:
+    """TGI's router does not know of `max_rows`, and runs as many requests as --max-concurrent-requests allows."""
+
+    async def run() -> int:
+        async with serving(loaded, tmp_path / "shard-0") as shard:
+            await shard.Warmup(pb.WarmupRequest(max_input_tokens=8, max_prefill_tokens=512, max_total_tokens=16))
+            requests = [request(number, PROMPT[:2], 2) for number in range(200)]
+            return int((await shard.Prefill(prefill(1, *requests))).batch.size)
+
+    assert asyncio.run(run()) == 200
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [({}, (32, 5)), ({"max_input_tokens": 16, "max_rows": 3}, (16, 3))], ids=["none", "both"]
+)
+def test_options_are_for_callers_that_name_no_limits(
+    loaded: LoadedModel, named: dict[str, int], expected: tuple[int, int]
+) -> None:
+    model = Model(loaded, replace(OPTIONS, max_input_tokens=32, max_batch_size=5))
+    capacity = model.warmup(pb.WarmupRequest(max_total_tokens=64, **named))
+    assert (capacity.max_input_tokens, capacity.max_rows) == expected
 
 
 def test_joined_batches_tell_how_long_that_took(talk: Any) -> None:

@@ -91,6 +91,12 @@ class ChatChunks:
             end = b'},"logprobs":%b,"finish_reason":null}' % _encode(logprobs)
         return b"".join((self._content, _encode(text), end, self._envelope.tail))
 
+    def reasoning(self, text: str) -> bytes:
+        """Under both names."""
+        encoded, end = _encode(text), b'},"logprobs":null,"finish_reason":null}'
+        parts = (self._head, b'"reasoning":', encoded, b',"reasoning_content":', encoded, end, self._envelope.tail)
+        return b"".join(parts)
+
     def call(self, delta: ToolCallDelta) -> bytes:
         end = b']},"logprobs":null,"finish_reason":null}'
         return b"".join((self._head, b'"tool_calls":[', _encode(delta), end, self._envelope.tail))

@@ -10,12 +10,12 @@ import msgspec
 
 from legato.api.errors import InvalidRequest
 from legato.api.native import SimpleToken
-from legato.api.openai.requests import ChatRequest
+from legato.api.openai.requests import EFFORTS, ChatRequest
+from legato.chat.answers import ChatFormat, ReasoningWish
 from legato.chat.template import TemplateError
 from legato.chat.tools.requests import ToolUse, tool_use_of
 from legato.chat.tools.tooling import ChatRenderer, Tooling
 from legato.http.inference import Inference
-from legato.http.validation import token_offsets
 from legato.vision.prompts import PromptImage, in_messages
 
 
@@ -73,6 +73,13 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
     return use
 
 
+def reasoning_wish(request: ChatRequest) -> ReasoningWish:
+    effort = request.reasoning_effort
+    if effort is not None and effort not in EFFORTS:
+        raise InvalidRequest(f"`reasoning_effort` must be one of {', '.join(EFFORTS)}", "reasoning_effort")
+    return ReasoningWish(None, effort, request.thinking_token_budget)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     text: str
@@ -81,16 +88,16 @@ class ChatPrompt:
 
 
 async def read_conversation(
-    request: ChatRequest, inference: Inference, tooling: Tooling, use: ToolUse | None
+    request: ChatRequest, inference: Inference, format: ChatFormat, use: ToolUse | None, wish: ReasoningWish
 ) -> ChatPrompt:
     """Templates write the special tokens themselves, one for each image."""
     template = _template(inference)
     validator = inference.validator
     messages, sources = in_messages(request.messages, has_vision=validator.images is not None)
-    request = msgspec.structs.replace(request, messages=messages)
+    request = msgspec.structs.replace(_with_variables(request, format, wish), messages=messages)
 
     def read() -> tuple[str, list[int]]:
-        text = _render(request, template, tooling, use)
+        text = _render(request, template, format.tooling, use)
         return text, validator.encode(text, add_special_tokens=False).ids
 
     text, ids = await validator.in_thread(read, _size(request))
@@ -103,20 +110,26 @@ async def read_conversation(
 
 
 async def tokenize_conversation(
-    request: ChatRequest, inference: Inference, tooling: Tooling
+    request: ChatRequest, inference: Inference, format: ChatFormat
 ) -> tuple[str, list[SimpleToken]]:
     use = tool_use(request)
     template = _template(inference)
+    request = _with_variables(request, format, reasoning_wish(request))
     _, sources = in_messages(request.messages, has_vision=inference.validator.images is not None)
     if sources:
         raise InvalidRequest("`messages` with images cannot be tokenized without an answer", sources[0].field)
 
     def read() -> tuple[str, list[SimpleToken]]:
-        text = _render(request, template, tooling, use)
-        encoding = inference.validator.encode(text, with_offsets=True, add_special_tokens=False)
-        return text, token_offsets(encoding, text)
+        text = _render(request, template, format.tooling, use)
+        return text, inference.validator.offsets(text, add_special_tokens=False)
 
     return await inference.validator.in_thread(read, _size(request))
+
+
+def _with_variables(request: ChatRequest, format: ChatFormat, wish: ReasoningWish) -> ChatRequest:
+    """What a request says to the template in so many words counts more than what follows from its effort."""
+    kwargs = {**format.variables(wish), **(request.chat_template_kwargs or {})} or None
+    return msgspec.structs.replace(request, chat_template_kwargs=kwargs)
 
 
 def _size(request: ChatRequest) -> int:

@@ -15,10 +15,10 @@ from legato.api.errors import (
     GenerationFailed,
     InvalidRequest,
     MalformedBody,
-    NotFound,
     Overloaded,
     RequestError,
     TooLong,
+    UnknownModel,
 )
 from legato.api.openai.responses import ErrorObject, OpenAIError
 from legato.http.auth import Unauthorized
@@ -26,13 +26,6 @@ from legato.http.auth import Unauthorized
 # msgspec's messages say where: "Object missing required field `prompt`", "Expected `str`, got `int` - at `$.model`",
 # "... - at `key` in `$.logit_bias`".
 _PLACE = re.compile(r"required field `(?P<missing>\w+)`$| - at (`key` in )?`\$\.?(?P<wrong>[^`]*)`$")
-
-
-class UnknownModel(NotFound):
-    """GET of a model that is not served. Requests for generation may name any model."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(f"The model {model!r} does not exist")
 
 
 def unsupported(param: str) -> InvalidRequest:
@@ -47,7 +40,7 @@ def status(error: RequestError) -> int:
 
 
 def body(error: RequestError) -> bytes:
-    described = ErrorObject(message=_message(error), type=_type(error), param=_param(error), code=_code(error))
+    described = ErrorObject(message=message(error), type=_type(error), param=_param(error), code=_code(error))
     return msgspec.json.encode(OpenAIError(error=described, error_type=error.error_type))
 
 
@@ -56,7 +49,7 @@ def event(error: RequestError) -> bytes:
     return b"data: %b\n\n" % body(error)
 
 
-def _message(error: RequestError) -> str:
+def message(error: RequestError) -> str:
     if isinstance(error, TooLong):
         # Programs look for the words "maximum context length".
         limit = f"{error.limit} tokens" if error.max_new_tokens is not None else f"{error.limit} tokens of input"

@@ -6,8 +6,11 @@ import time
 from collections.abc import Sequence
 from uuid import uuid4
 
-from legato.api.errors import InvalidRequest
+from msgspec import UNSET
+
+from legato.api.errors import InvalidRequest, RequestError
 from legato.api.openai.responses import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
+from legato.http import sse
 from legato.http.answering import Choice, StreamErrors, first_streams, num_prompt_tokens
 from legato.http.routes.openai import errors
 from legato.http.routes.openai.chunks import DONE, Envelope, Identity
@@ -54,6 +57,9 @@ class OpenAIJob:
         """Answers that are thrown away count, too."""
         return choices
 
+    async def record(self) -> None:
+        """There is nothing to keep."""
+
     def wanted(self, choices: list[Choice]) -> list[Choice]:
         """Of choices that are ranked, those that are returned."""
         return choices[: len(choices) // self.options.best_of * self.options.n]
@@ -69,14 +75,23 @@ class ChunkWriter:
 
     def write(self, choice: Choice, pieces: list[Piece]) -> bytes:
         if self._options.continuous_usage:
-            self.envelope.show(usage_of(self._all))
+            self.envelope.show(self.usage())
         return self.chunks(choice, pieces)
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         raise AssertionError("a route has chunks of its own")
 
     def end(self) -> bytes:
-        return (self.envelope.usage(usage_of(self._all)) if self._options.include_usage else b"") + DONE
+        return (self.envelope.usage(self.usage()) if self._options.include_usage else b"") + DONE
+
+    def usage(self) -> Usage:
+        return usage_of(self._all)
+
+    def fail(self, error: RequestError) -> bytes:
+        return errors.event(error)
+
+    def silence(self) -> bytes:
+        return sse.KEEP_ALIVE
 
 
 def identity_of(prefix: str, model: str | None, settings: RouterSettings) -> Identity:
@@ -94,7 +109,8 @@ def finish_reason_of(choice: Choice) -> FinishReason:
     return "length" if by_length else "stop"
 
 
-def usage_of(choices: Sequence[Choice]) -> Usage:
+def usage_of(choices: Sequence[Choice], num_reasoning: int | None = None) -> Usage:
+    """`num_reasoning` are the tokens of reasoning, of a model that does it."""
     prompt_tokens = num_prompt_tokens(choices)
     completion_tokens = sum(choice.num_tokens for choice in choices)
     return Usage(
@@ -105,6 +121,7 @@ def usage_of(choices: Sequence[Choice]) -> Usage:
             cached_tokens=sum(stream.num_cached for stream in first_streams(choices))
         ),
         completion_tokens_details=CompletionTokensDetails(
-            accepted_prediction_tokens=sum(choice.stream.num_drafts for choice in choices if not choice.prompt_only)
+            accepted_prediction_tokens=sum(choice.stream.num_drafts for choice in choices if not choice.prompt_only),
+            reasoning_tokens=UNSET if num_reasoning is None else num_reasoning,
         ),
     )

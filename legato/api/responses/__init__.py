@@ -1,0 +1,1 @@
+"""The JSON of OpenAI's Responses API."""

@@ -1,0 +1,339 @@
+"""The table of routes for the OpenAPI document: what each takes, what it answers, and what may go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from legato.api.anthropic.requests import CountTokensRequest, MessagesRequest
+from legato.api.anthropic.responses import AssistantMessage, MessageEvent, TokenCount
+from legato.api.dashboard import DashboardData
+from legato.api.native import (
+    CompatGenerateRequest,
+    ErrorResponse,
+    GenerateRequest,
+    GenerateResponse,
+    Info,
+    SimpleToken,
+    StreamResponse,
+    TokenizeRequest,
+)
+from legato.api.openai.requests import ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest
+from legato.api.openai.responses import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatTokenizeResponse,
+    Completion,
+    CompletionChunk,
+    ModelList,
+    ModelObject,
+    OpenAIError,
+)
+from legato.api.responses.events import AnyResponseEvent
+from legato.api.responses.items import DeletedResponse, InputItemList, ResponseObject
+from legato.api.responses.requests import ResponsesRequest
+from legato.http.auth import OPEN_PATHS
+from legato.http.pages.routes import MEDIA_TYPES
+from legato.http.routes import health
+from legato.http.routes.openai.adapters import AdapterChange
+from legato.http.routes.platforms import kserve
+from legato.http.routes.platforms.vertex import VertexRequest, VertexResponse
+
+_JSON, _EVENTS = "application/json", "text/event-stream"
+# How a stream of OpenAI's API ends. All other events are JSON.
+_Done = Literal["[DONE]"]
+_BODY_ERRORS = (400, 413, 415, 422)
+_GENERATION_ERRORS = (*_BODY_ERRORS, 404, 424, 429, 504)
+_OPENAI_ERRORS = (400, 404, 413, 415, 422, 429, 500, 504)
+_ANTHROPIC_ERRORS = (400, 404, 413, 415, 500, 504, 529)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of the table of routes."""
+
+    method: str
+    path: str
+    summary: str
+    description: str = ""
+    # A struct, or a tuple of those that are taken.
+    request: Any = None
+    example: dict[str, Any] | None = None
+    # Media type -> type of the answer with status 200, or a tuple of those that it may have; of events, what each of
+    # them holds. None: no body.
+    response: dict[str, Any] | None = None
+    errors: tuple[int, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it needs no key where others do."""
+        return self.method == "get" and self.path in OPEN_PATHS
+
+
+_PARAMETERS = {"max_new_tokens": 20, "details": True}
+_GENERATE_EXAMPLE = {"inputs": "The capital of France is", "parameters": _PARAMETERS}
+_KSERVE_MODEL = "/v2/models/{name}/versions/{version}"
+_CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 20}
+
+_MESSAGES_EXAMPLE = {"model": "any", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+_RESPONSE = "/v1/responses/{response_id}"
+
+OPERATIONS = [
+    Operation(
+        "post",
+        "/generate",
+        "Generate text",
+        "Answers when the text is complete. Timings are in the x-* headers, in milliseconds.",
+        GenerateRequest,
+        _GENERATE_EXAMPLE,
+        {_JSON: GenerateResponse},
+        _GENERATION_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/generate_stream",
+        "Generate text and stream its tokens",
+        "Server-sent events, one per token; the last one has the whole text. Errors after the body was parsed come as "
+        "an event too, with status 200, except when the server is overloaded. `best_of` and `decoder_input_details` "
+        "need the whole answer and are refused here.",
+        GenerateRequest,
+        _GENERATE_EXAMPLE,
+        {_EVENTS: (StreamResponse, ErrorResponse)},
+        _GENERATION_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/",
+        "Generate text, streamed or not",
+        "With `stream` like /generate_stream, otherwise a list with the answer of /generate. `return_full_text` is "
+        "true unless the model's pipeline tag says that it does something else than text generation.",
+        CompatGenerateRequest,
+        {**_GENERATE_EXAMPLE, "stream": False},
+        {_JSON: list[GenerateResponse], _EVENTS: (StreamResponse, ErrorResponse)},
+        _GENERATION_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "Tokenize text",
+        "Every token with its place in the text, in bytes.",
+        TokenizeRequest,
+        {"inputs": "The capital of France is"},
+        {_JSON: list[SimpleToken]},
+        _BODY_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/chat_tokenize",
+        "Tokenize a conversation",
+        "What the chat template makes of the messages, and the tokens of that.",
+        ChatRequest,
+        _CHAT_EXAMPLE,
+        {_JSON: ChatTokenizeResponse},
+        _BODY_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Chat, as in OpenAI's API",
+        "With `stream` server-sent events that end with [DONE]. What is wrong with a request is said before a stream "
+        "begins; an error after that is its last event.",
+        ChatRequest,
+        _CHAT_EXAMPLE,
+        {_JSON: ChatCompletion, _EVENTS: (ChatCompletionChunk, OpenAIError, _Done)},
+        _OPENAI_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Complete text, as in OpenAI's API",
+        "Several prompts are answered together; with `n` answers each, choice i*n+j is the jth to the ith prompt.",
+        CompletionRequest,
+        {"prompt": "The capital of France is", "max_tokens": 20},
+        {_JSON: Completion, _EVENTS: (CompletionChunk, OpenAIError, _Done)},
+        (400, 404, 413, 415, 429, 500, 504),
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "A response, as in OpenAI's API",
+        "With `stream` server-sent events whose names are their types, the last of them `response.completed`, "
+        "`response.incomplete` or `response.failed`. A response is stored unless `store` is false.",
+        ResponsesRequest,
+        {"input": "What is the capital of France?", "max_output_tokens": 20},
+        {_JSON: ResponseObject, _EVENTS: (AnyResponseEvent,)},
+        _OPENAI_ERRORS,
+    ),
+    Operation(
+        "get",
+        _RESPONSE,
+        "A stored response",
+        "With `?stream=true` the events of one that was created with `background` and `stream`, those after number "
+        "`starting_after` if that is given.",
+        response={_JSON: ResponseObject, _EVENTS: (AnyResponseEvent,)},
+        errors=(400, 404),
+    ),
+    Operation(
+        "delete",
+        _RESPONSE,
+        "Forget a stored response",
+        "One that is being generated is cancelled.",
+        response={_JSON: DeletedResponse},
+        errors=(404,),
+    ),
+    Operation(
+        "post",
+        f"{_RESPONSE}/cancel",
+        "Cancel a response in the background",
+        "One that is complete stays as it is.",
+        response={_JSON: ResponseObject},
+        errors=(400, 404),
+    ),
+    Operation(
+        "get",
+        f"{_RESPONSE}/input_items",
+        "The items that a stored response was created with",
+        response={_JSON: InputItemList},
+        errors=(404,),
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "A message, as in Anthropic's API",
+        "With `stream` server-sent events whose names are their types, from `message_start` to `message_stop`; "
+        "`ping` may come in between, and `error` instead of the end.",
+        MessagesRequest,
+        _MESSAGES_EXAMPLE | {"max_tokens": 20},
+        {_JSON: AssistantMessage, _EVENTS: (MessageEvent,)},
+        _ANTHROPIC_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "The tokens of a prompt, as in Anthropic's API",
+        "",
+        CountTokensRequest,
+        _MESSAGES_EXAMPLE,
+        {_JSON: TokenCount},
+        _ANTHROPIC_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/v1/load_lora_adapter",
+        "Load a LoRA adapter",
+        "With --lora-allow-runtime. Answers when requests may name the adapter; others do not wait.",
+        LoadAdapterRequest,
+        {"lora_name": "french", "lora_path": "/srv/adapters/french"},
+        {_JSON: AdapterChange},
+        (400, 403, 409, 413, 415, 422, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/unload_lora_adapter",
+        "Unload a LoRA adapter",
+        "New requests are refused at once. Answers when the last one that uses it has ended.",
+        UnloadAdapterRequest,
+        {"lora_name": "french"},
+        {_JSON: AdapterChange},
+        (400, 403, 404, 409, 413, 415),
+    ),
+    Operation("get", "/v1/models", "The model and its LoRA adapters, as in OpenAI's API", response={_JSON: ModelList}),
+    Operation("get", "/v1/models/{model}", "One model by its name", response={_JSON: ModelObject}, errors=(404,)),
+    Operation(
+        "post",
+        "/invocations",
+        "Generate text on SageMaker",
+        "The request of /, of /v1/chat/completions or of /v1/completions, told apart by `inputs`, `messages` and "
+        "`prompt`, and answered like there.",
+        (CompatGenerateRequest, ChatRequest, CompletionRequest),
+        _GENERATE_EXAMPLE,
+        {
+            _JSON: (list[GenerateResponse], ChatCompletion, Completion),
+            _EVENTS: (StreamResponse, ErrorResponse, ChatCompletionChunk, CompletionChunk, OpenAIError, _Done),
+        },
+        _GENERATION_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/vertex",
+        "Generate texts on Vertex AI",
+        "Instances are requests of /generate or of /v1/chat/completions. One that fails fails all of them.",
+        VertexRequest,
+        {"instances": [_GENERATE_EXAMPLE, _CHAT_EXAMPLE]},
+        {_JSON: VertexResponse},
+        _GENERATION_ERRORS,
+    ),
+    Operation("get", "/v2", "The server, as in KServe's protocol", response={_JSON: kserve.ServerMetadata}),
+    Operation("get", "/v2/health/live", "Does the server answer?", response={_JSON: kserve.Live}),
+    Operation(
+        "get", "/v2/health/ready", "Health", "Can the model compute?", response={_JSON: kserve.Ready}, errors=(503,)
+    ),
+    Operation("get", _KSERVE_MODEL, "The model, as in KServe's protocol", response={_JSON: kserve.ModelMetadata}),
+    Operation(
+        "get",
+        f"{_KSERVE_MODEL}/ready",
+        "Health",
+        "Can the model compute?",
+        response={_JSON: kserve.ModelReady},
+        errors=(503,),
+    ),
+    Operation(
+        "post",
+        f"{_KSERVE_MODEL}/infer",
+        "Generate texts, as in KServe's protocol",
+        "A prompt is a tensor of UTF-8 bytes, or a string in one. The answers come in the form of the prompts.",
+        kserve.InferRequest,
+        {"id": "1", "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["The capital of"]}]},
+        {_JSON: kserve.InferResponse},
+        _GENERATION_ERRORS,
+    ),
+    Operation("get", "/", "Health", "Can the model compute? Browsers are sent to /ui.", errors=(503,)),
+    Operation("get", "/health", "Health", "Can the model compute?", errors=(503,)),
+    Operation("get", "/ping", "Health", "Can the model compute?", errors=(503,)),
+    Operation(
+        "get",
+        "/livez",
+        "Liveness",
+        "Do steps advance? Also yes while shards are replaced, and while the server is busy.",
+        response={_JSON: health.Liveness},
+        errors=(503,),
+    ),
+    Operation(
+        "get",
+        "/readyz",
+        "Readiness",
+        "Can requests be admitted? Not while shards are replaced, and not when the server drains.",
+        response={_JSON: health.Readiness},
+        errors=(503,),
+    ),
+    Operation("get", "/startupz", "Start-up", "Is the model loaded?", response={_JSON: health.Startup}, errors=(503,)),
+    Operation(
+        "post",
+        "/drain",
+        "Admit no more requests",
+        "Running requests finish; new ones get 503. The server stays up until it is stopped. Without API keys only"
+        " programs on the server's machine may ask for it.",
+        response={_JSON: health.DrainResponse},
+        errors=(403,),
+    ),
+    Operation("get", "/info", "The model and the limits of this server", response={_JSON: Info}),
+    Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": str}),
+    Operation("get", "/docs", "This documentation as a page", response={"text/html": str}),
+    Operation("get", "/ui", "A page to try the model: chats and completions", response={"text/html": str}),
+    Operation("get", "/dashboard", "A page that shows the batch as it runs", response={"text/html": str}),
+    Operation(
+        "get",
+        "/dashboard/data",
+        "The batch as it runs",
+        "Rows, queue, KV blocks, recent steps and counters. Numbers only.",
+        response={_JSON: DashboardData},
+    ),
+    Operation(
+        "get",
+        "/pages/{name}",
+        "A script, style sheet or icon of the pages",
+        response=dict.fromkeys(MEDIA_TYPES.values(), str),
+        errors=(404,),
+    ),
+    Operation("get", "/api-doc/openapi.json", "This documentation", response={_JSON: dict}),
+]

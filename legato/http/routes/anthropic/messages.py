@@ -1,0 +1,158 @@
+"""POST /v1/messages, and /v1/messages/count_tokens: the same body, but only how long its prompt is."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+import msgspec
+
+from legato.api.anthropic.requests import CountTokensRequest, MessagesRequest
+from legato.api.anthropic.responses import (
+    AssistantMessage,
+    ContentBlock,
+    MessageDelta,
+    MessageEnd,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    Ping,
+    StopReason,
+    TokenCount,
+)
+from legato.api.errors import InvalidRequest, RequestError
+from legato.chat.answers import AnswerParser
+from legato.chat.tools.parser import Content, Event
+from legato.http import sse
+from legato.http.answering import Choice, StreamErrors, serve
+from legato.http.exchange import Exchange
+from legato.http.inference import Inference
+from legato.http.routes.anthropic import errors
+from legato.http.routes.anthropic.blocks import BlockEvents, blocks_of, named_event
+from legato.http.routes.anthropic.translation import chat_request, reasoning_wish
+from legato.http.routes.openai.conversation import check_conversation, read_conversation, tool_use
+from legato.http.routes.openai.conversation_job import ConversationJob
+from legato.http.streams import Piece
+from legato.scheduling.state import FinishReason
+
+STREAM_ERRORS = StreamErrors(errors.event)
+
+_decoder = msgspec.json.Decoder(MessagesRequest)
+_count_decoder = msgspec.json.Decoder(CountTokensRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+class MessageRoutes:
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    async def messages(self, exchange: Exchange) -> None:
+        request = await exchange.json(_decoder, self._inference.settings.payload_limit)
+
+        def make_job() -> MessageJob:
+            return MessageJob(request, self._inference)
+
+        await serve(exchange, self._inference, make_job, STREAM_ERRORS, stream=bool(request.stream))
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        inference = self._inference
+        request = await exchange.json(_count_decoder, inference.settings.payload_limit)
+        chat = chat_request(request)
+        check_conversation(chat)
+        async with inference.concurrency.validating(exchange.body_size, exchange.tenant):
+            prompt = await read_conversation(
+                chat, inference, inference.chat_format, tool_use(chat), reasoning_wish(request)
+            )
+        await exchange.respond(_encode(TokenCount(input_tokens=len(prompt.ids))), {"content-type": "application/json"})
+
+
+class MessageJob(ConversationJob):
+    def __init__(self, request: MessagesRequest, inference: Inference) -> None:
+        most, given = inference.settings.max_stop_sequences, len(request.stop_sequences or ())
+        if given > most:
+            raise InvalidRequest(
+                f"`stop_sequences` supports up to {most} (--max-stop-sequences). Given: {given}", "stop_sequences"
+            )
+        super().__init__(chat_request(request), inference, inference.chat_format, reasoning_wish(request))
+        self._id = f"msg_{uuid4().hex[:24]}"
+        self._model = request.model
+
+    def answer(self, choices: list[Choice], billed: list[Choice]) -> bytes:
+        (choice,) = choices
+        parser = self.parser()
+        if parser is None:
+            events: list[Event] = [Content(choice.text)] if choice.text else []
+        else:
+            events = parser.feed(piece.text for piece in choice.pieces) + parser.finish()
+        return _encode(self.message(choice, blocks_of(events), stop_reason(choice, parser)))
+
+    def message(self, choice: Choice, content: list[ContentBlock], reason: StopReason | None) -> AssistantMessage:
+        return AssistantMessage(
+            id=self._id,
+            model=self._model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=choice.stream.transcript.stop_string if reason == "stop_sequence" else None,
+            usage=usage_of(choice),
+        )
+
+    def writer(self, choices: list[Choice]) -> MessageWriter:
+        return MessageWriter(self, choices[0])
+
+
+class MessageWriter:
+    def __init__(self, job: MessageJob, choice: Choice) -> None:
+        self._job = job
+        self._choice = choice
+        self._parser = job.parser()
+        self._blocks = BlockEvents()
+        self._started = False
+
+    def write(self, choice: Choice, pieces: list[Piece]) -> bytes:
+        texts = [piece.text for piece in pieces]
+        if self._parser is not None:
+            events = self._parser.feed(texts)
+        else:
+            text = "".join(texts)
+            events = [Content(text)] if text else []
+        return self._start() + self._blocks.write(events)
+
+    def _start(self) -> bytes:
+        """With the first token: by then it is known how much of the prompt was cached."""
+        if self._started:
+            return b""
+        self._started = True
+        return named_event(MessageStart(message=self._job.message(self._choice, [], None)))
+
+    def end(self) -> bytes:
+        last = b"" if self._parser is None else self._blocks.write(self._parser.finish())
+        reason = stop_reason(self._choice, self._parser)
+        found = self._choice.stream.transcript.stop_string if reason == "stop_sequence" else None
+        end = MessageEnd(stop_reason=reason, stop_sequence=found)
+        delta = MessageDelta(delta=end, usage=usage_of(self._choice))
+        return last + self._blocks.end() + named_event(delta) + named_event(MessageStop())
+
+    def fail(self, error: RequestError) -> bytes:
+        return errors.event(error)
+
+    def silence(self) -> bytes:
+        """Nothing comes before the start of the message, but comments may."""
+        return named_event(Ping()) if self._started else sse.KEEP_ALIVE
+
+
+def stop_reason(choice: Choice, parser: AnswerParser | None) -> StopReason:
+    """An answer that was cut off may have cut off a call, so its length comes first."""
+    transcript = choice.stream.transcript
+    if transcript.finish_reason is FinishReason.LENGTH:
+        return "max_tokens"
+    if parser is not None and parser.has_calls:
+        return "tool_use"
+    return "end_turn" if transcript.stop_string is None else "stop_sequence"
+
+
+def usage_of(choice: Choice) -> MessagesUsage:
+    stream = choice.stream
+    return MessagesUsage(
+        input_tokens=stream.input_len - stream.num_cached,
+        cache_read_input_tokens=stream.num_cached,
+        output_tokens=choice.num_tokens,
+    )

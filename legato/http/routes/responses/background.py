@@ -1,0 +1,98 @@
+"""Responses that go on without their client: the answer goes into the store, and so do the events.
+
+Any worker may be asked about them. The one that runs a response looks into the store now and then whether somebody has
+cancelled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import msgspec
+
+from legato.api.errors import ClientGone, InternalError, RequestError
+from legato.api.responses.items import ResponseObject
+from legato.http.answering import StreamErrors, serve
+from legato.http.exchange import ClientConnection, Exchange
+from legato.http.inference import Inference
+from legato.http.routes.openai import errors as openai_errors
+from legato.http.routes.responses.job import ResponseJob, failed
+from legato.http.routes.responses.store import ResponseStore
+from legato.http.telemetry.request_log import logger
+
+# Seconds between two looks into the store.
+LOOK_EVERY: Final = 0.25
+
+
+class BackgroundExchange(Exchange):
+    """Nobody reads along. Events are numbered like those that they hold, and kept."""
+
+    def __init__(self, outer: Exchange, store: ResponseStore, response_id: str) -> None:
+        super().__init__(outer._scope, outer._receive, outer._send)
+        self.body_size = outer.body_size
+        self.trace = None  # which ended with the request
+        self.asker = ClientConnection(outer.tenant)
+        self._store = store
+        self._id = response_id
+        self._num_writes = 0
+
+    @contextmanager
+    def client(self) -> Iterator[ClientConnection]:
+        yield self.asker
+
+    async def respond(self, body: bytes, headers: Mapping[str, str], *, status: int = 200) -> None:
+        """The job has kept it."""
+
+    async def start(self, headers: Mapping[str, str], *, status: int = 200) -> None:
+        """There is nobody to tell."""
+
+    async def write(self, data: bytes) -> None:
+        await self._store.add_event(self._id, self._num_writes, data)
+        self._num_writes += 1
+
+    async def end(self) -> None:
+        """The last event says so."""
+
+
+class BackgroundResponses:
+    def __init__(self, inference: Inference, store: ResponseStore) -> None:
+        self._inference = inference
+        self._store = store
+        # Referred to here, or they would be collected.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, exchange: Exchange, job: ResponseJob, *, stream: bool) -> None:
+        """The response is in the store by now, with this process as its owner."""
+        task = asyncio.create_task(self._run(exchange, job, stream=stream))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, outer: Exchange, job: ResponseJob, *, stream: bool) -> None:
+        exchange = BackgroundExchange(outer, self._store, job.response.id)
+        watch = asyncio.create_task(self._watch(exchange, job.response.id))
+        try:
+            errors = StreamErrors(openai_errors.event)
+            await serve(exchange, self._inference, lambda: job, errors, stream=stream)
+            await self._finish(outer.tenant, job.response)  # after the last event: who follows them stops then
+        except ClientGone:  # cancelled, which the store says already
+            pass
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                logger.exception("A response in the background failed")
+            answered = error if isinstance(error, RequestError) else InternalError()
+            await self._finish(outer.tenant, failed(job.response, answered))
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+
+    async def _watch(self, exchange: BackgroundExchange, response_id: str) -> None:
+        while await self._store.is_running(response_id):
+            await asyncio.sleep(LOOK_EVERY)
+        exchange.asker.hang_up()
+
+    async def _finish(self, tenant: str, response: ResponseObject) -> None:
+        await self._store.finish(tenant, response.id, msgspec.json.encode(response))

@@ -1,0 +1,192 @@
+"""POST /v1/responses, and what may be done with a response that is stored.
+
+POST    /v1/responses
+GET     /v1/responses/{id}                 with ?stream=true its events, if it was streamed in the background
+DELETE  /v1/responses/{id}
+POST    /v1/responses/{id}/cancel          of one in the background
+GET     /v1/responses/{id}/input_items
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from legato.api.errors import InvalidRequest, NotFound
+from legato.api.responses.items import DeletedResponse, InputItemList, ResponseError, ResponseObject
+from legato.api.responses.requests import ResponsesRequest
+from legato.http import sse
+from legato.http.answering import StreamErrors, serve
+from legato.http.exchange import Exchange
+from legato.http.inference import Inference
+from legato.http.routes.openai import errors as openai_errors
+from legato.http.routes.openai.token_names import TokenNames
+from legato.http.routes.responses.background import LOOK_EVERY, BackgroundResponses
+from legato.http.routes.responses.job import ResponseJob
+from legato.http.routes.responses.store import ResponseStore, StoredResponse, this_process
+from legato.http.routes.responses.translation import Item, own_items
+
+STREAM_ERRORS = StreamErrors(openai_errors.event)
+JSON = {"content-type": "application/json"}
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+_response_decoder = msgspec.json.Decoder(ResponseObject)
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponseRoutes:
+    def __init__(self, inference: Inference, names: TokenNames) -> None:
+        settings = inference.settings
+        self._inference = inference
+        self._names = names
+        self._payload_limit = settings.payload_limit
+        self._store = ResponseStore(settings.response_store, settings.response_store_size)
+        self._background = BackgroundResponses(inference, self._store)
+
+    async def responses(self, exchange: Exchange) -> None:
+        request = await exchange.json(_decoder, self._payload_limit)
+        history = await self._history(exchange.tenant, request.previous_response_id)
+        stored = request.store is not False and self._store.is_enabled
+        if request.background:
+            await self._start(exchange, request, history, stored=stored)
+            return
+        keep = partial(self._keep, exchange.tenant, request) if stored else None
+
+        def make_job() -> ResponseJob:
+            return ResponseJob(request, history, self._inference, self._names, keep)
+
+        await serve(exchange, self._inference, make_job, STREAM_ERRORS, stream=bool(request.stream))
+
+    async def _history(self, tenant: str, previous: str | None) -> list[Item]:
+        """The items of a response and of all that it continues."""
+        if previous is None:
+            return []
+        chain = await self._store.chain(tenant, previous, self._payload_limit)
+        if chain is None:
+            problem = f"Previous response with id '{previous}' not found"
+            raise InvalidRequest(problem, "previous_response_id", "previous_response_not_found")
+        items: list[Item] = []
+        for stored in chain:
+            items += msgspec.json.decode(stored.input)
+            items += msgspec.json.decode(stored.body)["output"]
+        return items
+
+    async def _keep(self, tenant: str, request: ResponsesRequest, response: ResponseObject) -> None:
+        await self._store.put(tenant, _stored(request, response))
+
+    # ---- in the background ----------------------------------------------------------------------------------------
+
+    async def _start(self, exchange: Exchange, request: ResponsesRequest, history: list[Item], *, stored: bool) -> None:
+        if not stored:
+            raise InvalidRequest("`background` needs `store`, and a server that stores responses", "background")
+        job = ResponseJob(request, history, self._inference, self._names, stored=True)
+        job.response.status = "queued"
+        body = _encode(job.response)
+        await self._store.put(exchange.tenant, _stored(request, job.response, owner=this_process()))
+        self._background.start(exchange, job, stream=bool(request.stream))
+        if request.stream:
+            await self._follow(exchange, job.response.id, -1)
+        else:
+            await exchange.respond(body, JSON)
+
+    async def _follow(self, exchange: Exchange, response_id: str, after: int) -> None:
+        """Its events, until the last; those up to the number `after` are left out."""
+        await exchange.start(sse.HEADERS)
+        place, silent = -1, 0.0
+        with exchange.client() as client:
+            while True:
+                ended = not await self._store.is_running(response_id)
+                news = await self._store.events(response_id, place)
+                if kept := b"".join(_after(data, after) for _, data in news):
+                    await exchange.write(kept)
+                    silent = 0.0
+                place = news[-1][0] if news else place
+                if ended:
+                    break
+                client.raise_if_gone()
+                silent += LOOK_EVERY
+                if silent > self._inference.settings.keep_alive:
+                    await exchange.write(sse.KEEP_ALIVE)
+                    silent = 0.0
+                await asyncio.sleep(LOOK_EVERY / 5)
+        await exchange.end()
+
+    # ---- of stored responses --------------------------------------------------------------------------------------
+
+    async def response(self, exchange: Exchange) -> None:
+        stored = await self._found(exchange)
+        if exchange.query.get("stream", "").lower() != "true":
+            await exchange.respond(stored.body, JSON)
+            return
+        if not await self._store.events(stored.id, -1) and stored.owner is None:
+            raise InvalidRequest("only responses that were created with `background` and `stream` are streamed again")
+        after = exchange.query.get("starting_after", "-1")
+        await self._follow(exchange, stored.id, int(after) if after.isdigit() else -1)
+
+    async def delete_response(self, exchange: Exchange) -> None:
+        response_id = exchange.path_params["response_id"]
+        if not await self._store.delete(exchange.tenant, response_id):
+            raise _unknown(response_id)
+        await exchange.respond(_encode(DeletedResponse(id=response_id)), JSON)
+
+    async def cancel_response(self, exchange: Exchange) -> None:
+        stored = await self._found(exchange)
+        response = _response_decoder.decode(stored.body)
+        if not response.background:
+            raise InvalidRequest("only a response that was created with `background` can be cancelled")
+        if stored.owner is not None:
+            response.status = "cancelled"
+            body = _encode(response)
+            if await self._store.finish(exchange.tenant, stored.id, body):
+                await exchange.respond(body, JSON)
+                return
+            stored = await self._found(exchange)  # which was quicker
+        await exchange.respond(stored.body, JSON)
+
+    async def response_input_items(self, exchange: Exchange) -> None:
+        stored = await self._found(exchange)
+        given: list[dict[str, Any]] = msgspec.json.decode(stored.input)
+        items = [{"id": f"item_{number}", **item} for number, item in enumerate(given)]
+        items.reverse()
+        ids = [str(item["id"]) for item in items]
+        page = InputItemList(
+            data=items, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None, has_more=False
+        )
+        await exchange.respond(_encode(page), JSON)
+
+    async def _found(self, exchange: Exchange) -> StoredResponse:
+        response_id = exchange.path_params["response_id"]
+        stored = await self._store.get(exchange.tenant, response_id)
+        if stored is None:
+            raise _unknown(response_id)
+        if not stored.is_abandoned:
+            return stored
+        response = _response_decoder.decode(stored.body)
+        response.status = "failed"
+        response.error = ResponseError(code="server_error", message="The process that worked on it has ended")
+        await self._store.finish(exchange.tenant, stored.id, _encode(response))
+        return await self._found(exchange)
+
+
+def _unknown(response_id: str) -> NotFound:
+    return NotFound(f"Response with id '{response_id}' not found.")
+
+
+def _stored(request: ResponsesRequest, response: ResponseObject, owner: str | None = None) -> StoredResponse:
+    items, body = _encode(own_items(request)), _encode(response)
+    return StoredResponse(response.id, items, body, request.previous_response_id, owner)
+
+
+def _after(data: bytes, number: int) -> bytes:
+    """The events of one write that have a greater number."""
+    if number < 0:
+        return data
+    kept = []
+    for event in data.split(b"\n\n"):
+        _, found, fields = event.partition(b"\ndata: ")
+        if found and msgspec.json.decode(fields)["sequence_number"] > number:
+            kept.append(event + b"\n\n")
+    return b"".join(kept)

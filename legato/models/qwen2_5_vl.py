@@ -1,0 +1,104 @@
+"""Qwen2.5-VL: Qwen2-VL with another tower.
+
+Its layers have RMS norms and gated MLPs, and in most of them a patch attends only to its window, a square of the
+image. Windows at the right and lower edges are smaller. Patches are put in the order of their windows, those of equal
+size together, so that a layer is at most four batched products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from legato.common.errors import ModelFileError
+from legato.layers.mlp import GatedMLP, Product
+from legato.layers.norm import RMSNorm
+from legato.models.keys import Keys
+from legato.models.qwen2_vl import NORM_EPS, Qwen2VL, Tower, TowerShape
+from legato.models.vision import Groups
+from legato.models.weights import Weights
+from legato.vision.rules import Size
+
+FULL_LAYERS = (7, 15, 23, 31)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedShape(TowerShape):
+    window: int = 112  # pixels on each side
+    full_layers: frozenset[int] = frozenset(FULL_LAYERS)
+
+    @classmethod
+    def of(cls, keys: Keys) -> WindowedShape:
+        full = keys.get("fullatt_block_indexes")
+        full = list(FULL_LAYERS) if full is None else full
+        if not isinstance(full, list) or not all(isinstance(layer, int) for layer in full):
+            raise ModelFileError(f"{keys.path}: 'fullatt_block_indexes' is {full!r}, not a list of layers")
+        return cls(
+            depth=keys.count("depth", default=32),
+            width=keys.count("hidden_size", default=1280),
+            num_heads=keys.count("num_heads", default=16),
+            inner=keys.count("intermediate_size", default=3420),
+            activation=keys.text("hidden_act", default="silu"),
+            patch=keys.count("patch_size", default=14),
+            frames=keys.count("temporal_patch_size", default=2),
+            channels=keys.count("in_channels", "in_chans", default=3),
+            merge=keys.count("spatial_merge_size", default=2),
+            theta=keys.below("rope_parameters").number("rope_theta", default=10_000.0),
+            window=keys.count("window_size", default=112),
+            full_layers=frozenset(full),
+        )
+
+    @property
+    def cells(self) -> int:
+        """On each side of a window."""
+        return self.window // self.patch // self.merge
+
+
+class WindowedTower(Tower):
+    shape: WindowedShape
+
+    def _norm(self, weights: Weights, name: str) -> Product:
+        return RMSNorm(weights.tensor(f"{name}.weight", (self.shape.width,)), NORM_EPS)
+
+    def _mlp(self, weights: Weights, name: str) -> Product:
+        shape, width = self.shape, self.shape.width
+        return GatedMLP(
+            weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], shape.inner, width, bias=True),
+            weights.linear(f"{name}.down_proj", width, shape.inner, bias=True),
+            shape.activation,
+        )
+
+    def __call__(self, patches: torch.Tensor, grid: Size) -> torch.Tensor:
+        cell = self.shape.merge**2
+        order, windows = self._windows(Size(grid.height // self.shape.merge, grid.width // self.shape.merge))
+        by_window = torch.from_numpy(order).to(patches.device)
+        places = (by_window[:, None] * cell + torch.arange(cell, device=patches.device)).flatten()
+        x = patches.to(self.patches.dtype)[places] @ self.patches.t()
+        cos, sin = (part[places] for part in self.angles(grid))
+        whole = [(1, len(x))]
+        for i, layer in enumerate(self.layers):
+            x = layer(x, whole if i in self.shape.full_layers else windows, (cos, sin))
+        merged = self.merger(self.merger_norm(x).view(-1, self.shape.width * cell))
+        return torch.empty_like(merged).index_copy_(0, by_window, merged)
+
+    def _windows(self, cells: Size) -> tuple[np.ndarray, Groups]:
+        """Cells in the order of their windows, and the windows' numbers of patches."""
+        side = self.shape.cells
+        numbers = np.arange(cells.height * cells.width).reshape(cells.height, cells.width)
+        tall, wide = (size // side * side for size in (cells.height, cells.width))
+        pieces: list[np.ndarray] = []
+        groups: list[tuple[int, int]] = []
+        for rows, height in ((numbers[:tall], side), (numbers[tall:], cells.height - tall)):
+            for part, width in ((rows[:, :wide], side), (rows[:, wide:], cells.width - wide)):
+                if part.size:
+                    windows = part.reshape(len(part) // height, height, -1, width).swapaxes(1, 2)
+                    pieces.append(windows.reshape(-1))
+                    groups.append((part.size // (height * width), height * width * self.shape.merge**2))
+        return np.concatenate(pieces), groups
+
+
+class Qwen25VL(Qwen2VL):
+    def make_tower(self, keys: Keys, hidden_size: int, weights: Weights, name: str) -> Tower:
+        return WindowedTower(WindowedShape.of(keys), hidden_size, weights, name)

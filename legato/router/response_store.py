@@ -1,0 +1,57 @@
+"""Where the HTTP workers keep the responses of `/v1/responses`: in a file that a person named, or in memory.
+
+Workers are processes, and the next request may reach another one. Their memory in common is a folder of a file system
+without a disk, which is gone when the router is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from legato.common.errors import OptionError
+
+_MEMORY: Final = Path("/dev/shm")
+_PREFIX: Final = "legato-responses-"
+FILE_NAME: Final = "responses.sqlite"
+
+
+@contextmanager
+def response_store(path: str | None, size: int) -> Iterator[str | None]:
+    """The path of the file, for as long as the router runs; None where nothing is stored."""
+    if size == 0:
+        yield None
+        return
+    if path is not None:
+        absolute = Path(path).absolute()
+        if not absolute.parent.is_dir():
+            raise OptionError(f"--response-store: {absolute.parent} is not a folder; create it first")
+        yield str(absolute)
+        return
+    place = _MEMORY if _has_room(_MEMORY, size) else Path(tempfile.gettempdir())
+    _remove_abandoned(place)
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place)  # only for us to read
+    try:
+        yield str(Path(folder) / FILE_NAME)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_room(place: Path, size: int) -> bool:
+    """Containers have 64 MB of it unless told otherwise, and shards need some for themselves."""
+    with suppress(OSError):
+        return os.access(place, os.W_OK) and shutil.disk_usage(place).free >= 2 * size
+    return False
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Folders of routers that were killed."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        number = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if number.isdigit() and Path("/proc/self").exists() and not Path(f"/proc/{number}").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # those of others stay: they are not ours to remove

@@ -1,0 +1,39 @@
+"""What the rules of all families have in common: sizes of images, and how the numbers of their pixels are scaled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from legato.common.errors import LegatoError
+
+# CLIP's mean and standard deviation of each channel.
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+class UnsupportedImageShape(LegatoError):
+    """The model family does not accept images of this shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class PixelNormalization:
+    """A channel value from 0 to 255 becomes (value * scale - mean) / std."""
+
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+
+    @classmethod
+    def of(cls, processor: dict[str, Any]) -> PixelNormalization:
+        return cls(
+            float(processor.get("rescale_factor") or 1 / 255),
+            tuple(map(float, processor.get("image_mean") or CLIP_MEAN)),
+            tuple(map(float, processor.get("image_std") or CLIP_STD)),
+        )
