@@ -196,11 +196,11 @@ def _routes(inference: Inference) -> list[Route]:
 def _response_routes(responses: ResponseRoutes) -> list[Route]:
     one = "/v1/responses/{response_id}"
     return [
-        Route("/v1/responses", Endpoint(responses.create), methods=["POST"]),
-        Route(one, Endpoint(responses.retrieve), methods=["GET"]),
-        Route(one, Endpoint(responses.delete), methods=["DELETE"]),
-        Route(f"{one}/cancel", Endpoint(responses.cancel), methods=["POST"]),
-        Route(f"{one}/input_items", Endpoint(responses.input_items), methods=["GET"]),
+        Route("/v1/responses", Endpoint(responses.responses), methods=["POST"]),
+        Route(one, Endpoint(responses.response), methods=["GET"]),
+        Route(one, Endpoint(responses.delete_response), methods=["DELETE"]),
+        Route(f"{one}/cancel", Endpoint(responses.cancel_response), methods=["POST"]),
+        Route(f"{one}/input_items", Endpoint(responses.response_input_items), methods=["GET"]),
     ]
 
 

@@ -169,9 +169,10 @@ class HostDecoder:
             wanted=None if wanted is None else wanted.data_ptr(),
         )
         out = torch.empty(num_wanted, x.shape[1])
-        if self._library.forward(
-            ctypes.byref(self._shape), self._pointers, ctypes.byref(pointers), x.data_ptr(), out.data_ptr()
-        ):
+        shape, addresses = ctypes.byref(self._shape), ctypes.byref(pointers)
+        result = self._library.forward(shape, self._pointers, addresses, x.data_ptr(), out.data_ptr())
+        assert result != -2, "wanted tokens are not in ascending order"
+        if result:
             raise MemoryError
         return out
 

@@ -20,7 +20,7 @@ from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
 from legato.server.adapters import open_adapters
-from legato.server.allocator import release_blocks, return_freed_memory
+from legato.server.allocator import release_blocks, return_freed_memory, use_small_pages
 from legato.server.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
@@ -151,6 +151,8 @@ class Model:
         size = gib(capacity.num_blocks * self.block_size * self.kv_shape.bytes_per_token)
         with refused_for_memory(f"no {size} for the KV cache; lower --cuda-memory-fraction", self.loaded.device):
             self._engine = self._make_engine(capacity.num_blocks, requested, capacity.max_total_tokens)
+        if self.loaded.device.type == "cpu":
+            use_small_pages(self.engine.cache)
         self._first_steps(capacity)
         self._capacity = capacity
         self.release_blocks(range(RESERVED_BLOCKS, capacity.num_blocks))

@@ -111,6 +111,14 @@ def test_all_logits_are_there_for_who_wants_them(kernels: Library, tmp_path: Pat
     assert torch.equal(everything[-1:], Sequences(host, [70]).step({0: 70}))
 
 
+def test_wanted_tokens_out_of_order_are_refused(kernels: Library, tmp_path: Path) -> None:
+    host = on_host(load(tiny_llama(tmp_path, **SHAPE)))
+    sequences = Sequences(host, [5, 6])
+    step = prepare(sequences.rows, [sequences.rows.advance(row, 5 + row) for row in (0, 1)], BLOCK_SIZE, torch.float16)
+    with pytest.raises(AssertionError, match="order"):
+        host.forward(replace(step, logits_indices=torch.tensor([10, 4])), sequences.cache)
+
+
 def test_the_likeliest_token_and_its_log_probability(kernels: Library, tmp_path: Path) -> None:
     host = on_host(load(tiny_llama(tmp_path, **SHAPE)))
     assert isinstance(host, HostDecoder)

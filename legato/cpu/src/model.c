@@ -197,7 +197,8 @@ static struct {
     struct quants_buffer hidden, attended, inner;
 } memory;
 
-// All queries of a step, or only those of wanted tokens. Returns how many pieces there are, or -1 without memory.
+// All queries of a step, or only those of wanted tokens. Returns how many pieces there are, -1 without memory, or -2 if
+// wanted tokens are not in order.
 static int64_t plan_attention(const struct step *t, int64_t kv_heads, int wanted_only, struct buffer *buffer) {
     int64_t most = kv_heads * (t->num_sequences + t->num_wanted + CEIL(t->num_tokens, QUERIES_OF_A_PIECE));
     struct attention_piece *p = at_least(buffer, (size_t)most * sizeof *p);
@@ -205,7 +206,7 @@ static int64_t plan_attention(const struct step *t, int64_t kv_heads, int wanted
     int64_t count = 0, token = 0, next = 0;
     for (int64_t s = 0; s < t->num_sequences; token += t->counts[s++])
         if (wanted_only)
-            for (; next < t->num_wanted && t->wanted[next] < token + t->counts[s]; next++)
+            for (; next < t->num_wanted && t->wanted[next] >= token && t->wanted[next] < token + t->counts[s]; next++)
                 for (int64_t h = 0; h < kv_heads; h++)
                     p[count++] = (struct attention_piece){(int32_t)s, (int32_t)h, t->wanted[next], 1, next};
         else
@@ -213,11 +214,12 @@ static int64_t plan_attention(const struct step *t, int64_t kv_heads, int wanted
                 for (int64_t h = 0; h < kv_heads; h++)
                     p[count++] = (struct attention_piece){(int32_t)s, (int32_t)h, token + begin,
                                                           MIN(QUERIES_OF_A_PIECE, t->counts[s] - begin), token + begin};
-    return count;
+    return wanted_only && (next < t->num_wanted || count != kv_heads * t->num_wanted) ? -2 : count;
 }
 
 // x [T][hidden] are embeddings, and are overwritten; out [m][hidden] the hidden states of the wanted tokens, before
-// the last norm. `wanted` is in ascending order; without it all tokens are. Returns 0, or -1 without memory.
+// the last norm. `wanted` is in ascending order; without it all tokens are. Returns 0, -1 without memory, or -2 if
+// `wanted` is not in order.
 EXPORT int legato_forward(const struct shape *s, const struct layer *layers, const struct step *t, float *x,
                           float *out) {
     chosen_kernels();
@@ -226,6 +228,7 @@ EXPORT int legato_forward(const struct shape *s, const struct layer *layers, con
     float *queries = at_least(&memory.queries, (size_t)(all * width) * sizeof(float));
     int64_t pieces = plan_attention(t, s->num_kv_heads, 0, &memory.pieces);
     int64_t last_pieces = t->wanted ? plan_attention(t, s->num_kv_heads, 1, &memory.last_pieces) : 0;
+    if (last_pieces == -2) return -2;
     if (!queries || pieces < 0 || last_pieces < 0 || !quants_for(&memory.hidden, &normed, all, hidden / GROUP) ||
         !quants_for(&memory.attended, &attended, all, width / GROUP) ||
         !quants_for(&memory.inner, &inner, all, s->inner / GROUP))
