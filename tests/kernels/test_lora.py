@@ -67,8 +67,7 @@ def case(request, device):
     return ranks, ids
 
 
-@pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["whole", "split"])
-@pytest.mark.parametrize("sizes", [(40,), (33, 8, 24)], ids=["one-part", "qkv"])
+@pytest.mark.parametrize(("sizes", "config"), [((40,), SMALL), ((33, 8, 24), SPLIT)], ids=["one-part", "qkv-split"])
 def test_adds_what_each_rows_adapter_says(randn, device, assert_close, case, sizes, config):
     ranks, ids = case
     place = LoraPlace(1, 3, 3 + PAGE_RANKS * len(sizes) * 72, 72, sizes)

@@ -51,6 +51,7 @@ def test_a_batch_of_all_adapters_has_pefts_scores(base: Path, adapters: dict[str
     check(base, adapters)
 
 
+@pytest.mark.lora
 def test_a_batch_of_all_adapters_has_pefts_tokens(base: Path, adapters: dict[str, Path]) -> None:
     """Chunked prompts, decodes and the prefix cache: the same prompts for every adapter, twice."""
     model, prompts = AdaptedModel.load(base, adapters), random_prompts(3, VOCAB, seed=1, longest=60)
@@ -63,6 +64,7 @@ def test_a_batch_of_all_adapters_has_pefts_tokens(base: Path, adapters: dict[str
     assert model.tokens(requests, 12, step_tokens=16, max_rows=4, num_blocks=40) == expected, "preempted"
 
 
+@pytest.mark.lora
 def test_more_adapters_than_the_device_holds_take_turns(base: Path, adapters: dict[str, Path]) -> None:
     """Room for one of rank 70, or a few small ones: every request brings its adapter in anew."""
     model, prompts = AdaptedModel.load(base, adapters, device_ranks=72), random_prompts(5, VOCAB, seed=2)
@@ -84,6 +86,7 @@ def shards() -> Iterator[ShardProcesses]:
         yield processes
 
 
+@pytest.mark.lora
 def test_two_shards_have_pefts_scores(base: Path, adapters: dict[str, Path], shards: ShardProcesses) -> None:
     prompts = random_prompts(3, VOCAB, seed=3)
     requests = [(name, prompt) for prompt in prompts for name in adapters]
@@ -129,6 +132,7 @@ def vocab_of(folder: Path) -> int:
     return int(json.loads((folder / "config.json").read_text())["vocab_size"])
 
 
+@pytest.mark.lora
 def test_fused_experts_are_told_apart_by_their_shapes(mixture: Mixture, fused: Path) -> None:
     check(mixture.folder, {"fused": fused}, vocab_of(mixture.folder))
 
@@ -139,6 +143,7 @@ def rewritten(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> P
     return target
 
 
+@pytest.mark.lora
 def test_experts_one_by_one_and_in_the_old_orientation_are_the_same(
     mixture: Mixture, fused: Path, tmp_path: Path
 ) -> None:
@@ -180,6 +185,7 @@ def test_experts_one_by_one_and_in_the_old_orientation_are_the_same(
 # ---- quantized bases -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lora
 def test_an_adapter_of_a_quantized_base_has_pefts_scores_of_the_dequantized_one(
     base: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
