@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -194,6 +194,9 @@ MINUTES ?= 60
 
 soak: setup ## mixed load for an hour (MINUTES=2 for less): memory, descriptors, blocks and texts stay as they are
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --out benchmarks/results/soak.json
+
+drafts: setup ## 2,000 requests with and without drafts: the same texts
+	DRAFT_REQUESTS=2000 $(BIN)/pytest tests/server/test_speculation.py
 
 sim: setup ## 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)

@@ -167,29 +167,37 @@ def _lora_add_torch(
         if first == last or (found := _matrices(pages, place, group)) is None:
             continue
         a, b = found
-        rows = groups.order[first:last].long()
-        shrunk = torch.einsum("ti,rpi->tpr", widened(x[rows // share]), a)
+        rows = groups.order[first:last]
+        inputs = widened(x.index_select(0, rows if share == 1 else rows // share))
+        shrunk = (inputs @ a.flatten(0, 1).t()).unflatten(1, a.shape[:2])
         added = _products(shrunk, b, place)
-        _add_rows(out, rows, added if scale is None else added * scale[rows, None])
+        _add_rows(out, rows, added if scale is None else added * scale[rows.long(), None])
     return out
 
 
 def _lora_expand_torch(out: Tensor, shrunk: Tensor, groups: Groups, pages: LoraPages, place: LoraPlace) -> Tensor:
     for group, (first, last) in enumerate(pairwise(groups.starts.tolist())):
         if first < last and (found := _matrices(pages, place, group)) is not None:
-            rows = groups.order[first:last].long()
-            _add_rows(out, rows, _products(shrunk[rows, None, : found[1].shape[0]], found[1], place))
+            rows = groups.order[first:last]
+            chosen = shrunk.index_select(0, rows)[:, : found[1].shape[0], None]
+            _add_rows(out, rows, _products(chosen.to(found[1].dtype), found[1], place))
     return out
 
 
 def _products(shrunk: Tensor, b: Tensor, place: LoraPlace) -> Tensor:
-    """shrunk [t, parts, rank], b [rank, out] -> [t, out]"""
-    parts = zip(shrunk.to(b.dtype).unbind(1), b.split(place.out_sizes, dim=1), strict=True)
+    """shrunk [t, rank, parts], b [rank, out] -> [t, out]"""
+    if place.num_parts == 1:
+        return shrunk[:, :, 0] @ b
+    parts = zip(shrunk.unbind(2), b.split(place.out_sizes, dim=1), strict=True)
     return torch.cat([part @ matrix for part, matrix in parts], dim=1)
 
 
 def _add_rows(out: Tensor, rows: Tensor, added: Tensor) -> None:
-    out[rows] = (widened(out[rows]) + added).to(out.dtype)
+    """In the precision of `added`."""
+    if out.dtype == added.dtype:
+        out.index_add_(0, rows, added)
+    else:
+        out[rows.long()] = (out[rows.long()].to(added.dtype) + added).to(out.dtype)
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------------

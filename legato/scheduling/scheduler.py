@@ -55,8 +55,7 @@ class Scheduler:
         queue = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
         self._deadlines = RequestDeadlines(queue, Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG))
         self._entries: dict[int, Entry] = {}
-        self._step_ids = itertools.count(1)
-        self._arrivals = itertools.count()
+        self._step_ids, self._arrivals = itertools.count(1), itertools.count()
 
     def _use(self, limits: SchedulerLimits) -> None:
         """Rows and blocks of shards that have computed nothing yet."""
@@ -344,13 +343,12 @@ class Scheduler:
     def _book_drafts(self, entry: Entry, places: range, result: StepResult) -> list[tuple[int, Output]]:
         """Drafts that were right, and the token behind them, each as if a step of its own had sampled it."""
         entry.count_drafts(len(places))
-        outputs: list[tuple[int, Output]] = []
+        outputs, failed = [], any(each in result.row_errors for each in places)
         for place in itertools.takewhile(lambda _: not entry.done, places):
-            if not any(each in result.row_errors for each in places):
+            if not failed:
                 entry.offer_blocks(self.tree, len(entry.tokens), self.limits.block_size)
-            output = self._book_sampled(entry, place, result)
-            output.is_draft = True
-            outputs.append((entry.id, output))
+            outputs.append((entry.id, self._book_sampled(entry, place, result)))
+            outputs[-1][1].is_draft = True
         return outputs
 
     def _book_sampled(self, entry: Entry, index: int, result: StepResult) -> Output:

@@ -12,6 +12,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from legato.grammar.reasoning import RowReasoning
 from legato.grammar.wire import from_pb
 from legato.layers.kv_cache import KVCache
 from legato.layers.lora import StepAdapters
@@ -31,7 +32,6 @@ from legato.server.graphs.steps import StepGraphs
 from legato.server.memory import is_out_of_memory, refused_for_memory, release
 from legato.server.pending import ForwardResult, PendingStep, SampledTokens, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
-from legato.server.reasoning import RowReasoning
 from legato.server.rows import Rows, RowStep, to_device
 from legato.server.vision.images import VisionEncoder
 from legato.vision.rules import ImageRules

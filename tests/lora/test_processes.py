@@ -13,7 +13,7 @@ from legato.pb import generate_pb2 as pb
 from legato.pb import generate_pb2_grpc as pb_grpc
 from tests.integration.client import JSON, Client, at_once
 from tests.integration.processes import Launched, Program, launched, until
-from tests.lora.tiny_adapters import greedy_tokens, merged_model, write_adapter
+from tests.lora.tiny_adapters import base_model, greedy_tokens, merged_model, write_adapter
 from tests.tiny_models import tiny_llama
 
 PROMPT = "Once upon a time"
@@ -33,6 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Launched]:
     with launched(
         tmp_path_factory.mktemp("server"), root / "base", f"--num-shard={request.param}", "--max-restarts=20",
+        "--dtype=float32",
         f"--lora-adapters=french={root / 'french'}", "--lora-allow-runtime", f"--lora-allow={root},acme/*",
     ) as running:  # fmt: skip
         yield running
@@ -63,7 +64,7 @@ def test_every_api_chooses_the_adapter(server: Launched, root: Path) -> None:
     from legato.modelfiles.files import ModelFiles
 
     tokenizer = ModelFiles.open(root / "base").tokenizer()
-    ids = greedy_tokens(merged_model(root / "base", root / "french"), tokenizer.encode(PROMPT).ids, 12)
+    ids = greedy_tokens(merged_model(base_model(root / "base"), root / "french"), tokenizer.encode(PROMPT).ids, 12)
     assert french == tokenizer.decode(ids, skip_special_tokens=False) or french == tokenizer.decode(ids)
     completion = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     answers = {

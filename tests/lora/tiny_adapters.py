@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,9 +180,9 @@ def write_adapter(base: Path, folder: Path, *, seed: int, rank: int, modules: li
     return folder
 
 
-def merged_model(base: Path, adapter: Path) -> Any:
-    """transformers' model of the base, with the adapter's matrices added to its weights."""
-    model, tensors = base_model(base), load_file(adapter / "adapter_model.safetensors")
+def merged_model(base: Any, adapter: Path) -> Any:
+    """A copy of transformers' model, with the adapter's matrices added to its weights."""
+    model, tensors = copy.deepcopy(base), load_file(adapter / "adapter_model.safetensors")
     config = json.loads((adapter / "adapter_config.json").read_text())
     weights = dict(model.named_parameters())
     with torch.no_grad():

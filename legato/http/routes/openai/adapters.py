@@ -21,6 +21,9 @@ _load_decoder = msgspec.json.Decoder(LoadAdapterRequest)
 _unload_decoder = msgspec.json.Decoder(UnloadAdapterRequest)
 
 
+_TYPES = {403: "unauthorized", 404: "not_found", 503: "healthcheck"}
+
+
 class AdapterForbidden(RequestError):
     status, error_type = 403, "unauthorized"
 
@@ -32,7 +35,9 @@ class AdapterError(RequestError):
 
     def __init__(self, failed: AdapterChangeFailed) -> None:
         super().__init__(str(failed))
-        self.status = failed.status  # type: ignore[misc]  # others have the same every time
+        # Others have the same every time.
+        self.status = failed.status  # type: ignore[misc]
+        self.error_type = _TYPES.get(failed.status, "validation")  # type: ignore[misc]
 
 
 class AdapterChange(Struct, kw_only=True):

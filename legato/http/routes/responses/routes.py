@@ -10,6 +10,7 @@ GET     /v1/responses/{id}/input_items
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from legato.http.routes.responses.background import LOOK_EVERY, BackgroundRespon
 from legato.http.routes.responses.job import ResponseJob
 from legato.http.routes.responses.store import ResponseStore, StoredResponse, this_process
 from legato.http.routes.responses.translation import Item, own_items
+from legato.http.telemetry.request_log import logger
 
 STREAM_ERRORS = StreamErrors(openai_errors.event)
 JSON = {"content-type": "application/json"}
@@ -75,7 +77,10 @@ class ResponseRoutes:
         return items
 
     async def _keep(self, tenant: str, request: ResponsesRequest, response: ResponseObject) -> None:
-        await self._store.put(tenant, _stored(request, response))
+        try:
+            await self._store.put(tenant, _stored(request, response))
+        except sqlite3.Error as error:  # no reason to keep the answer from its client
+            logger.warning("A response could not be stored", extra={"fields": {"cause": str(error)}})
 
     # ---- in the background ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ import pytest
 from starlette.types import ASGIApp
 
 from legato.http.routes.responses.store import ResponseStore, StoredResponse
+from legato.pb import generate_pb2 as pb
 from legato.scheduling.state import FinishReason, Output
+from tests.generation import parameters_of
 from tests.http.asgi import Answer, Call, FakeBackend, call, get, outputs_of, post, until
 from tests.http.routes.agents.machines import events_of
 from tests.http.routes.agents.test_event_order import ROOMY
@@ -79,6 +81,18 @@ def test_functions_of_a_namespace_are_called_by_both_names() -> None:
     assert rendered(server)[0]["tool_calls"][0]["function"]["name"] == "files__open"
 
 
+def test_a_custom_tool_that_is_asked_for_follows_its_grammar() -> None:
+    server = server_for('<think>\nhm\n</think>\n\n{"input": 1}')
+    format = {"type": "grammar", "syntax": "lark", "definition": "start: /.*/"}
+    tools = [{"type": "custom", "name": "patch", "format": format}]
+    answer = ask(server, tools=tools, tool_choice={"type": "custom", "name": "patch"}).json()
+    reasoning, call = answer["output"]
+    assert (reasoning["type"], call["type"], call["input"]) == ("reasoning", "custom_tool_call", '{"input": 1}')
+    parameters = parameters_of(server.backend.requests[0])
+    assert (parameters.grammar_type, parameters.grammar) == (pb.GRAMMAR_TYPE_LARK, "start: /.*/")
+    assert parameters.HasField("reasoning")
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -89,6 +103,7 @@ def test_functions_of_a_namespace_are_called_by_both_names() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0]"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"input": "x", "tools": [{"type": "custom", "name": "p", "format": {"type": "grammar"}}]}, "tools[0].format"),
         ({"input": "x", "conversation": "c"}, "conversation"),
         ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
@@ -219,6 +234,25 @@ def test_a_response_in_the_background_is_cancelled_and_frees_what_it_had() -> No
         assert (await post(server.app, f"{place}/cancel", {})).json()["status"] == "cancelled"
 
     asyncio.run(main())
+
+
+def test_a_response_in_the_background_that_is_refused_has_failed() -> None:
+    async def main() -> None:
+        refused = [Output(error="Model is overloaded", retry_after=2)]
+        server = Server(FakeBackend(lambda request: refused, limits=ROOMY), FakeTemplate())
+        answer = await post(server.app, PATH, {"input": "hi", "background": True, "stream": True})
+        (event,) = events_of(answer.body)
+        assert (event["type"], event["response"]["error"]["code"]) == ("response.failed", "rate_limit_exceeded")
+        stored = await get(server.app, f"{PATH}/{event['response']['id']}")
+        assert stored.json() == event["response"]
+
+    asyncio.run(main())
+
+
+def test_a_store_that_fails_keeps_no_answer_from_its_client(tmp_path: Path) -> None:
+    file = tmp_path / "file.sqlite"
+    file.write_bytes(b"this is no database" * 100)
+    assert ask(server_for(response_store=str(file))).json()["status"] == "completed"
 
 
 def test_a_client_that_hangs_up_does_not_end_a_response_in_the_background() -> None:
