@@ -176,7 +176,7 @@ class HostDecoder:
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head.apply(hidden, self._norm, self._eps)
+        return self._head.apply(hidden, self._norm, self._eps, twice=True)
 
     def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each row of logits the likeliest token, and its log probability: NaN if a logit is not finite."""
