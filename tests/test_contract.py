@@ -217,6 +217,8 @@ METHODS = [
     "Decode(DecodeRequest) -> DecodeResponse",
     "Health(HealthRequest) -> HealthResponse",
     "PrepareGrammar(PrepareGrammarRequest) -> PrepareGrammarResponse",
+    "LoadAdapter(LoadAdapterRequest) -> LoadAdapterResponse",
+    "UnloadAdapter(UnloadAdapterRequest) -> UnloadAdapterResponse",
     "Tokens(stream StepRequest) -> stream StepResponse",
 ]
 

@@ -3,6 +3,8 @@
 RequestError
 ├── MalformedBody      400   not JSON
 ├── NotFound           404
+│   ├── UnknownAdapterId     no such LoRA adapter is loaded
+│   └── UnknownModel         the same, in OpenAI's API
 ├── MethodNotAllowed   405
 ├── PayloadTooLarge    413
 ├── CompressedBody     415
@@ -53,6 +55,20 @@ class MalformedBody(RequestError):
 
 class NotFound(RequestError):
     status, error_type = 404, "not_found"
+
+
+class UnknownAdapterId(NotFound):
+    """Never the base model instead."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"`adapter_id` is unknown: no adapter {name!r} is loaded")
+
+
+class UnknownModel(NotFound):
+    """Of OpenAI's API: neither the model that is served nor an adapter."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model {model!r} does not exist")
 
 
 class MethodNotAllowed(RequestError):

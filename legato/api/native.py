@@ -118,7 +118,7 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
             examples=[{"type": "regex", "value": "[0-9]+"}],
         ),
     ] = None  # type: ignore[assignment]
-    adapter_id: Annotated[str | None, Meta(description="A LoRA adapter. None is loaded yet, so any is refused.")] = None
+    adapter_id: Annotated[str | None, Meta(description="A LoRA adapter that is loaded, by name.")] = None
     logit_bias: Annotated[
         dict[int, float] | None,
         Meta(description="Token id to a number between -100 and 100 that is added to its logit."),

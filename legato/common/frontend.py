@@ -97,7 +97,8 @@ class HttpOptions(Options):
     api_key_file: str | None = option(
         None,
         "File with API keys, one per line, `#` for comments. `KEY priority=N` lets requests with that key ask for"
-        " priority N and worse ones. Default: 5 and worse, so that no key overtakes the others.",
+        " priority N and worse ones; default: 5 and worse, so that no key overtakes the others. `KEY adapters` lets its"
+        " holder load and unload LoRA adapters (`--lora-allow-runtime`).",
     )
     ssl_certfile: str | None = option(
         None, "TLS certificate, with its chain, in PEM format. Default: connections are not encrypted."

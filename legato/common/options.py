@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
+from legato.common.adapters import AdapterOptions, RuntimeAdapterOptions
 from legato.common.errors import OptionError
 from legato.common.frontend import HttpOptions, RequestOptions
 from legato.common.option import Options, option
@@ -76,9 +77,6 @@ class LoadingOptions(Options):
         " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0.",
         minimum=0,
         maximum=64,
-    )
-    lora_adapters: str | None = option(
-        None, "LoRA adapters to load, comma-separated: `id`, `id@revision`, `name=/path`.", later="LoRA adapters"
     )
 
     @property
@@ -279,6 +277,8 @@ class LauncherOptions(
     RendezvousOptions,
     SupervisionOptions,
     FakeShardOptions,
+    AdapterOptions,
+    RuntimeAdapterOptions,
 ):
     """Processes"""
 
@@ -301,7 +301,9 @@ class LauncherOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions, SupervisionOptions):
+class RouterOptions(
+    ModelOptions, LimitOptions, RequestOptions, HttpOptions, LogOptions, SupervisionOptions, RuntimeAdapterOptions
+):
     """Shards"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"flag": "tokenizer-name", "env": "TOKENIZER_NAME"}}
@@ -310,7 +312,16 @@ class RouterOptions(ModelOptions, LimitOptions, RequestOptions, HttpOptions, Log
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(ModelOptions, LoadingOptions, ComputeOptions, LogOptions, RendezvousOptions, FakeShardOptions):
+class ServerOptions(
+    ModelOptions,
+    LoadingOptions,
+    ComputeOptions,
+    LogOptions,
+    RendezvousOptions,
+    FakeShardOptions,
+    AdapterOptions,
+    RuntimeAdapterOptions,
+):
     """This shard"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
@@ -348,6 +359,12 @@ class DownloadOptions(ModelOptions, LogOptions):
     auto_convert: bool = option(
         True,
         "Convert PyTorch pickles to safetensors if the model has no safetensors; otherwise such a model is an error.",
+        env=None,
+    )
+    merge_lora: bool = option(
+        False,
+        "Of a LoRA adapter: write the base model with the adapter merged into it. A folder gets the files itself, a Hub"
+        " id a folder of that name below the current one. Without it, adapters are merged when they are loaded.",
         env=None,
     )
 

@@ -19,8 +19,8 @@ shards work as well. The checkpoints are examples; any with the same `model_type
 
 Weights are safetensors. PyTorch's files (`*.bin`, else `*.pt`) are converted before a model is served, those of a local
 folder too: once, beside them, and by `torch.load(weights_only=True)`, which runs no code. GGUF files are dequantised
-when they are loaded. Quantized checkpoints: [docs/quantization.md](quantization.md). Adapters are not
-supported yet.
+when they are loaded. Quantized checkpoints: [docs/quantization.md](quantization.md). LoRA
+adapters: [docs/lora.md](lora.md).
 """
 
 IMAGES = """\
@@ -52,10 +52,13 @@ tokenizer_config.json names or that its `model_type` has:
 | `tokenizer.model`, `spiece.model` (SentencePiece) | SENTENCEPIECE; without a class as SentencePiece does |
 | `tokenizer.model`, `tiktoken.model`, `*.tiktoken` (tiktoken) | all; text is split as Llama 3 does |
 
-`make test-tokenizers` compares the tokens of 10,000 strings each with transformers. Classes that are not in this table
-are refused by name. A tokenizer that is Python code in the model's repository runs once, with `--trust-remote-code`, in
-a process of its own: what it makes of the vocabulary is compared with a tokenizer of the library and stored in the
-cache. If no such tokenizer gives the same tokens, it is refused.
+`make test-tokenizers` compares the tokens of 10,000 strings each with transformers, or with SentencePiece where the two
+differ (merges of published Mistral and Llama files, which transformers 5 orders by number instead of score). Classes
+that are not in this table are refused by name.
+
+A tokenizer that is Python code in the model's repository runs once, with `--trust-remote-code`, in a process of its
+own: what it makes of the vocabulary is compared with a tokenizer of the library and stored in the cache. If no such
+tokenizer gives the same tokens, it is refused.
 
 Galactica's sequences (`[START_SMILES]`, `[START_I_SMILES]`, `[START_DNA]`, `[START_AMINO]`) are split into characters,
 as in its training.

@@ -36,6 +36,7 @@ from legato.http.routes.anthropic.messages import MessageRoutes
 from legato.http.routes.health import HealthRoutes
 from legato.http.routes.native import GenerateRoutes
 from legato.http.routes.openai import errors as openai_errors
+from legato.http.routes.openai.adapters import AdapterRoutes
 from legato.http.routes.openai.chat import ChatRoutes
 from legato.http.routes.openai.completions import CompletionRoutes
 from legato.http.routes.openai.models import ModelRoutes
@@ -138,7 +139,12 @@ def _routes(inference: Inference) -> list[Route]:
     settings, scheduler = inference.settings, inference.scheduler
     generate, health = GenerateRoutes(inference), HealthRoutes(scheduler, has_keys=bool(settings.api_keys))
     names = TokenNames(inference.tokenizer, inference.vocabulary)
-    completions, chat, models = CompletionRoutes(inference, names), ChatRoutes(inference, names), ModelRoutes(settings)
+    completions, chat, models = (
+        CompletionRoutes(inference, names),
+        ChatRoutes(inference, names),
+        ModelRoutes(settings, scheduler),
+    )
+    adapters = AdapterRoutes(settings, scheduler)
     messages = MessageRoutes(inference)
     info = msgspec.json.encode(_info(settings, scheduler.limits))
     openapi = msgspec.json.encode(document(settings))
@@ -168,6 +174,8 @@ def _routes(inference: Inference) -> list[Route]:
         Route("/v1/messages/count_tokens", Endpoint(messages.count_tokens), methods=["POST"]),
         *_response_routes(ResponseRoutes(inference, names)),
         Route("/v1/completions", Endpoint(completions.completions), methods=["POST"]),
+        Route("/v1/load_lora_adapter", Endpoint(adapters.load_adapter), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", Endpoint(adapters.unload_adapter), methods=["POST"]),
         Route("/v1/models", models.models),
         Route("/v1/models/{model:path}", models.model),
         Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
@@ -188,11 +196,11 @@ def _routes(inference: Inference) -> list[Route]:
 def _response_routes(responses: ResponseRoutes) -> list[Route]:
     one = "/v1/responses/{response_id}"
     return [
-        Route("/v1/responses", Endpoint(responses.create), methods=["POST"]),
-        Route(one, Endpoint(responses.retrieve), methods=["GET"]),
-        Route(one, Endpoint(responses.delete), methods=["DELETE"]),
-        Route(f"{one}/cancel", Endpoint(responses.cancel), methods=["POST"]),
-        Route(f"{one}/input_items", Endpoint(responses.input_items), methods=["GET"]),
+        Route("/v1/responses", Endpoint(responses.responses), methods=["POST"]),
+        Route(one, Endpoint(responses.response), methods=["GET"]),
+        Route(one, Endpoint(responses.delete_response), methods=["DELETE"]),
+        Route(f"{one}/cancel", Endpoint(responses.cancel_response), methods=["POST"]),
+        Route(f"{one}/input_items", Endpoint(responses.response_input_items), methods=["GET"]),
     ]
 
 

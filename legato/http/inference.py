@@ -65,7 +65,9 @@ class Inference:
             chat_template=chat_template,
             chat_format=ChatFormat.of(tokenizer, chat_template, settings.tool_call_parser, settings.reasoning_parser),
             vocabulary=Vocabulary(tokenizer),
-            validator=Validator(tokenizer, scheduler.limits, settings, scheduler.prepare, images),
+            validator=Validator(
+                tokenizer, scheduler.limits, settings, scheduler.prepare, images, lambda: scheduler.adapters
+            ),
             settings=settings,
             metrics=metrics,
             concurrency=ConcurrencyLimit(settings.max_concurrent_requests),

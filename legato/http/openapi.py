@@ -16,6 +16,8 @@ from legato.api.errors import (
     Overloaded,
     PayloadTooLarge,
     TimedOut,
+    Unhealthy,
+    UnknownModel,
 )
 from legato.api.native import ErrorResponse
 from legato.api.openai.responses import OpenAIError
@@ -25,7 +27,7 @@ from legato.http.operations import OPERATIONS, Operation
 from legato.http.routes import health
 from legato.http.routes.anthropic import errors as anthropic_errors
 from legato.http.routes.openai import errors as openai_errors
-from legato.http.routes.openai.errors import UnknownModel
+from legato.http.routes.openai.adapters import AdapterForbidden
 from legato.ipc.settings import RouterSettings
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -37,7 +39,7 @@ _ERRORS = {
     400: ("The body is not JSON", "validation", "Failed to parse the request body as JSON: ..."),
     401: ("No API key, or a wrong one", "unauthorized", "The API key is not valid"),
     403: ("The server has no API keys, and another machine asks", "unauthorized", str(health.LocalOnly())),
-    404: ("No such file", "not_found", "There is no such file"),
+    404: ("No such file or adapter", "not_found", "`adapter_id` is unknown: no adapter 'french' is loaded"),
     413: ("The body is too large", "validation", "The request body is larger than the limit of 2000000 bytes"),
     415: ("The body is compressed", "validation", str(CompressedBody("gzip"))),
     422: ("The request cannot be served", "validation", "Input validation error: `inputs` cannot be empty"),
@@ -50,12 +52,15 @@ _ERRORS = {
 _OPENAI_ERRORS = {
     400: ("The request cannot be served", InvalidRequest("`n` must be >= 1 and <= 8. Given: 9", "n")),
     401: ("No API key, or a wrong one", Unauthorized("The API key is not valid")),
+    403: ("Not allowed", AdapterForbidden("This API key may not change LoRA adapters")),
     404: ("No such model or response", UnknownModel("other")),
+    409: ("The adapter is loaded already, or changing", AdapterForbidden("an adapter 'french' is loaded already")),
     413: ("The body is too large", PayloadTooLarge(2_000_000)),
     415: ("The body is compressed", CompressedBody("gzip")),
     422: ("The chat template refuses", TemplateError("...")),
     429: ("Too many requests; try again", Overloaded()),
     500: ("Generation failed", GenerationFailed("...")),
+    503: ("The shards are restarting", Unhealthy("the shards were lost: the adapter was not loaded")),
     504: ("Took longer than the server allows", TimedOut(_TOO_LONG)),
 }
 

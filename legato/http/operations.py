@@ -18,7 +18,7 @@ from legato.api.native import (
     StreamResponse,
     TokenizeRequest,
 )
-from legato.api.openai.requests import ChatRequest, CompletionRequest
+from legato.api.openai.requests import ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest
 from legato.api.openai.responses import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -35,6 +35,7 @@ from legato.api.responses.requests import ResponsesRequest
 from legato.http.auth import OPEN_PATHS
 from legato.http.pages.routes import MEDIA_TYPES
 from legato.http.routes import health
+from legato.http.routes.openai.adapters import AdapterChange
 from legato.http.routes.platforms import kserve
 from legato.http.routes.platforms.vertex import VertexRequest, VertexResponse
 
@@ -42,9 +43,9 @@ _JSON, _EVENTS = "application/json", "text/event-stream"
 # How a stream of OpenAI's API ends. All other events are JSON.
 _Done = Literal["[DONE]"]
 _BODY_ERRORS = (400, 413, 415, 422)
-_GENERATION_ERRORS = (*_BODY_ERRORS, 424, 429, 504)
-_OPENAI_ERRORS = (400, 413, 415, 422, 429, 500, 504)
-_ANTHROPIC_ERRORS = (400, 413, 415, 500, 504, 529)
+_GENERATION_ERRORS = (*_BODY_ERRORS, 404, 424, 429, 504)
+_OPENAI_ERRORS = (400, 404, 413, 415, 422, 429, 500, 504)
+_ANTHROPIC_ERRORS = (400, 404, 413, 415, 500, 504, 529)
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ OPERATIONS = [
         CompletionRequest,
         {"prompt": "The capital of France is", "max_tokens": 20},
         {_JSON: Completion, _EVENTS: (CompletionChunk, OpenAIError, _Done)},
-        (400, 413, 415, 429, 500, 504),
+        (400, 404, 413, 415, 429, 500, 504),
     ),
     Operation(
         "post",
@@ -216,7 +217,27 @@ OPERATIONS = [
         {_JSON: TokenCount},
         _ANTHROPIC_ERRORS,
     ),
-    Operation("get", "/v1/models", "The model, as in OpenAI's API", response={_JSON: ModelList}),
+    Operation(
+        "post",
+        "/v1/load_lora_adapter",
+        "Load a LoRA adapter",
+        "With --lora-allow-runtime. Answers when requests may name the adapter; others do not wait.",
+        LoadAdapterRequest,
+        {"lora_name": "french", "lora_path": "/srv/adapters/french"},
+        {_JSON: AdapterChange},
+        (400, 403, 409, 413, 415, 422, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/unload_lora_adapter",
+        "Unload a LoRA adapter",
+        "New requests are refused at once. Answers when the last one that uses it has ended.",
+        UnloadAdapterRequest,
+        {"lora_name": "french"},
+        {_JSON: AdapterChange},
+        (400, 403, 404, 409, 413, 415),
+    ),
+    Operation("get", "/v1/models", "The model and its LoRA adapters, as in OpenAI's API", response={_JSON: ModelList}),
     Operation("get", "/v1/models/{model}", "One model by its name", response={_JSON: ModelObject}, errors=(404,)),
     Operation(
         "post",

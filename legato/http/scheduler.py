@@ -13,6 +13,7 @@ from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.ipc import messages as msg
+from legato.scheduling.adapters import AdapterInfo
 from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk
 from legato.telemetry.step_times import StepTimes
 
@@ -27,6 +28,14 @@ DELIVERIES_PER_TURN = 32
 Receiver = Callable[[Output], None]
 
 
+class AdapterChangeFailed(LegatoError):
+    """An adapter was not loaded or unloaded. `status` is that of HTTP."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class SchedulerClient:
     """Sends requests, hands out their tokens, and asks the scheduler's questions. The owner of the link passes in what
     arrives on it."""
@@ -39,6 +48,8 @@ class SchedulerClient:
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[msg.Answer]] = {}
         self._state, self._state_at = NO_STATE, 0.0
+        # The LoRA adapters that requests may name.
+        self.adapters: dict[str, AdapterInfo] = {}
         # What has arrived, by request, in the order of delivery.
         self._undelivered: dict[int, list[Output]] = {}
         self._delivering = False
@@ -77,6 +88,12 @@ class SchedulerClient:
         assert isinstance(answer.value, bytes)
         return answer.value
 
+    async def change_adapter(self, name: str, source: str | None, revision: str | None = None) -> None:
+        """Load an adapter from `source`, or without one unload it. AdapterChangeFailed."""
+        answer = await self._ask(lambda number: msg.ChangeAdapter(number, name, source, revision))
+        if answer.error is not None:
+            raise AdapterChangeFailed(answer.error, answer.status)
+
     async def scrape(self) -> bytes:
         """The metrics of all processes."""
         answer = await self._ask(msg.Scrape)
@@ -97,6 +114,9 @@ class SchedulerClient:
         return asked
 
     # ---- what arrives ----------------------------------------------------------------------------------------------
+
+    def on_adapters(self, adapters: list[AdapterInfo]) -> None:
+        self.adapters = {adapter.name: adapter for adapter in adapters}
 
     def on_state(self, state: msg.ServerState) -> None:
         self._state, self._state_at = state, self._loop.time()

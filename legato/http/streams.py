@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Sequence
 
 from msgspec import Struct
 
-from legato.api.errors import ClientGone, GenerationFailed, Overloaded, RequestError, TimedOut
+from legato.api.errors import ClientGone, GenerationFailed, NotFound, Overloaded, RequestError, TimedOut
 from legato.api.native import PrefillToken, Token
 from legato.http.scheduler import SchedulerClient
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
@@ -294,6 +294,8 @@ def _error_of(output: Output) -> RequestError:
     assert output.error is not None
     if output.retry_after:
         return Overloaded(output.retry_after)
+    if output.is_unknown:
+        return NotFound(output.error)
     return TimedOut(output.error) if output.timed_out else GenerationFailed(output.error)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
-from legato.api.errors import InvalidRequest, TooLong
+from legato.api.errors import InvalidRequest, TooLong, UnknownAdapterId, UnknownModel
 from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
@@ -27,6 +27,7 @@ from legato.http.grammar import GrammarCompiler
 from legato.http.shapes import read_grammar
 from legato.ipc.settings import RouterSettings
 from legato.pb import generate_pb2 as pb
+from legato.scheduling.adapters import NO_ADAPTER, AdapterInfo
 from legato.scheduling.state import DEFAULT_PRIORITY, GenerationRequest, ModelLimits
 from legato.text.galactica import SequenceSplitter, without_markers
 from legato.vision.prompts import Images, PromptImage, refuse_images, with_cache_keys
@@ -63,6 +64,7 @@ class ValidRequest:
     spoken_token_ids: frozenset[int] = frozenset()
     images: tuple[PromptImage, ...] = ()
     priority: int = DEFAULT_PRIORITY
+    adapter: AdapterInfo | None = None
 
     def generation(
         self, request_id: int, seed: int, tenant: str = "", priority: int | None = None
@@ -95,6 +97,7 @@ class ValidRequest:
             images=tuple(image.span for image in self.images),
             priority=self.priority if priority is None else priority,
             tenant=tenant,
+            adapter=NO_ADAPTER if self.adapter is None else self.adapter.number,
         )
 
     def with_grammar(self, grammar: Grammar) -> ValidRequest:
@@ -118,8 +121,10 @@ class Validator:
         settings: RouterSettings,
         prepare: Callable[[Grammar], Awaitable[None]] | None = None,
         images: Images | None = None,
+        adapters: Callable[[], Mapping[str, AdapterInfo]] = dict,
     ) -> None:
-        """`prepare` has the shards compile a grammar, if there are any; `images`: the model has a vision encoder."""
+        """`prepare` has the shards compile a grammar, if there are any; `images`: the model has a vision encoder;
+        `adapters` returns those that are loaded, by name."""
         # A tokenizer file may say how to cut and pad training data. Requests are cut on demand and never padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -129,6 +134,7 @@ class Validator:
         self.settings = settings
         self._has_foreign_tokens = max(tokenizer.get_vocab().values(), default=0) >= limits.vocab_size
         self.images = images
+        self._adapters = adapters
         self._grammars = GrammarCompiler(tokenizer, limits, settings, prepare)
         self._threads = ThreadPoolExecutor(settings.validation_workers, thread_name_prefix="tokenize")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
@@ -176,6 +182,7 @@ class Validator:
             stop=tuple(parameters.stop or ()),
             images=images,
             priority=check_priority(parameters.priority),
+            adapter=None if parameters.adapter_id is None else self.adapter(parameters.adapter_id),
         )
         grammar = read_grammar(parameters.grammar, "grammar")
         return valid if grammar is None else valid.with_grammar(await self.check_grammar(grammar, "grammar"))
@@ -296,9 +303,26 @@ class Validator:
 
     def _check_extensions(self, parameters: GenerateParameters) -> None:
         if parameters.adapter_id is not None:
-            raise InvalidRequest(f"`adapter_id` is unknown: no adapter {parameters.adapter_id!r} is loaded")
+            self.adapter(parameters.adapter_id)
         self.check_token_ids("logit_bias", parameters.logit_bias or ())
         check_bias(parameters.logit_bias or {})
+
+    def adapter(self, name: str) -> AdapterInfo:
+        """UnknownAdapterId."""
+        found = self._adapters().get(name)
+        if found is None:
+            raise UnknownAdapterId(name)
+        return found
+
+    def adapter_of_model(self, model: str | None) -> AdapterInfo | None:
+        """What `model` means in OpenAI's API: the base model or an adapter. A server that takes no adapters answers to
+        any name, like TGI's; one that does must not let the base model answer for an adapter that is not there."""
+        if model is None or model in self.settings.base_names:
+            return None
+        found = self._adapters().get(model)
+        if found is None and self.settings.takes_adapters:
+            raise UnknownModel(model)
+        return found
 
     def check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:

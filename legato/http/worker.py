@@ -27,6 +27,7 @@ from legato.http.server import HttpServer
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
 from legato.modelfiles.files import ModelFiles
+from legato.scheduling.adapters import AdapterInfo
 from legato.telemetry.export import SpanExport, open_export
 from legato.telemetry.loop_lag import LoopLag
 from legato.telemetry.metrics import Metrics
@@ -48,6 +49,7 @@ class HttpWorker:
         self._scheduler: SchedulerClient | None = None
         # What was told last; while the worker loads, what `Serve` says of it grows old.
         self._state: msg.ServerState | None = None
+        self._adapters: list[AdapterInfo] | None = None
         self._metrics: Metrics | None = None
         self._spans: SpanExport | None = None
         self._server: HttpServer | None = None
@@ -75,7 +77,7 @@ class HttpWorker:
         setup(wanted.logger_level, wanted.json_output, "text-generation-router")
         if wanted.otlp_endpoint is not None:
             self._spans = open_export(wanted.otlp_endpoint, wanted.otlp_service_name, "http_worker")
-        files = ModelFiles.open(Path(wanted.model))
+        files = ModelFiles.open(Path(wanted.model), Path(wanted.hub_cache) if wanted.hub_cache else None)
         override = Path(wanted.tokenizer_config_path) if wanted.tokenizer_config_path else None
         tokenizer = await asyncio.to_thread(files.tokenizer)
         template = await asyncio.to_thread(ChatTemplate.load, files, override, wanted.payload_limit)
@@ -86,6 +88,7 @@ class HttpWorker:
     ) -> ASGIApp:
         scheduler = self._scheduler = SchedulerClient(serve.limits, self._link.send)
         scheduler.on_state(self._state or serve.state)
+        scheduler.on_adapters(serve.adapters if self._adapters is None else self._adapters)
         metrics = self._metrics = Metrics(serve.limits)
         LoopLag(lambda seconds: metrics.loop_lag("http_worker", seconds))
         if self._spans is not None:
@@ -116,6 +119,10 @@ class HttpWorker:
                 self._state = message
                 if self._scheduler is not None:
                     self._scheduler.on_state(message)
+            case msg.Adapters(adapters):
+                self._adapters = adapters
+                if self._scheduler is not None:
+                    self._scheduler.on_adapters(adapters)
             case msg.ChunkDone():
                 assert self._scheduler is not None
                 self._scheduler.on_chunk(message)

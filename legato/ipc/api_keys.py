@@ -1,23 +1,33 @@
 """API keys: where they come from, and what each of them allows.
 
-A line of the key file is a key, or a key and `priority=N`: its holder may ask for that priority and every worse one.
-Without it, a key allows the default priority and worse ones, so that nobody overtakes the holders of other keys.
+A line of the key file is a key, and behind it what its holder may do. `priority=N`: ask for that priority and every
+worse one; without it, a key allows the default priority and worse ones, so that nobody overtakes the holders of other
+keys. `adapters`: load and unload LoRA adapters.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from legato.common.errors import OptionError
 from legato.scheduling.state import DEFAULT_PRIORITY, LAST_PRIORITY
 
 
-def read_keys(keys: Iterable[str], path: str | None) -> dict[str, int]:
-    """The keys of `--api-key` and of `--api-key-file`, and the best priority that each allows. A file that has none is
-    a mistake: taken at its word, it would disable authentication."""
-    found = dict.fromkeys(keys, DEFAULT_PRIORITY)
+@dataclass(frozen=True, slots=True)
+class KeyRights:
+    """What the holder of a key may do."""
+
+    priority: int = DEFAULT_PRIORITY  # the best that may be asked for
+    adapters: bool = False
+
+
+def read_keys(keys: Iterable[str], path: str | None) -> dict[str, KeyRights]:
+    """The keys of `--api-key` and of `--api-key-file`, and what each allows. A file that has none is a mistake: taken
+    at its word, it would disable authentication."""
+    found = dict.fromkeys(keys, KeyRights())
     if path is None:
         return found
     try:
@@ -35,15 +45,21 @@ def read_keys(keys: Iterable[str], path: str | None) -> dict[str, int]:
     return found | dict(in_file)
 
 
-def _key(line: str, place: str) -> tuple[str, int]:
+def _key(line: str, place: str) -> tuple[str, KeyRights]:
     """The line itself is not shown: it holds a secret."""
-    key, *rest = line.split()
-    if not rest:
-        return key, DEFAULT_PRIORITY
-    name, _, value = rest[0].partition("=")
-    if len(rest) > 1 or name != "priority" or value not in map(str, range(LAST_PRIORITY + 1)):
-        raise OptionError(f"{place}: expected a key, or a key and priority=N with N from 0 to {LAST_PRIORITY}")
-    return key, int(value)
+    key, *words = line.split()
+    rights = KeyRights()
+    for word in words:
+        name, _, value = word.partition("=")
+        if word == "adapters" and not rights.adapters:
+            rights = replace(rights, adapters=True)
+        elif name == "priority" and value in map(str, range(LAST_PRIORITY + 1)):
+            rights = replace(rights, priority=int(value))
+        else:
+            raise OptionError(
+                f"{place}: expected a key, or a key and priority=N with N from 0 to {LAST_PRIORITY}, or adapters"
+            )
+    return key, rights
 
 
 def tenant_of(key: str) -> str:

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from legato.grammar.kinds import Grammar
 from legato.ipc.settings import RouterSettings
+from legato.scheduling.adapters import AdapterInfo
 from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk
 from legato.telemetry.metrics import Figures
 
@@ -28,6 +29,8 @@ class WorkerSetup(Struct, tag=0, array_like=True, frozen=True):
     payload_limit: int
     otlp_endpoint: str | None = None
     otlp_service_name: str = ""
+    # --huggingface-hub-cache, where the base model of an adapter is.
+    hub_cache: str | None = None
 
 
 class ServerState(Struct, tag=6, array_like=True, frozen=True):
@@ -55,6 +58,7 @@ class Serve(Struct, tag=1, array_like=True, frozen=True):
     # Seconds that requests get to finish at the end.
     grace: float
     state: ServerState
+    adapters: list[AdapterInfo] = []
 
 
 class Tokens(Struct, tag=2, array_like=True, frozen=True):
@@ -74,6 +78,8 @@ class Answer(Struct, tag=3, array_like=True, frozen=True):
     error: str | None = None
     # The error is the fault of the grammar that was asked about, not ours.
     grammar_is_wrong: bool = False
+    # The HTTP status of an error about an adapter.
+    status: int = 0
 
 
 class AskFigures(Struct, tag=4, array_like=True, frozen=True):
@@ -91,7 +97,13 @@ class ChunkDone(Struct, tag=7, array_like=True, frozen=True):
     chunk: PromptChunk
 
 
-ToWorker: TypeAlias = WorkerSetup | Serve | Tokens | Answer | AskFigures | Drain | ServerState | ChunkDone
+class Adapters(Struct, tag=8, array_like=True, frozen=True):
+    """The LoRA adapters that requests may name from now on."""
+
+    adapters: list[AdapterInfo]
+
+
+ToWorker: TypeAlias = WorkerSetup | Serve | Tokens | Answer | AskFigures | Drain | ServerState | ChunkDone | Adapters
 
 # ---- to the scheduler ------------------------------------------------------------------------------------------------
 
@@ -148,7 +160,16 @@ class Alive(Struct, tag=9, array_like=True, frozen=True):
     """The answer to `ServerState`. A worker that does not give it for long is hung."""
 
 
+class ChangeAdapter(Struct, tag=10, array_like=True, frozen=True):
+    """Load a LoRA adapter from this source, or without one unload it. Answered when that is done."""
+
+    number: int
+    name: str
+    source: str | None = None
+    revision: str | None = None
+
+
 # About the worker itself, and on behalf of its clients.
 WorkerStatus: TypeAlias = Loaded | Serving | Failed | Report | Alive
-ClientMessage: TypeAlias = Submit | Cancel | Prepare | BeginDrain | Scrape
+ClientMessage: TypeAlias = Submit | Cancel | Prepare | BeginDrain | Scrape | ChangeAdapter
 ToScheduler: TypeAlias = WorkerStatus | ClientMessage

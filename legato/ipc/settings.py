@@ -49,6 +49,10 @@ class RouterSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     # The best priority that the holder of a key may ask for, by tenant, where it is not the default.
     best_priorities: dict[str, int] = field(default_factory=dict)
+    # Whether requests may name LoRA adapters, whether these may change at run time, and for which tenants.
+    takes_adapters: bool = False
+    changes_adapters: bool = False
+    adapter_tenants: frozenset[str] = frozenset()
     # Where Vertex AI asks for predictions and health, besides the usual paths.
     vertex_predict_route: str | None = None
     vertex_health_route: str | None = None
@@ -63,6 +67,11 @@ class RouterSettings:
     def best_priority(self, tenant: str) -> int:
         """Without keys everybody may have any. With keys nobody overtakes others unless the operator says so."""
         return self.best_priorities.get(tenant, DEFAULT_PRIORITY) if self.api_keys else 0
+
+    @property
+    def base_names(self) -> tuple[str, str]:
+        """What `model` is called on the routes of OpenAI's API if it is not an adapter. The second is TGI's."""
+        return self.model_id, "tgi"
 
     @property
     def default_return_full_text(self) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from legato.kernels.language import Pointer, Scalar, constexpr, jit, kernel_or_torch, next_power_of_two, tl, widened
 from legato.kernels.overlap import launch_options, wait_for_previous
+from legato.kernels.quantized.eight_bit import LARGEST, EightBitRows, empty_rows, prepare_rows, store_eight_bits
 
 # A program holds one whole row in registers.
 MAX_HIDDEN_SIZE = 65536
@@ -20,14 +21,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    inplace: bool = False,
+    row_type: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual) in one pass. `inplace` writes the sum over `residual`.
 
-    `x` may come in the parts of `split_linear`, which are added and rounded first.
+    `x` may come in the parts of `split_linear`, which are added and rounded first. With a `row_type` of 8 bits the
+    result is also there as `rows_of` it.
     """
     _check(x, weight, residual=residual)
-    return kernel_or_torch(x, _add_rms_norm_triton, _add_rms_norm_torch)(x, residual, weight, eps, inplace)
+    return kernel_or_torch(x, _add_rms_norm_triton, _add_rms_norm_torch)(x, residual, weight, eps, inplace, row_type)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -72,8 +79,9 @@ def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _add_rms_norm_torch(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool, row_type: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
+    """`rows_of` quantizes what nothing has prepared."""
     x = _added_up(x, residual)
     total = residual.add_(x) if inplace else residual + x
     return _rms_norm_torch(total, weight, eps), total
@@ -95,9 +103,9 @@ def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inplace: bool, row_type: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _add_norm_triton(x, residual, weight, None, eps, False, inplace)
+    return _add_norm_triton(x, residual, weight, None, eps, False, inplace, row_type)
 
 
 def _layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -118,14 +126,25 @@ def _norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: flo
 
 
 def _add_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, inplace: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    inplace: bool,
+    row_type: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     residual_rows = residual.view(-1, x.shape[-1])
     parts = x.view(-1, *residual_rows.shape)
     out = torch.empty(residual_rows.shape, dtype=residual.dtype, device=x.device)
     total = residual_rows if inplace else torch.empty_like(out)
-    _launch(out, parts, residual_rows, total, weight, bias, eps, center, add=True)
-    return out.view(residual.shape), residual if inplace else total.view(residual.shape)
+    rows = None if row_type is None else empty_rows(out, row_type)
+    _launch(out, parts, residual_rows, total, weight, bias, eps, center, add=True, rows=rows)
+    normed = out.view(residual.shape)
+    if rows is not None:
+        prepare_rows(normed, rows)
+    return normed, residual if inplace else total.view(residual.shape)
 
 
 def _launch(
@@ -138,6 +157,7 @@ def _launch(
     eps: float,
     center: bool,
     add: bool,
+    rows: EightBitRows | None = None,  # of `out`, to be written, too
 ) -> None:
     num_parts, num_rows, hidden_size = x.shape
     if num_rows == 0:
@@ -150,6 +170,8 @@ def _launch(
         total,
         weight,
         bias,
+        None if rows is None else rows.numbers,
+        None if rows is None else rows.scale,
         eps,
         hidden_size,
         x.stride(1),
@@ -159,6 +181,7 @@ def _launch(
         CENTER=center,
         ADD=add,
         NUM_PARTS=num_parts,
+        LARGEST=0.0 if rows is None else LARGEST[rows.numbers.dtype],
         BLOCK=block,
         num_warps=_num_warps(block),
         **launch_options(x),
@@ -178,6 +201,8 @@ def _norm_kernel(
     total: Pointer,
     weight: Pointer,
     bias: Pointer,
+    numbers: Pointer,
+    number_scale: Pointer,
     eps: float,
     hidden_size: Scalar,
     x_stride: Scalar,
@@ -187,6 +212,7 @@ def _norm_kernel(
     CENTER: constexpr,
     ADD: constexpr,
     NUM_PARTS: constexpr,
+    LARGEST: constexpr,
     BLOCK: constexpr,
     OVERLAP: constexpr,
 ) -> None:
@@ -216,4 +242,8 @@ def _norm_kernel(
         normed *= scale.to(tl.float32)
     if bias is not None:
         normed += shift.to(tl.float32)
-    tl.store(out + row * hidden_size + column, normed.to(out.dtype.element_ty), mask=inside)
+    rounded = normed.to(out.dtype.element_ty)
+    tl.store(out + row * hidden_size + column, rounded, mask=inside)
+    if numbers is not None:
+        wide = tl.where(inside, rounded.to(tl.float32), 0.0)
+        store_eight_bits(numbers, number_scale, wide, row, column, hidden_size, LARGEST)

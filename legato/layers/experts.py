@@ -122,8 +122,13 @@ class Experts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x)
         groups = group_rows(ids, self.gate_up.num_experts)
-        inner = self.gate(self.gate_up.apply(x, groups))
+        inner = self.gate_up.apply(x, groups)
+        if self.gate_up.lora is not None:
+            inner = self.gate_up.lora.add_experts(inner, x, ids)
+        inner = self.gate(inner)
         outputs = self.down.apply(inner, groups, weights.flatten())  # [T num_chosen, hidden]
+        if self.down.lora is not None:
+            outputs = self.down.lora.add_experts(outputs, inner, ids, weights.flatten())
         return outputs.view(*ids.shape, -1).sum(1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from legato.layers.lora import LoraDelta
 from legato.layers.shard import Shard
 from legato.quantization.dense import DenseWeight, Weight
 from legato.quantization.host import HostWeight
@@ -13,11 +14,14 @@ from legato.quantization.host import HostWeight
 class Linear:
     """x [T, in] -> [T, out]: column parallel, or replicated."""
 
+    lora: LoraDelta | None = None  # set if adapters can change it; so in the classes below
+
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight.apply(x)
+        product = self.weight.apply(x)
+        return product if self.lora is None else self.lora.add(product, x)
 
 
 class RowLinear:
@@ -26,6 +30,8 @@ class RowLinear:
     The sum can be left to the caller (`reduce=False`), who may have several of them to add first: experts, or the two
     branches of a parallel residual. The bias, if any, is in the first shard's weight only.
     """
+
+    lora: LoraDelta | None = None
 
     def __init__(self, weight: Weight, shard: Shard, reduce: bool = True) -> None:
         self.weight = weight
@@ -40,11 +46,15 @@ class RowLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         product = self._apply(x)
+        if self.lora is not None:
+            product = self.lora.add(product, x)
         return self.shard.all_reduce(product) if self.reduces else product
 
 
 class Embedding:
     """Token ids [T] -> [T, hidden]. Each shard holds some rows of the table; ids of other shards give zero here."""
+
+    lora: LoraDelta | None = None
 
     def __init__(self, weight: torch.Tensor, first: int, shard: Shard) -> None:
         self.weight = weight  # [rows of this shard, hidden], zeros beyond the vocabulary
@@ -53,11 +63,15 @@ class Embedding:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         if self.shard.world_size == 1:
-            return F.embedding(ids, self.weight)
+            found = F.embedding(ids, self.weight)
+            return found if self.lora is None else self.lora.look_up(found, ids)
         ours = ids - self.first
         foreign = (ours < 0) | (ours >= self.weight.shape[0])
-        found = F.embedding(ours.masked_fill(foreign, 0), self.weight)
-        return self.shard.all_reduce(found.masked_fill_(foreign[:, None], 0))
+        ours = ours.masked_fill(foreign, 0)
+        found = F.embedding(ours, self.weight).masked_fill_(foreign[:, None], 0)
+        if self.lora is not None:
+            found = self.lora.look_up(found, ours, foreign)
+        return self.shard.all_reduce(found)
 
 
 class PackedEmbedding(Embedding):
@@ -69,11 +83,14 @@ class PackedEmbedding(Embedding):
         self.shard = shard
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.packed.packed.rows(ids)
+        found = self.packed.packed.rows(ids)
+        return found if self.lora is None else self.lora.look_up(found, ids)
 
 
 class Head:
     """[m, hidden] -> [m, vocab_size], gathered on every shard: all sample the same token."""
+
+    lora: LoraDelta | None = None
 
     def __init__(self, weight: Weight, vocab_size: int, shard: Shard) -> None:
         self.weight = weight
@@ -82,6 +99,8 @@ class Head:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.weight.apply(x)
+        if self.lora is not None:
+            logits = self.lora.add(logits, x)
         if self.shard.world_size == 1:
             return logits
         return self.shard.gather_columns(logits)[:, : self.vocab_size].contiguous()

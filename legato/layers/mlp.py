@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from legato.common.errors import UnsupportedModel
 from legato.kernels.activation import Activation, gate_and_mul
+from legato.kernels.quantized.linear import Gate
 from legato.layers.linear import Linear
 from legato.quantization.dense import DenseWeight
-from legato.quantization.weight import QuantizedWeight
+from legato.quantization.weight import QuantizedWeight, row_type_of_weight
 
 
 class Product(Protocol):
@@ -94,13 +95,17 @@ class GatedMLP:
         self.gate = gate_by_name(activation)
 
         self.kind = GATES.get(activation)
+        self.row_type = row_type_of_weight(getattr(down, "weight", None))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind is not None and isinstance(self.gate_up, Linear):
-            weight = self.gate_up.weight
-            if isinstance(weight, (DenseWeight, QuantizedWeight)):
+            weight, lora = self.gate_up.weight, self.gate_up.lora
+            is_adapted = lora is not None and lora.is_active  # adapters add to the product, before the gate
+            if isinstance(weight, DenseWeight) and not is_adapted:
                 return weight.apply_gated(x, self.kind)
+            if isinstance(weight, QuantizedWeight) and not is_adapted:
+                return weight.apply_gated(x, Gate(self.kind, self.row_type))
         return self.gate(self.gate_up(x))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from legato.kernels.norm import add_layer_norm, add_rms_norm, is_in_parts, layer_norm, rms_norm
+from legato.kernels.quantized.linear import FEW_ROWS
 
 
 class RMSNorm:
@@ -18,6 +19,7 @@ class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         self.weight = weight.float() + offset if offset else weight
         self.eps = eps
+        self.row_type: torch.dtype | None = None  # of 8 bits, in which the product behind it wants many rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size of the weight]: the hidden state, or single heads."""
@@ -33,7 +35,8 @@ class RMSNorm:
         if residual is None:
             return self(x), x
         if x.is_cuda or is_in_parts(x, residual):
-            return add_rms_norm(x, residual, self.weight, self.eps, inplace=True)
+            row_type = self.row_type if residual.shape[0] > FEW_ROWS else None
+            return add_rms_norm(x, residual, self.weight, self.eps, inplace=True, row_type=row_type)
         total = x.add_(residual)
         return self(total), total
 

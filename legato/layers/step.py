@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 import torch
 
 from legato.kernels.attention.paged import PagedContext
+from legato.layers.lora import StepAdapters
 
 T = TypeVar("T")
 
@@ -64,13 +65,18 @@ class Step:
     on_host: PagedContext | None  # the same context as the CPU path wants it; None on other devices
     sides: Sides | None = None  # of encoder-decoder models only
     images: ImageEmbeddings | None = None  # of vision models only
+    adapters: StepAdapters | None = None  # of steps with tokens that have one
     in_last_layer: bool = False  # only the logits come after it
     _memo: dict[Hashable, object] = field(default_factory=dict)
 
     def needed_after_attention(self, states: torch.Tensor) -> torch.Tensor:
         """Those of [T, ...] that the rest of a layer needs after its attention. In the last layer that is the tokens
         whose logits are wanted: the others have no later layer that would read their keys and values."""
-        return self.wanted(states) if self.in_last_layer else states
+        if not self.in_last_layer:
+            return states
+        if self.adapters is not None:
+            self.adapters.narrow(self.logits_indices)
+        return self.wanted(states)
 
     def wanted(self, states: torch.Tensor) -> torch.Tensor:
         """Those of [T, ...] whose logits are wanted."""

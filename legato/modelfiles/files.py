@@ -2,9 +2,10 @@
 
     ModelFiles.open(path)
     ├── a folder with config.json, tokenizer.json and *.safetensors  (Hugging Face's layout)
-    └── a .gguf file, or a folder with exactly one
+    ├── a .gguf file, or a folder with exactly one
+    └── a folder with adapter_config.json: a LoRA adapter, to be merged into its base model
 
-Both have the same interface, in terms of Hugging Face's files. Opening looks at names only; `check_weights` reads the
+All have the same interface, in terms of Hugging Face's files. Opening looks at names only; `check_weights` reads the
 headers of the weight files, so that a truncated download is reported before anything is loaded.
 """
 
@@ -45,7 +46,8 @@ class ModelFiles(ABC):
         self.path = path
 
     @staticmethod
-    def open(path: Path) -> ModelFiles:
+    def open(path: Path, cache: Path | None = None) -> ModelFiles:
+        """`cache` is where the base model of an adapter may be, if not in the Hub's own cache folder."""
         if path.suffix == ".gguf" and path.is_file():
             return GgufModel(path)
         if not path.is_dir():
@@ -56,6 +58,10 @@ class ModelFiles(ABC):
             return ModelFolder(path)
         if len(ggufs) == 1:
             return GgufModel(ggufs[0])
+        if (path / "adapter_config.json").is_file():
+            from legato.modelfiles.merged import MergedModel  # a model that needs others to be found
+
+            return MergedModel(path, cache)
         if ggufs:
             names = ", ".join(file.name for file in ggufs)
             raise ModelNotFound(f"{path} contains several models; choose one of {names}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from legato.common.errors import ModelNotFound
 from legato.common.options import DEFAULT_MODEL as DEFAULT_MODEL
 from legato.modelfiles.cache import Progress, cache_folder
-from legato.modelfiles.huggingface import cached_hub_model, hub_model
+from legato.modelfiles.huggingface import cached_hub_model, hub_adapter, hub_model
 from legato.modelfiles.index import DEFAULT_PACKAGE as DEFAULT_PACKAGE
 from legato.modelfiles.index import PREFIX, cached_package_model, package_model
 
@@ -43,6 +43,18 @@ def resolve(
     if model_id.startswith(PREFIX):
         return package_model(model_id, cache_folder(cache_dir), progress)
     return hub_model(model_id, revision, cache_dir, progress, HUB_TIMEOUT, code)
+
+
+def resolve_adapter(
+    source: str, revision: str | None, *, cache_dir: Path | None = None, progress: Progress = _silent
+) -> Path:
+    """The folder of a LoRA adapter: a folder on this machine, or the snapshot of a Hub repository."""
+    name = os.path.expanduser(source)
+    if os.path.isdir(name):
+        return Path(name).absolute()
+    if name.startswith(("/", "./", "../", "~")):
+        raise ModelNotFound(f"{source!r}: no such folder")
+    return hub_adapter(source, revision, cache_dir, progress, HUB_TIMEOUT)
 
 
 def resolve_default(*, cache_dir: Path | None = None, progress: Progress = _silent) -> Path:

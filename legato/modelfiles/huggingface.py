@@ -64,6 +64,21 @@ def cached_hub_model(repo_id: str, revision: str | None, cache_dir: Path | None)
     return Path(snapshot)
 
 
+def hub_adapter(repo_id: str, revision: str | None, cache_dir: Path | None, progress: Progress, timeout: float) -> Path:
+    """A snapshot of a repository of PEFT's. If the Hub does not respond within `timeout`, the cached one."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    problem = _problem(repo_id, revision, timeout)
+    if problem is None:
+        return _download(repo_id, revision, cache_dir, progress, MODEL_PATTERNS)
+    try:
+        snapshot = snapshot_download(repo_id, revision=revision, cache_dir=cache_dir, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ModelNotFound(f"{repo_id}: {problem}, and the cache has no copy") from None
+    return Path(snapshot)
+
+
 def _problem(repo_id: str, revision: str | None, timeout: float) -> str | None:
     """Why the model cannot be downloaded from the Hub, or None.
 

@@ -10,7 +10,8 @@ from legato.common.errors import ModelNotFound
 from legato.common.options import ModelOptions
 from legato.common.progress import progress
 from legato.modelfiles import hub
-from legato.modelfiles.files import TOKENIZER_CONFIG, read_json
+from legato.modelfiles.adapters import AdapterSource
+from legato.modelfiles.files import TOKENIZER_CONFIG, ModelFiles, read_json
 from legato.modelfiles.speculator import SpeculatorFiles
 from legato.modelfiles.vocabularies import remote
 
@@ -41,13 +42,29 @@ def locate_checkpoint(options: ModelOptions) -> Path:
         if not Path(options.weights_cache_override).is_dir():
             raise ModelNotFound(f"--weights-cache-override: {options.weights_cache_override} is not a folder")
         return Path(options.weights_cache_override)
-    cache = Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
+    cache = cache_of(options)
     with DownloadProgress() as shown:
         if options.model_id is None:
             return hub.resolve_default(cache_dir=cache, progress=shown)
         return hub.resolve(
             options.model_id, options.revision, cache_dir=cache, progress=shown, code=options.trust_remote_code
         )
+
+
+def open_model(options: ModelOptions) -> ModelFiles:
+    """The files of the model that the options name, downloaded if they are not on this machine."""
+    return ModelFiles.open(locate(options), cache_of(options))
+
+
+def cache_of(options: ModelOptions) -> Path | None:
+    return Path(options.huggingface_hub_cache) if options.huggingface_hub_cache else None
+
+
+def locate_adapter(source: AdapterSource, cache: str | None) -> Path:
+    """The folder of a LoRA adapter, downloaded if it is not on this machine. `cache` is --huggingface-hub-cache."""
+    with DownloadProgress() as shown:
+        cache_dir = Path(cache) if cache else None
+        return hub.resolve_adapter(source.source, source.revision, cache_dir=cache_dir, progress=shown)
 
 
 class DownloadProgress(ExitStack):

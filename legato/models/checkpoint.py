@@ -6,16 +6,19 @@ Keeps account: a tensor that is missing, left over or of the wrong shape is an e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, Unpack
 
 import torch
 
 from legato.common.errors import ModelFileError
 from legato.layers.shard import Shard
 from legato.models.sources import Staging, TensorSource
+from legato.models.targets import AdapterTarget, MatrixPart, TargetCut
 from legato.quantization.method import DENSE, Method
 from legato.quantization.stored import Ranges
 
+T = TypeVar("T")
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 # What old checkpoints carry along and no model reads.
@@ -52,7 +55,13 @@ class Checkpoint:
         self._staging = Staging(device)
         self._total = source.nbytes() // self.shard.world_size
         self._read_bytes = 0
+        self.targets: list[AdapterTarget] = []  # the layers that adapters may change
         self.kinds: Counter[str] = Counter()  # of quantized matrices, with their products, and how many there are
+
+    def _target(self, layer: T, parts: Sequence[MatrixPart], in_features: int, **cut: Unpack[TargetCut]) -> T:
+        """Note a layer that adapters may change; returns it."""
+        self.targets.append(AdapterTarget(layer, tuple(parts), in_features, **cut))
+        return layer
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

@@ -16,10 +16,12 @@ from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache, KVShape, LayerCache
 from legato.layers.linear import Embedding, Head, RowLinear
 from legato.layers.mlp import Product
+from legato.layers.norm import RMSNorm
 from legato.layers.shard import Heads, Shard
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
 from legato.models.weights import Weights
+from legato.quantization.weight import row_type_of_weight
 
 
 class Norm(Protocol):
@@ -72,10 +74,15 @@ class SequentialLayer:
         self.mlp = mlp
 
     def leave_parts(self) -> None:
-        """Let its norms and the next layer's add up what its products leave in parts."""
+        """Let its norms and the next layer's add up what its products leave in parts, and quantize what its products
+        want in 8 bits."""
         for product in (self.attention.output, getattr(self.mlp, "down", None)):
             if isinstance(product, RowLinear):
                 product.leave_parts()
+        behind_norms = ((self.norm, self.attention.qkv), (self.mlp_norm, getattr(self.mlp, "gate_up", None)))
+        for norm, product in behind_norms:
+            if isinstance(norm, RMSNorm):
+                norm.row_type = row_type_of_weight(getattr(product, "weight", None))
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step

@@ -8,6 +8,7 @@ import torch
 
 from legato.models.checkpoint import Checkpoint
 from legato.models.rows import merged_ranges
+from legato.models.targets import expert_targets
 from legato.quantization.experts import DenseExperts, ExpertWeights, expert_weights
 from legato.quantization.stored import MatrixSlice
 from legato.quantization.weight import Matrix, kinds_of
@@ -23,6 +24,13 @@ class ExpertMatrices(Checkpoint):
 
         Checkpoints have three matrices for each expert, `parts` by name (gate, up, down), or all experts in two.
         """
+        made = self._experts(name, num_experts, inner, hidden, parts)
+        self.targets += expert_targets(name, parts, made, self.shard.span(inner), inner, hidden)
+        return made
+
+    def _experts(
+        self, name: str, num_experts: int, inner: int, hidden: int, parts: tuple[str, str, str]
+    ) -> tuple[ExpertWeights, ExpertWeights]:
         first, last = span = self.shard.span(inner)
         quantizer = self._method.quantizer
         if f"{name}.gate_up_proj" in self:

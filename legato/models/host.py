@@ -144,7 +144,8 @@ class HostDecoder:
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         context = step.on_host
-        if context is None or cache.layers[0].keys.dtype != CACHE_DTYPE or cache.block_size % BLOCK_ROWS:
+        is_ours = cache.layers[0].keys.dtype == CACHE_DTYPE and not cache.block_size % BLOCK_ROWS
+        if context is None or not is_ours or step.adapters is not None:  # the library knows no adapters
             # What torch computes in is float32, whatever the cache has.
             context = None if context is None else replace(context, dtype=torch.float32)
             return self._model.forward(replace(step, on_host=context), cache)
@@ -176,6 +177,8 @@ class HostDecoder:
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if (lora := self._model.head.lora) is not None and lora.is_active:
+            return self._model.logits(hidden)
         return self._head.apply(hidden, self._norm, self._eps, twice=True)
 
     def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,13 +16,16 @@ from legato.layers.kv_cache import KVCache, KVShape
 from legato.layers.shard import Shard
 from legato.layers.step import Step
 from legato.modelfiles.files import ModelFiles
+from legato.modelfiles.merged import MergedModel
 from legato.models.checkpoint import Progress
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
 from legato.models.gguf_reader import GgufReader
 from legato.models.gguf_source import GgufSource
+from legato.models.merge import MergedSource
 from legato.models.methods import find_method, on_load
 from legato.models.sources import SafetensorsSource, TensorSource
+from legato.models.targets import AdapterTarget
 from legato.models.weights import Weights
 from legato.quantization.method import DENSE
 
@@ -133,9 +136,10 @@ def get_model(
     trust_remote_code: bool = False,
     quantize: str | None = None,
     packs: bool = False,
+    targets: list[AdapterTarget] | None = None,
 ) -> CausalModel:
     """Build this shard of the model that `config` describes and fill it from `files`. `quantize` is the method that
-    was asked for; `packs` is for a CPU: matrices are packed."""
+    was asked for; `packs` is for a CPU: matrices are packed; `targets` gets the layers that adapters may change."""
     if config.model_type not in ARCHITECTURES:
         fallback = _fallback(files, trust_remote_code)
         if quantize is not None or files.quantization() is not None:
@@ -145,7 +149,9 @@ def get_model(
     architecture = architecture_for(config.model_type)
     if dummy:
         method = DENSE if quantize is None else on_load(quantize)
-        built: CausalModel = architecture(config, DummyWeights(dtype, device, shard, method, packs))
+        made = DummyWeights(dtype, device, shard, method, packs)
+        built: CausalModel = architecture(config, made)
+        _note_targets(targets, made)
         return built
     source = open_source(files)
     method = find_method(files, source, quantize)
@@ -157,9 +163,15 @@ def get_model(
         weights.check_all_used()
     except ModelFileError as error:
         raise ModelFileError(f"{files.path}: {error}") from None
+    _note_targets(targets, weights)
     if weights.kinds:
         logger.info("Quantized weights", extra={"fields": {"method": method.name, "layers": dict(weights.kinds)}})
     return model
+
+
+def _note_targets(targets: list[AdapterTarget] | None, weights: Weights) -> None:
+    if targets is not None:
+        targets += weights.targets
 
 
 def model_config(files: ModelFiles, *, trust_remote_code: bool = False) -> ModelConfig:
@@ -191,6 +203,8 @@ def _fallback(files: ModelFiles, trust_remote_code: bool) -> ModuleType:
 
 
 def open_source(files: ModelFiles) -> TensorSource:
+    if isinstance(files, MergedModel):
+        return MergedSource(open_source(files.base), files.path)
     if files.weight_format == "gguf":
         return GgufSource(files.weight_files()[0])
     return SafetensorsSource(files.weight_files())

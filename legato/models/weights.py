@@ -21,7 +21,6 @@ come without `.weight` and `.bias`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 import torch
@@ -32,20 +31,12 @@ from legato.layers.norm import LayerNorm
 from legato.layers.shard import Heads
 from legato.models.expert_matrices import ExpertMatrices, between_groups
 from legato.models.rows import QkvLayout, merged_ranges, qkv_rows, without_neighbours
+from legato.models.targets import MatrixPart
 from legato.quantization.dense import Weight, dense_weight
 from legato.quantization.host import HostWeight, host_weight
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.stored import MatrixSlice, Ranges
 from legato.quantization.weight import Matrix, kinds_of, weight_of
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixPart:
-    """A matrix [out_features, in] of the checkpoint, and the rows of it that are wanted; None for all."""
-
-    name: str
-    out_features: int
-    rows: Ranges | None = None
 
 
 class RowOptions(TypedDict, total=False):
@@ -64,11 +55,15 @@ class Weights(ExpertMatrices):
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """Each shard has equally many rows; what reaches beyond the vocabulary is zero."""
+        first, last = self.shard.padded_span(vocab_size)
+        embedding, parts = self._embedding(name, vocab_size, hidden_size, first), [MatrixPart(name, hidden_size)]
+        return self._target(embedding, parts, vocab_size, columns=(first, last), is_embedding=True)
+
+    def _embedding(self, name: str, vocab_size: int, hidden_size: int, first: int) -> Embedding:
         if self.packs and self.shard.world_size == 1:
             weight = self._packed_vocabulary(name, vocab_size, hidden_size)
             if isinstance(weight, HostWeight):
                 return PackedEmbedding(weight, self.shard)
-        first, _ = self.shard.padded_span(vocab_size)
         return Embedding(self._vocabulary(f"{name}.weight", (vocab_size, hidden_size)), first, self.shard)
 
     def head(
@@ -94,7 +89,8 @@ class Weights(ExpertMatrices):
             self.skip(f"{name}.weight")  # a checkpoint that says "tied" may still carry a copy
         weight = F.normalize(weight, dim=-1) if normed else weight
         added = self._vocabulary(f"{name}.bias", (vocab_size,)) if bias else None
-        return Head(dense_weight(weight, added), vocab_size, self.shard)
+        head, rows = Head(dense_weight(weight, added), vocab_size, self.shard), [self.shard.padded_span(vocab_size)]
+        return self._target(head, [MatrixPart(name, vocab_size, rows)], hidden_size)
 
     def _packed_vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Weight:
         weight = host_weight([self._matrix(MatrixSlice(name, vocab_size, hidden_size), packs=True)])
@@ -113,7 +109,7 @@ class Weights(ExpertMatrices):
         if bias:
             added = self._vocabulary(f"{name}.bias", (vocab_size,))
             weight = weight.with_bias(added) if isinstance(weight, HostWeight) else weight
-        return Head(weight, vocab_size, self.shard)
+        return self._target(Head(weight, vocab_size, self.shard), [MatrixPart(name, vocab_size)], hidden_size)
 
     def heads(self, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> Heads:
         """This shard's part of the heads."""
@@ -151,7 +147,7 @@ class Weights(ExpertMatrices):
                 MatrixPart(name, n, merged_ranges(spans)) for name, n, spans in zip(names, counts, alone, strict=True)
             ]
         order = without_neighbours(heads, neighbours) if neighbours else None
-        return Linear(self._weight(parts, in_features, None, bias, transposed, order))
+        return self._linear(parts, in_features, bias, transposed, order)
 
     def output(self, name: str, heads: Heads, out_features: int, **how: Unpack[RowOptions]) -> RowLinear:
         """The projection behind attention: its inputs are the heads."""
@@ -175,7 +171,7 @@ class Weights(ExpertMatrices):
         first, last = self.shard.span(out_features)
         rows = [(i * out_features + first, i * out_features + last) for i in range(fused)]
         parts = [MatrixPart(name, fused * out_features, rows) for name in _as_list(names)]
-        return Linear(self._weight(parts, in_features, None, bias, transposed))
+        return self._linear(parts, in_features, bias, transposed)
 
     def row(self, name: str, out_features: int, in_features: int, **how: Unpack[RowOptions]) -> RowLinear:
         """What comes behind `column`: each shard brings its span of the inputs."""
@@ -194,7 +190,7 @@ class Weights(ExpertMatrices):
         """Whole on every shard, and never quantized on load: routers of experts, projections to something small.
         `order` is that of the outputs where it should not be the checkpoint's."""
         parts = [MatrixPart(name, out_features) for name in _as_list(names)]
-        return Linear(self._weight(parts, in_features, None, bias, transposed, order, quantize=False))
+        return self._linear(parts, in_features, bias, transposed, order, quantize=False)
 
     def per_head(
         self,
@@ -211,7 +207,7 @@ class Weights(ExpertMatrices):
         if order is not None:
             order = (torch.arange(heads.num_heads)[:, None] * size + order).flatten()
         parts = [MatrixPart(name, heads.all_heads * size, rows) for name in _as_list(names)]
-        return Linear(self._weight(parts, in_features, None, bias, False, order))
+        return self._linear(parts, in_features, bias, order=order)
 
     def _row(
         self,
@@ -231,7 +227,20 @@ class Weights(ExpertMatrices):
             self.skip(f"{name}.bias")
         part = MatrixPart(name, out_features)
         weight = self._weight([part], in_features, columns, has_bias, transposed, dtype=dtype)
-        return RowLinear(weight, self.shard, reduce)
+        return self._target(RowLinear(weight, self.shard, reduce), [part], in_features, columns=columns)
+
+    def _linear(
+        self,
+        parts: Sequence[MatrixPart],
+        in_features: int,
+        bias: bool = False,
+        transposed: bool = False,
+        order: torch.Tensor | None = None,
+        *,
+        quantize: bool = True,
+    ) -> Linear:
+        weight = self._weight(parts, in_features, None, bias, transposed, order, quantize=quantize)
+        return self._target(Linear(weight), parts, in_features, order=order)
 
     def _weight(
         self,

@@ -44,7 +44,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "eos_token_ids", "vocab_size", "max_position_embeddings", "model_type", "decoder_start_token_id", "num_uncaptured", "num_steps", "num_proposals")
+    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "eos_token_ids", "vocab_size", "max_position_embeddings", "model_type", "decoder_start_token_id", "num_uncaptured", "num_steps", "num_proposals", "adapters", "num_adapter_pages")
     REQUIRES_PADDING_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,8 @@ class InfoResponse(_message.Message):
     NUM_UNCAPTURED_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADAPTER_PAGES_FIELD_NUMBER: _ClassVar[int]
     requires_padding: bool
     dtype: str
     device_type: str
@@ -79,7 +81,19 @@ class InfoResponse(_message.Message):
     num_uncaptured: int
     num_steps: int
     num_proposals: int
-    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., model_type: _Optional[str] = ..., decoder_start_token_id: _Optional[int] = ..., num_uncaptured: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_proposals: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
+    num_adapter_pages: int
+    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., model_type: _Optional[str] = ..., decoder_start_token_id: _Optional[int] = ..., num_uncaptured: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_proposals: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., num_adapter_pages: _Optional[int] = ...) -> None: ...
+
+class AdapterInfo(_message.Message):
+    __slots__ = ("adapter_id", "path", "num_pages")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    path: str
+    num_pages: int
+    def __init__(self, adapter_id: _Optional[str] = ..., path: _Optional[str] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -409,8 +423,34 @@ class PrepareGrammarResponse(_message.Message):
     error: str
     def __init__(self, error: _Optional[str] = ...) -> None: ...
 
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("adapter_id", "path")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    path: str
+    def __init__(self, adapter_id: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("error", "adapter")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    adapter: AdapterInfo
+    def __init__(self, error: _Optional[str] = ..., adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("adapter_id",)
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    def __init__(self, adapter_id: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Admission(_message.Message):
-    __slots__ = ("row", "request_id", "input_ids", "num_generated", "num_cached", "blocks", "parameters", "top_n_tokens", "prompt_logprobs", "adapter_id", "images", "max_new_tokens")
+    __slots__ = ("row", "request_id", "input_ids", "num_generated", "num_cached", "blocks", "parameters", "top_n_tokens", "prompt_logprobs", "adapter_id", "images", "max_new_tokens", "adapter_slot")
     ROW_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -423,6 +463,7 @@ class Admission(_message.Message):
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_SLOT_FIELD_NUMBER: _ClassVar[int]
     row: int
     request_id: int
     input_ids: bytes
@@ -435,7 +476,18 @@ class Admission(_message.Message):
     adapter_id: str
     images: _containers.RepeatedCompositeFieldContainer[AdmittedImage]
     max_new_tokens: int
-    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[int] = ..., input_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., num_cached: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: bool = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[_Union[AdmittedImage, _Mapping]]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
+    adapter_slot: int
+    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[int] = ..., input_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., num_cached: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: bool = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[_Union[AdmittedImage, _Mapping]]] = ..., max_new_tokens: _Optional[int] = ..., adapter_slot: _Optional[int] = ...) -> None: ...
+
+class AdapterPlacement(_message.Message):
+    __slots__ = ("adapter_id", "slot", "pages")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    slot: int
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, adapter_id: _Optional[str] = ..., slot: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdmittedImage(_message.Message):
     __slots__ = ("image", "start", "num_tokens")
@@ -448,7 +500,7 @@ class AdmittedImage(_message.Message):
     def __init__(self, image: _Optional[_Union[Image, _Mapping]] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("id", "admitted", "rows", "num_tokens", "num_new_blocks", "new_blocks", "traces", "num_drafts", "draft_ids", "num_proposals")
+    __slots__ = ("id", "admitted", "rows", "num_tokens", "num_new_blocks", "new_blocks", "traces", "num_drafts", "draft_ids", "num_proposals", "adapters")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -459,6 +511,7 @@ class StepRequest(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     id: int
     admitted: _containers.RepeatedCompositeFieldContainer[Admission]
     rows: _containers.RepeatedScalarFieldContainer[int]
@@ -469,7 +522,8 @@ class StepRequest(_message.Message):
     num_drafts: _containers.RepeatedScalarFieldContainer[int]
     draft_ids: _containers.RepeatedScalarFieldContainer[int]
     num_proposals: int
-    def __init__(self, id: _Optional[int] = ..., admitted: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_blocks: _Optional[_Iterable[int]] = ..., traces: _Optional[_Iterable[_Union[TracedRow, _Mapping]]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_ids: _Optional[_Iterable[int]] = ..., num_proposals: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterPlacement]
+    def __init__(self, id: _Optional[int] = ..., admitted: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_blocks: _Optional[_Iterable[int]] = ..., traces: _Optional[_Iterable[_Union[TracedRow, _Mapping]]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_ids: _Optional[_Iterable[int]] = ..., num_proposals: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ...) -> None: ...
 
 class TracedRow(_message.Message):
     __slots__ = ("row", "traceparent")

@@ -79,6 +79,16 @@ class TextGenerationServiceStub(object):
                 request_serializer=generate__pb2.PrepareGrammarRequest.SerializeToString,
                 response_deserializer=generate__pb2.PrepareGrammarResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/generate.v3.TextGenerationService/LoadAdapter',
+                request_serializer=generate__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=generate__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/generate.v3.TextGenerationService/UnloadAdapter',
+                request_serializer=generate__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=generate__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.Tokens = channel.stream_stream(
                 '/generate.v3.TextGenerationService/Tokens',
                 request_serializer=generate__pb2.StepRequest.SerializeToString,
@@ -152,6 +162,20 @@ class TextGenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Read a LoRA adapter into host memory, beside the steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Forget one that no row uses.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokens(self, request_iterator, context):
         """Steps in, tokens out, in order.
         """
@@ -206,6 +230,16 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.PrepareGrammar,
                     request_deserializer=generate__pb2.PrepareGrammarRequest.FromString,
                     response_serializer=generate__pb2.PrepareGrammarResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=generate__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=generate__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=generate__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=generate__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'Tokens': grpc.stream_stream_rpc_method_handler(
                     servicer.Tokens,
@@ -456,6 +490,60 @@ class TextGenerationService(object):
             '/generate.v3.TextGenerationService/PrepareGrammar',
             generate__pb2.PrepareGrammarRequest.SerializeToString,
             generate__pb2.PrepareGrammarResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/LoadAdapter',
+            generate__pb2.LoadAdapterRequest.SerializeToString,
+            generate__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/UnloadAdapter',
+            generate__pb2.UnloadAdapterRequest.SerializeToString,
+            generate__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,7 @@ from legato.modelfiles.cache import cache_folder
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.huggingface import cached_hub_model
 from legato.modelfiles.index import PREFIX, cached_package_model
+from legato.modelfiles.locate import cache_of
 from legato.modelfiles.shapes import SHAPES
 from legato.plan.memory import Device, Fit, MemoryPlan, choose_dtype
 from legato.scheduling.budget import step_sizes
@@ -56,6 +57,12 @@ class PlanOptions(ModelOptions):
     max_batch_prefill_tokens: int | None = option(
         None, "Maximum tokens of one step. Default: the router's default.", env=None, minimum=1
     )
+    lora_device_ranks: int | None = option(
+        None, "Device memory for LoRA adapters, in ranks. Default: no adapters.", env=None, minimum=8
+    )
+    lora_target_modules: tuple[str, ...] = option(
+        (), "Layers that LoRA adapters may change. Default: all linear layers except experts and `lm_head`.", env=None
+    )
     json: bool = option(False, "Print the plan as JSON.", env=None)
 
 
@@ -70,13 +77,15 @@ def run(options: PlanOptions) -> int:
 
 
 def make_plan(options: PlanOptions) -> MemoryPlan:
-    files = None if options.model_id in SHAPES else ModelFiles.open(find(options))
+    files = None if options.model_id in SHAPES else ModelFiles.open(find(options), cache_of(options))
     config = SHAPES[str(options.model_id)] if files is None else files.config()
     device = _device(options.memory)
     dtype = choose_dtype(options.dtype, config, device)
-    from legato.plan.counting import CountedModel  # brings in torch; mistakes are found before
+    from legato.plan.counting import AdapterRoom, CountedModel  # brings in torch; mistakes are found before
 
-    model = CountedModel(config, dtype, files, options.quantize, device.kind)
+    ranks = options.lora_device_ranks
+    adapters = None if ranks is None else AdapterRoom(ranks, options.lora_target_modules)
+    model = CountedModel(config, dtype, files, options.quantize, device.kind, adapters)
     return MemoryPlan(
         model=options.model_id or hub.DEFAULT_MODEL,
         shape=model.shape,
@@ -147,6 +156,9 @@ def command_for(plan: MemoryPlan, options: PlanOptions) -> str | None:
     formats = ["--dtype", options.dtype] if options.dtype else []
     formats += ["--quantize", options.quantize] if options.quantize else []
     formats += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
+    formats += ["--lora-device-ranks", str(options.lora_device_ranks)] if options.lora_device_ranks else []
+    modules = ",".join(options.lora_target_modules)
+    formats += ["--lora-target-modules", modules] if options.lora_device_ranks and modules else []
     if options.model_id not in SHAPES:
         words = ["text-generation-launcher"] + (["--model-id", options.model_id] if options.model_id else [])
         return plan.command([*words, *(["--revision", options.revision] if options.revision else []), *formats])
@@ -168,10 +180,13 @@ def show(plan: MemoryPlan, line: str | None, console: Console) -> None:
         f" {plan.num_rows} requests, steps of {plan.step_tokens:,} tokens",
         soft_wrap=True,
     )
-    table = Table("Shards", "Weights", "Step (estimate)", "KV bytes/token", "Tokens", "Sequences of full length")
+    has_adapters = any(fit.adapters for fit in plan.fits)
+    more = ["Adapters"] if has_adapters else []
+    table = Table("Shards", "Weights", *more, "Step (estimate)", "KV bytes/token", "Tokens", "Sequences of full length")
     for fit in plan.fits:
         full = f"{fit.tokens / shape.max_positions:.1f}" if fit.tokens else "does not fit"
-        sizes = (_gib(fit.weights), _gib(fit.step), f"{fit.bytes_per_token:,}", f"{fit.tokens:,}")
+        adapters = [_gib(fit.adapters)] if has_adapters else []
+        sizes = (_gib(fit.weights), *adapters, _gib(fit.step), f"{fit.bytes_per_token:,}", f"{fit.tokens:,}")
         table.add_row(str(fit.num_shards), *sizes, full)
     console.print(table)
     if plan.best is None:

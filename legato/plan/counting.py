@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from legato.common.errors import ModelFileError
+from legato.kernels.lora import PAGE_RANKS
 from legato.layers.shard import Shard
 from legato.modelfiles.files import GgufModel, ModelFiles
 from legato.models import checkpoint
@@ -26,6 +27,7 @@ from legato.models.methods import find_method, on_load
 from legato.models.registry import ARCHITECTURES, CausalModel, architecture_for, open_source
 from legato.models.sizes import Sizes
 from legato.models.sources import STORED_DTYPES
+from legato.models.targets import LoraLayout, usual_modules
 from legato.plan.memory import SIZES, ModelShape, ShardSize
 from legato.quantization.dense import Weight
 from legato.quantization.experts import ExpertWeights
@@ -125,6 +127,14 @@ class CountingWeights(DummyWeights):
         return gate_up, down
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """LoRA adapters to make room for, as --lora-device-ranks and --lora-target-modules say."""
+
+    ranks: int
+    modules: tuple[str, ...] = ()  # (): all linear layers
+
+
 class CountedModel:
     """A model in this dtype, by its configuration and, where there are some, the headers of its files. `numbers` has
     how many numbers each tensor that it loads is."""
@@ -136,8 +146,10 @@ class CountedModel:
         files: ModelFiles | None = None,
         quantize: str | None = None,
         device_kind: str = "cuda",
+        adapters: AdapterRoom | None = None,
     ) -> None:
         self._config = config
+        self._adapters = adapters
         self._device_kind = device_kind
         self._dtype = dtype
         self._stored = None if files is None else dict(_stored(files))
@@ -152,8 +164,10 @@ class CountedModel:
             chosen = keys.count("num_experts_per_tok", default=2)
             inner = max(inner, chosen * keys.count("moe_intermediate_size", default=inner))
         num_layers, num_kv_heads, head_dim = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
+        adapter_bytes = 0
         if is_native := sizes.model_type in ARCHITECTURES:
             model, weights = self._build(Shard())
+            adapter_bytes = self._adapter_bytes(weights)
             self.numbers, num_bytes, kv = weights.numbers, weights.num_bytes, model.kv_shape
             sizes, num_layers, num_kv_heads, head_dim = model.config, kv.num_layers, kv.num_kv_heads, kv.head_dim
         else:
@@ -161,7 +175,7 @@ class CountedModel:
             unused = {"lm_head.weight"} if keys.flag("tie_word_embeddings") else set()
             self.numbers = {name: math.prod(self._stored[name].shape) for name in self._stored.keys() - unused}
             num_bytes = sum(self._stored[name].loaded_bytes(dtype) for name in self.numbers)
-        self._whole = ShardSize(1, num_bytes, 2 * num_layers * num_kv_heads * head_dim)
+        self._whole = ShardSize(1, num_bytes, 2 * num_layers * num_kv_heads * head_dim, adapter_bytes)
         self.shape = ModelShape(
             model_type=sizes.model_type,
             num_layers=num_layers,
@@ -196,7 +210,15 @@ class CountedModel:
             return self._whole
         model, weights = self._build(Shard(num_shards - 1, num_shards))
         kv = model.kv_shape
-        return ShardSize(num_shards, weights.num_bytes, 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim)
+        kv_numbers = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim
+        return ShardSize(num_shards, weights.num_bytes, kv_numbers, self._adapter_bytes(weights))
+
+    def _adapter_bytes(self, weights: CountingWeights) -> int:
+        """What a shard keeps on the device for LoRA adapters."""
+        if self._adapters is None:
+            return 0
+        layout = LoraLayout(weights.targets, set(self._adapters.modules) or usual_modules(weights.targets))
+        return self._adapters.ranks // PAGE_RANKS * layout.page_size * weights.dtype.itemsize
 
     def _build(self, shard: Shard) -> tuple[CausalModel, CountingWeights]:
         weights = CountingWeights(self._stored, getattr(torch, self._dtype), shard, self._method, self._device_kind)

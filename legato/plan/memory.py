@@ -66,6 +66,7 @@ class ShardSize:
     num_shards: int
     weights: int  # bytes
     kv_numbers: int  # of each token in the KV cache
+    adapters: int = 0  # bytes for LoRA adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,12 @@ class Fit:
     step: int
     bytes_per_token: int
     room: int
+    adapters: int = 0
 
     @property
     def tokens(self) -> int:
         """Capacity of the KV cache, in whole blocks; 0 if the model does not fit."""
-        left = self.room - self.weights - self.step
+        left = self.room - self.weights - self.adapters - self.step
         return max(0, left // self.bytes_per_token // BLOCK_SIZE * BLOCK_SIZE)
 
 
@@ -119,7 +121,8 @@ class MemoryPlan:
         step = self.shape.step_bytes(self.step_tokens, self.num_rows, self.dtype, count)
         if self.device.kind == "cuda":
             step += self.shape.graph_bytes(self.num_rows, self.dtype)
-        return Fit(count, size.weights, step, size.kv_numbers * SIZES[self.kv_dtype], self.device.room(count))
+        token_bytes = size.kv_numbers * SIZES[self.kv_dtype]
+        return Fit(count, size.weights, step, token_bytes, self.device.room(count), size.adapters)
 
     @property
     def best(self) -> Fit | None:

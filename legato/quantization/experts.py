@@ -19,10 +19,21 @@ from legato.quantization.operands import operand_on_gpu
 from legato.quantization.weight import Matrix, QuantizedWeight, stack, weight_of
 
 
+class ExpertAddition(Protocol):
+    """What adapters add to a product of experts."""
+
+    def add_experts(
+        self, product: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """product [T k, out], of x with the matrices of the experts `ids` [T, k]; the sum may overwrite it."""
+        ...
+
+
 class ExpertWeights(Protocol):
     """One matrix [out, in] for each expert. Called twice per layer and step."""
 
     num_experts: int
+    lora: ExpertAddition | None  # set if adapters can change it
 
     @property
     def nbytes(self) -> int: ...
@@ -33,6 +44,8 @@ class ExpertWeights(Protocol):
 
 
 class DenseExperts:
+    lora: ExpertAddition | None = None
+
     def __init__(self, weight: torch.Tensor) -> None:
         self.num_experts = weight.shape[0]
         self.weight = weight  # [num_experts, out, in]
@@ -47,6 +60,8 @@ class DenseExperts:
 
 class QuantizedExperts:
     """`matrix` has all experts above each other, [num_experts out, in]; None where they cannot be one."""
+
+    lora: ExpertAddition | None = None
 
     def __init__(self, matrix: QuantizedMatrix | None, weights: Sequence[Weight]) -> None:
         self.num_experts = len(weights)

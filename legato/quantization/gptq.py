@@ -15,7 +15,7 @@ from legato.quantization.packing import WORD, word_unit
 # Columns that are quantized before the rest of the matrix is updated: the result is the same, in fewer passes.
 BLOCK = 128
 # Shrunken ranges that are tried for each group.
-SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
+SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72, 0.68, 0.64, 0.6)
 # Shares of the mean of the Hessian's diagonal that are added to it, until it can be inverted.
 MORE_DAMPING = 10.0
 
@@ -24,7 +24,7 @@ MORE_DAMPING = 10.0
 class GptqOptions:
     bits: int = 4
     group_size: int = 128  # -1: one group
-    act_order: bool = False  # inputs with large activations first
+    act_order: bool = False  # groups are of inputs with activations of the same size, not of neighbours
     sym: bool = False  # ranges around zero
     damping: float = 0.01  # share of the mean of the Hessian's diagonal that is added to it
 
@@ -88,43 +88,66 @@ def quantize(matrix: torch.Tensor, hessian: torch.Tensor, options: GptqOptions) 
     unseen = hessian.diagonal() == 0
     hessian.diagonal()[unseen] = 1
     weight[:, unseen] = 0
-    order = torch.arange(num_inputs, device=weight.device)
+    # Inputs with large activations come first, while there are many columns left to make up for them.
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    inverse = _inverse(hessian[order][:, order], options.damping)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(num_inputs, device=weight.device)
     if options.act_order:
-        order = hessian.diagonal().argsort(descending=True)
-        weight, hessian = weight[:, order], hessian[order][:, order]
-    codes, scale, zero = _columns(weight, _inverse(hessian, options.damping), size, options)
-    index = torch.empty(num_inputs, dtype=torch.long, device=weight.device)
-    index[order] = torch.arange(num_inputs, device=weight.device) // size
-    back = torch.empty_like(order)
-    back[order] = torch.arange(num_inputs, device=weight.device)
-    return GptqMatrix(codes[:, back], scale, zero, index, options)
+        index, ranges = place // size, None
+    else:
+        index = torch.arange(num_inputs, device=weight.device) // size
+        ranges = _ranges_of(weight, inverse.diagonal()[place], size, options)
+    codes, scale, zero = _columns(weight[:, order], inverse, size, options, index[order], ranges)
+    return GptqMatrix(codes[:, place], scale, zero, index, options)
+
+
+Ranges = tuple[torch.Tensor, torch.Tensor]  # scales and zeros
 
 
 def _columns(
-    weight: torch.Tensor, inverse: torch.Tensor, size: int, options: GptqOptions
+    weight: torch.Tensor,
+    inverse: torch.Tensor,
+    size: int,
+    options: GptqOptions,
+    index: torch.Tensor,
+    ranges: Ranges | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and zeros of columns in order; overwrites `weight`."""
+    """Codes, scales and zeros of columns in order; overwrites `weight`. `index` are the groups of the columns; without
+    `ranges` groups are in order, too, and get their range when it is their turn."""
     num_outputs, num_inputs = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    scales, zeros = [], []
-    scale = zero = torch.empty(0)
+    found: list[Ranges] = []
     for first in range(0, num_inputs, BLOCK):
         last = min(first + BLOCK, num_inputs)
         errors = torch.empty(num_outputs, last - first, device=weight.device)
         for column in range(first, last):
-            if column % size == 0:
-                scale, zero = _range_of(_updated(weight, errors, inverse, first, column, size), options)
-                scales.append(scale)
-                zeros.append(zero)
-            numbers = weight[:, column]
-            wide = scale.float()
+            if ranges is not None:
+                scale, zero = (each[:, index[column]] for each in ranges)
+            else:
+                if column % size == 0:
+                    group = _updated(weight, errors, inverse, first, column, size)
+                    found.append(_range_of(group, inverse.diagonal()[column : column + size], options))
+                scale, zero = found[-1]
+            numbers, wide = weight[:, column], scale.float()
             code = (numbers / wide).round_().add_(zero).clamp_(0, options.largest)
             codes[:, column] = code.to(torch.uint8)
             error = (numbers - (code - zero) * wide) / inverse[column, column]
             errors[:, column - first] = error
             weight[:, column:last].addr_(error, inverse[column, column:last], alpha=-1)
         weight[:, last:].addmm_(errors, inverse[first:last, last:], alpha=-1)
-    return codes, torch.stack(scales, 1), torch.stack(zeros, 1).to(torch.uint8)
+    scales, zeros = ranges or (torch.stack([each[part] for each in found], 1) for part in range(2))
+    return codes, scales, zeros.to(torch.uint8)
+
+
+def _ranges_of(weight: torch.Tensor, importance: torch.Tensor, size: int, options: GptqOptions) -> Ranges:
+    """Of groups of neighbours."""
+    pairs = [
+        _range_of(group, some, options)
+        for group, some in zip(weight.split(size, 1), importance.split(size), strict=True)
+    ]
+    scales, zeros = (torch.stack([pair[part] for pair in pairs], 1) for part in range(2))
+    return scales, zeros
 
 
 def _updated(
@@ -140,8 +163,9 @@ def _updated(
     return group
 
 
-def _range_of(group: torch.Tensor, options: GptqOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale [out] in fp16 and zero [out]: the range of `SHRINK` with the least squared error."""
+def _range_of(group: torch.Tensor, inverse: torch.Tensor, options: GptqOptions) -> Ranges:
+    """Scale [out] in fp16 and zero [out]: the range of `SHRINK` with the least squared error, in which a column counts
+    as much as its rounding will: the less, the larger its number on the diagonal of the `inverse`."""
     low, high = group.amin(1).clamp(max=0), group.amax(1).clamp(min=0)
     if options.sym:
         high = torch.maximum(high, -low)
@@ -154,7 +178,7 @@ def _range_of(group: torch.Tensor, options: GptqOptions) -> tuple[torch.Tensor, 
         middle = torch.full_like(low, (options.largest + 1) // 2)
         zero = middle if options.sym else (-low * share / scale.float()).round_().clamp_(0, options.largest)
         code = (group / wide).round_().add_(zero[:, None]).clamp_(0, options.largest)
-        error = ((code - zero[:, None]) * wide - group).square_().sum(1)
+        error = (((code - zero[:, None]) * wide - group) / inverse).square_().sum(1)
         if best is None:
             best = error, scale, zero
             continue

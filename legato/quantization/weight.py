@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from legato.kernels.activation import Activation, gate_and_mul
-from legato.kernels.quantized.linear import KERNEL_TYPES, quantized_linear, row_type_of
+from legato.kernels.quantized.linear import KERNEL_TYPES, Gate, quantized_linear, row_type_of
 from legato.quantization.dense import Weight, dense_weight
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.operands import describe, operand_on_gpu
@@ -40,18 +39,18 @@ class QuantizedWeight:
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, None)
 
-    def apply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def apply_gated(self, x: torch.Tensor, gate: Gate) -> torch.Tensor:
         """For packed gate and up projections: `gate_and_mul` of what `apply` returns, in one kernel where it can be."""
-        return self._multiply(x, activation)
+        return self._multiply(x, gate)
 
-    def _multiply(self, x: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, gate: Gate | None) -> torch.Tensor:
         if self.operand is None or x.dtype not in KERNEL_TYPES:
             product = self.matrix.multiply(x)
             if self.bias is not None:
                 product += self.bias
-            return product if activation is None else gate_and_mul(product, activation)
+            return product if gate is None else gate.apply(product)
         order = self.matrix.groups.order
-        return quantized_linear(x if order is None else x.index_select(1, order), self.operand, self.bias, activation)
+        return quantized_linear(x if order is None else x.index_select(1, order), self.operand, self.bias, gate)
 
 
 class StackedWeight:
@@ -101,6 +100,11 @@ def stack(matrices: Sequence[Matrix]) -> Matrix | None:
     if dense or not isinstance(first, QuantizedMatrix) or not all(map(first.can_stack, quantized)):
         return None
     return first.stacked(quantized)
+
+
+def row_type_of_weight(weight: object) -> torch.dtype | None:
+    """In which type of 8 bits a weight wants many rows; None: as they are."""
+    return weight.row_type if isinstance(weight, QuantizedWeight) else None
 
 
 def kinds_of(weight: object) -> list[str]:

@@ -21,13 +21,14 @@ from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
 from legato.common.restarts import RestartBudget
 from legato.common.tgi_variables import variable_warnings
-from legato.ipc.api_keys import read_keys, tenant_of
+from legato.ipc.api_keys import KeyRights, read_keys, tenant_of
 from legato.ipc.messages import WorkerSetup
 from legato.ipc.settings import RouterSettings
 from legato.modelfiles.hub import DEFAULT_MODEL
-from legato.modelfiles.locate import locate
+from legato.modelfiles.locate import cache_of, locate
 from legato.pb import generate_pb2 as pb
 from legato.router import model_info
+from legato.router.adapters import AdapterRegistry, AdapterRules
 from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.metrics_listener import metrics_listener
@@ -62,6 +63,8 @@ def run(options: RouterOptions) -> None:
     # Before anything slow: a port in use ends at once.
     listeners = Listeners(options.hostname, options.port, num_workers(options))
     api_keys = read_keys(options.api_key, options.api_key_file)
+    if adapter_rules(options) and api_keys and not any(rights.adapters for rights in api_keys.values()):
+        raise OptionError("--lora-allow-runtime: no API key may do it; write `adapters` behind one in --api-key-file")
     tls = tls_context(options.ssl_certfile, options.ssl_keyfile)  # the workers read the files again
     for warning in (*command_line_warnings(), *exposure_warnings(options)):
         logger.warning(warning)
@@ -71,7 +74,7 @@ def run(options: RouterOptions) -> None:
 
 
 async def serve(
-    options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, int], tls: ssl.SSLContext | None
+    options: RouterOptions, listeners: Listeners, api_keys: Mapping[str, KeyRights], tls: ssl.SSLContext | None
 ) -> None:
     model = locate(options)
     workers = Workers(setup_for(options, model), listeners.sockets, options.max_restarts)
@@ -92,10 +95,12 @@ async def serve(
             history.add(step)
 
         steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
-        recovery = Recovery(steps, shards, lambda: reconnect(options), RestartBudget(options.max_restarts))
         with response_store(options.response_store, options.response_store_size) as stored:
             settings = replace(settings_for(options, info, api_keys, model), response_store=stored)
-            router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history)
+            adapters = AdapterRegistry(steps, info.adapters, adapter_rules(options), settings.base_names)
+            budget = RestartBudget(options.max_restarts)
+            recovery = Recovery(steps, shards, lambda: reconnect(options), budget, adapters)
+            router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history, adapters)
             startup.close()
             async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
                 await router.run(listeners, options.graceful_termination_timeout)
@@ -155,6 +160,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             max_queued_tokens=options.max_queued_tokens,
             share_prefix_cache=options.share_prefix_cache,
             decoder_start_token_id=start,
+            num_adapter_pages=info.num_adapter_pages,
             speculate=info.speculate,
             num_proposals=info.num_proposals,
             vocab_size=info.vocab_size,
@@ -189,6 +195,11 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
         },
     )
     return scheduler, limits
+
+
+def adapter_rules(options: RouterOptions) -> AdapterRules | None:
+    """None: adapters are those of the start."""
+    return AdapterRules(options.lora_allow, options.huggingface_hub_cache) if options.lora_allow_runtime else None
 
 
 def whole_prompt_tokens(sizes: StepSizes, options: RouterOptions) -> int:
@@ -237,11 +248,12 @@ def setup_for(options: RouterOptions, model: Path) -> WorkerSetup:
         payload_limit=options.payload_limit,
         otlp_endpoint=options.otlp_endpoint,
         otlp_service_name=options.otlp_service_name,
+        hub_cache=options.huggingface_hub_cache,
     )
 
 
 def settings_for(
-    options: RouterOptions, info: pb.InfoResponse, api_keys: Mapping[str, int], model: Path
+    options: RouterOptions, info: pb.InfoResponse, api_keys: Mapping[str, KeyRights], model: Path
 ) -> RouterSettings:
     model_id, has_encoder = options.model_id or DEFAULT_MODEL, info.HasField("decoder_start_token_id")
     build = model_info.BuildInfo.of(os.environ)
@@ -251,7 +263,7 @@ def settings_for(
         model_id=model_id,
         model_sha=model_info.model_sha(model),
         model_pipeline_tag=model_info.pipeline_tag(
-            model, from_hub=not Path(model_id).exists(), has_encoder=has_encoder
+            model, from_hub=not Path(model_id).exists(), has_encoder=has_encoder, cache=cache_of(options)
         ),
         max_concurrent_requests=options.max_concurrent_requests,
         max_best_of=options.max_best_of,
@@ -274,7 +286,10 @@ def settings_for(
         ssl_keyfile=_absolute(options.ssl_keyfile),
         cors_allow_origin=options.cors_allow_origin,
         api_keys=tuple(api_keys),
-        best_priorities={tenant_of(key): priority for key, priority in api_keys.items()},
+        best_priorities={tenant_of(key): rights.priority for key, rights in api_keys.items()},
+        adapter_tenants=frozenset(tenant_of(key) for key, rights in api_keys.items() if rights.adapters),
+        takes_adapters=info.num_adapter_pages > 0,
+        changes_adapters=options.lora_allow_runtime,
         vertex_predict_route=vertex_route(os.environ, "AIP_PREDICT_ROUTE"),
         vertex_health_route=vertex_route(os.environ, "AIP_HEALTH_ROUTE"),
         compute_type=os.environ.get("COMPUTE_TYPE", info.device_type),

@@ -19,12 +19,12 @@ def model_sha(model: Path) -> str | None:
     return next((f.name for f in folders if f.parent.name == "snapshots" and _COMMIT.fullmatch(f.name)), None)
 
 
-def pipeline_tag(model: Path, *, from_hub: bool, has_encoder: bool) -> str | None:
+def pipeline_tag(model: Path, *, from_hub: bool, has_encoder: bool, cache: Path | None = None) -> str | None:
     """The Hub's name for what the model does, by its configuration. `POST /` repeats the prompt in its answer only for
     text generation, so that pictures in prompts do not come back."""
     if has_encoder:
         return "text2text-generation"
-    if image_rules(ModelFiles.open(model)) is not None:
+    if image_rules(ModelFiles.open(model, cache)) is not None:
         return "image-text-to-text"
     return "text-generation" if from_hub else None  # as in TGI, a folder has no tag
 

@@ -13,6 +13,7 @@ from legato.common.errors import LegatoError
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.ipc import messages as msg
+from legato.router.adapters import AdapterRefused, AdapterRegistry
 from legato.router.step_loop import StepLoop
 from legato.scheduling.state import GenerationRequest, Output, PromptChunk
 
@@ -34,8 +35,10 @@ class Port:
         observe: Callable[[], Awaitable[bytes]],
         drain: Callable[[], bytes],
         send: Callable[[msgspec.Struct], None],
+        adapters: AdapterRegistry,
     ) -> None:
         self._steps = steps
+        self._adapters = adapters
         self._scrape = scrape
         self._observe = observe
         self._drain = drain
@@ -57,6 +60,8 @@ class Port:
                 self._spawn(self._prepare(number, grammar))
             case msg.BeginDrain(number):
                 self._send(msg.Answer(number, self._drain()))
+            case msg.ChangeAdapter(number, name, source, revision):
+                self._spawn(self._change_adapter(number, name, source, revision))
             case msg.Scrape(number, dashboard):
                 self._spawn(self._render(number, self._observe if dashboard else self._scrape))
 
@@ -105,6 +110,16 @@ class Port:
             await self._steps.prepare(grammar)
         except (GrammarError, LegatoError) as error:
             self._send(msg.Answer(number, False, str(error), isinstance(error, GrammarError)))
+        else:
+            self._send(msg.Answer(number))
+
+    async def _change_adapter(self, number: int, name: str, source: str | None, revision: str | None) -> None:
+        """Goes on if the worker is gone meanwhile: half a change would be worse."""
+        change = self._adapters.unload(name) if source is None else self._adapters.load(name, source, revision)
+        try:
+            await asyncio.shield(asyncio.ensure_future(change))
+        except AdapterRefused as error:
+            self._send(msg.Answer(number, False, str(error), status=error.status))
         else:
             self._send(msg.Answer(number))
 

@@ -1,6 +1,6 @@
 """What follows the loss of the shards: they are killed, whoever started them starts others, and requests go on there.
 
-step loop   ShardsLost ──► Recovery: kill what is left, wait for the sockets, warm up, compile grammars ──► resume
+step loop   ShardsLost ──► Recovery: kill what is left, wait, warm up, load adapters, compile grammars ──► resume
 launcher    sees the shards end ──► starts the group anew (`launcher/supervision.py`)
 """
 
@@ -16,6 +16,7 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import from_pb
 from legato.pb import generate_pb2 as pb
+from legato.router.adapters import AdapterRegistry
 from legato.router.shards import GrpcShards, ShardsLost
 from legato.router.step_loop import StepLoop
 from legato.scheduling.limits import SchedulerLimits
@@ -42,8 +43,10 @@ class Recovery:
         current: GrpcShards,
         connect: Callable[[], Awaitable[ConnectedShards]],
         budget: RestartBudget,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self._steps = steps
+        self._adapters = adapters
         self._current = current
         self._connect = connect
         self._budget = budget
@@ -62,6 +65,8 @@ class Recovery:
             try:
                 connected = await self._connect()
                 self._current = connected.shards
+                if self._adapters is not None:
+                    await self._adapters.restore(connected.shards)
                 await self._prepare_grammars(connected.shards)
             except ShardsLost as again:
                 error, was_ready = again, False

@@ -15,6 +15,7 @@ from legato.common.progress import LISTENING
 from legato.common.sockets import browser_url
 from legato.ipc import messages as msg
 from legato.ipc.settings import RouterSettings
+from legato.router.adapters import AdapterRegistry
 from legato.router.dashboard import Dashboard, StepHistory
 from legato.router.health import HealthMonitor
 from legato.router.idle_memory import IdleMemory
@@ -46,8 +47,11 @@ class RouterProcess:
         settings: RouterSettings,
         hang_timeout: float,
         history: StepHistory,
+        adapters: AdapterRegistry,
     ) -> None:
         self._steps = steps
+        self._adapters = adapters
+        adapters.on_change = lambda: workers.tell_adapters(adapters.adapters)
         self._health = HealthMonitor(steps, workers, hang_timeout)
         self._recovery = recovery
         self._metrics = metrics
@@ -58,6 +62,7 @@ class RouterProcess:
         self._end_requests: Callable[[], object] = lambda: None
         self._dashboard = Dashboard(steps, metrics, workers.figures, history, settings.model_id)
         metrics.watch(steps)
+        metrics.watch_adapters(adapters.labels, lambda: len(adapters.adapters))
 
     async def run(self, listeners: Listeners, grace: float) -> None:
         """Until a signal, and then for up to `grace` seconds until every request is answered; then those that are left
@@ -120,12 +125,13 @@ class RouterProcess:
 
     def _attach(self, worker: WorkerProcess, number: int, grace: float) -> None:
         def port(send: Callable[[msgspec.Struct], None]) -> Port:
-            return Port(self._steps, self.scrape, self._dashboard.render, self._drain, send)
+            return Port(self._steps, self.scrape, self._dashboard.render, self._drain, send, self._adapters)
 
         if number >= self._workers.count:  # the first ones have the first numbers
             self._metrics.restarted("http_worker")
         first_id = number * IDS_PER_WORKER + 1
-        worker.serve(port, msg.Serve(self._steps.limits, self._settings, first_id, grace, self._health.state))
+        state, adapters = self._health.state, self._adapters.adapters
+        worker.serve(port, msg.Serve(self._steps.limits, self._settings, first_id, grace, state, adapters))
 
     def _drain(self) -> bytes:
         self._health.drain()

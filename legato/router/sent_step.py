@@ -46,6 +46,7 @@ class SentStep:
             num_cached_tokens=self.num_cached_tokens,
             num_preempted=self.num_preempted,
             failed=result.error is not None,
+            num_placements=len(plan.placements),
         )
 
     def _num_decodes(self) -> int:

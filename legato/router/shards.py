@@ -44,6 +44,10 @@ class ShardsLost(LegatoError):
     """A shard ended, cannot be reached, or answers what nobody asked."""
 
 
+class AdapterFailed(LegatoError):
+    """A shard cannot serve an adapter."""
+
+
 @dataclass(frozen=True, slots=True)
 class WarmupLimits:
     max_input_tokens: int | None
@@ -137,6 +141,21 @@ class GrpcShards:
         for answer in answers:
             if answer.HasField("error"):
                 raise GrammarError(answer.error)
+
+    async def load_adapter(self, name: str, path: str) -> pb.AdapterInfo:
+        """Have all shards read an adapter from a folder, while steps go on. AdapterFailed."""
+        request = pb.LoadAdapterRequest(adapter_id=name, path=path)
+        answers = await self._all([stub.LoadAdapter(request) for stub in self._stubs])
+        for answer in answers:
+            if answer.HasField("error"):
+                good = [stub for stub, each in zip(self._stubs, answers, strict=True) if not each.HasField("error")]
+                await self._all([stub.UnloadAdapter(pb.UnloadAdapterRequest(adapter_id=name)) for stub in good])
+                raise AdapterFailed(answer.error)
+        loaded: pb.AdapterInfo = answers[0].adapter
+        return loaded
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._all([stub.UnloadAdapter(pb.UnloadAdapterRequest(adapter_id=name)) for stub in self._stubs])
 
     async def release(self, blocks: list[int]) -> None:
         """Give the memory of these blocks back. No step may use them meanwhile."""
@@ -280,6 +299,8 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
         request.draft_ids.extend(chain.from_iterable(drafts))
     for row, traceparent in plan.traces:
         request.traces.add(row=row, traceparent=traceparent)
+    for placement in plan.placements:
+        request.adapters.add(adapter_id=placement.name, slot=placement.slot, pages=placement.pages)
     return request
 
 
@@ -299,6 +320,8 @@ def _admission(admission: Admission) -> pb.Admission:
     message.blocks.extend(admission.blocks)
     message.prompt_logprobs = request.prompt_logprobs and admission.num_generated == 0
     message.max_new_tokens = request.max_new_tokens
+    if admission.adapter_name:
+        message.adapter_id, message.adapter_slot = admission.adapter_name, admission.adapter_slot
     return message
 
 

@@ -120,6 +120,11 @@ class StepLoop:
         return not self._connected.is_set()
 
     @property
+    def placing(self) -> set[str]:
+        """The adapters that steps in flight bring to the device."""
+        return {placement.name for sent in self._sent for placement in sent.plan.placements}
+
+    @property
     def is_idle(self) -> bool:
         """No step shows whether the shards are well."""
         return not self._sent and self._connected.is_set()
@@ -164,6 +169,11 @@ class StepLoop:
     def cancel(self, request_id: int) -> None:
         self._receivers.pop(request_id, None)
         self.scheduler.cancel(request_id)
+
+    def end(self, request_id: int, output: Output) -> None:
+        """The last that its client sees."""
+        self.scheduler.cancel(request_id)
+        self._deliver(request_id, output)
 
     async def prepare(self, grammar: Grammar) -> None:
         """Have a grammar compiled. If the shards are lost, by those that take their place."""

@@ -22,6 +22,7 @@ from legato.common.restarts import RestartBudget, TooManyRestarts
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
 from legato.router.port import Port
+from legato.scheduling.adapters import AdapterInfo
 from legato.telemetry.metrics import Figures, add_up
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,11 @@ class WorkerProcess:
         self._link.send(state)
         if self._asked_at is None:
             self._asked_at = now
+
+    def tell_adapters(self, adapters: list[AdapterInfo]) -> None:
+        """One that does not serve yet learns of them with `Serve`."""
+        if self._port is not None:
+            self._link.send(msg.Adapters(adapters))
 
     def excuse(self) -> None:
         """What was not answered until now does not count."""
@@ -210,6 +216,10 @@ class Workers:
     def tell(self, state: msg.ServerState, now: float) -> None:
         for worker in self._workers:
             worker.tell(state, now)
+
+    def tell_adapters(self, adapters: list[AdapterInfo]) -> None:
+        for worker in self._workers:
+            worker.tell_adapters(adapters)
 
     def excuse(self) -> None:
         for worker in self._workers:

@@ -109,6 +109,14 @@ class Entry:
         """Known tokens without keys and values yet. None once the last token is coming."""
         return 0 if self.num_known >= self.max_len else self.num_known - self.num_scheduled
 
+    def next_block(self, node: Node | None, depth: int, size: int) -> tuple[int, bytes] | None:
+        """Names the block of `size` tokens below `node`, which is `depth` blocks deep, by its tokens, if all of them
+        are known. None also if the size is 0: then blocks are not shared."""
+        start = depth * size
+        if start + size >= len(self.tokens) or not size:
+            return None
+        return id(node), self.tokens[start : start + size].tobytes()
+
     def fits(self, limits: SchedulerLimits) -> bool:
         """Whether it can be computed when it is alone. Its last token is never computed: that of a decoder's start
         takes its place."""

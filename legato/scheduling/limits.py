@@ -18,6 +18,7 @@ class Refusal:
     WAITED_TOO_LONG = "The request waited longer than {:g} seconds for its turn (--queue-timeout)"
     RAN_TOO_LONG = "The request took longer than {:g} seconds (--request-timeout)"
     DOES_NOT_FIT = "The request needs more memory than the shards have since they were restarted"
+    UNKNOWN_ADAPTER = "The adapter of the request is not loaded any more"
     LOST_TOO_OFTEN = "The shards failed {} times while they computed this request"
 
 
@@ -52,6 +53,8 @@ class SchedulerLimits:
     vocab_size: int = 1 << 31
     # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
     decoder_start_token_id: int | None = None
+    # What the device holds of LoRA adapters.
+    num_adapter_pages: int = 0
 
     @property
     def max_tokens(self) -> int:

@@ -5,7 +5,8 @@ its blocks. Requests that start alike share the path. Tokens are compared as byt
 hashing a slice of bytes takes a fifth of the time of a tuple of integers.
 
 Every owner has a root of its own. Whether a prefix is cached can be seen from outside, by its time and by
-`cached_tokens`, so owners must not find each other's. Eviction knows no owners.
+`cached_tokens`, so owners must not find each other's. And so has every LoRA adapter, by its number: it makes other keys
+and values of the same tokens. Eviction knows no owners.
 
 A request holds the deepest node it uses. `users` counts the holders of a node and its children that have users, so a
 node without users can be evicted once its children are. Locking a prefix that others use stops at the first node that
@@ -39,8 +40,8 @@ class PrefixTree:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._key_bytes = block_size * TOKEN_BYTES
-        # As many as API keys: none is ever forgotten.
-        self._roots: dict[str, Node] = {}
+        # As many as API keys, for each adapter: forgotten only with an adapter.
+        self._roots: dict[tuple[int, str], Node] = {}
         self._num_nodes = 0
         self._num_unused = 0
         self._clock = itertools.count(1)
@@ -56,11 +57,23 @@ class PrefixTree:
         """Blocks that `evict` could give back right now."""
         return self._num_unused
 
-    def root(self, owner: str = "") -> Node:
-        root = self._roots.get(owner)
+    def root(self, owner: str = "", adapter: int = 0) -> Node:
+        root = self._roots.get((adapter, owner))
         if root is None:
-            root = self._roots[owner] = Node(None, b"", -1)
+            root = self._roots[adapter, owner] = Node(None, b"", -1)
         return root
+
+    def drop(self, adapter: int) -> list[int]:
+        """Forget what an adapter made; no request uses it. Returns the blocks."""
+        gone = [key for key in self._roots if key[0] == adapter]
+        nodes = [node for key in gone for node in _below(self._roots.pop(key))]
+        for node in nodes:
+            assert not node.users, "a request uses what an adapter made"
+            node.parent = None  # its place among the leaves is void
+            node.children.clear()
+        self._num_nodes -= len(nodes)
+        self._num_unused -= len(nodes)
+        return [node.block for node in nodes]
 
     def match(self, root: Node, tokens: TokenBytes, max_blocks: int) -> tuple[Node, list[int]]:
         """The deepest node whose path from `root` is a prefix of `tokens`, at most `max_blocks` deep, and the blocks on
@@ -126,11 +139,8 @@ class PrefixTree:
         return [] if most is None or self._num_unused <= most else self.evict(self._num_unused - most)
 
     def nodes(self) -> Iterator[Node]:
-        stack = [node for root in self._roots.values() for node in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        for root in self._roots.values():
+            yield from _below(root)
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
@@ -149,6 +159,14 @@ class PrefixTree:
         if len(self._leaves) > 2 * self._num_nodes + 64:  # mostly stale: without this, hits alone would grow it
             self._leaves = [leaf for leaf in self._leaves if leaf[0] == leaf[2].last_used and leaf[2].parent]
             heapq.heapify(self._leaves)
+
+
+def _below(root: Node) -> Iterator[Node]:
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        yield node
 
 
 def _path(node: Node) -> Iterator[Node]:

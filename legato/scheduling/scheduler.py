@@ -16,6 +16,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
+from legato.scheduling.adapters import AdapterSlots
 from legato.scheduling.blocks import BlockPool
 from legato.scheduling.budget import StepBudget
 from legato.scheduling.deadlines import Deadlines, RequestDeadlines
@@ -44,6 +45,7 @@ class Scheduler:
         assert limits.decoder_start_token_id is None or not limits.prefix_caching, "what an encoder made is not shared"
         self.queue: Queue[Entry] = Queue()
         self.stats = SchedulerStats()
+        self.adapters = AdapterSlots(limits.num_adapter_pages)
         self._drafter = Drafter()
         self._use(limits)
         self._tenants = Tenants()
@@ -53,8 +55,7 @@ class Scheduler:
         queue = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
         self._deadlines = RequestDeadlines(queue, Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG))
         self._entries: dict[int, Entry] = {}
-        self._step_ids = itertools.count(1)
-        self._arrivals = itertools.count()
+        self._step_ids, self._arrivals = itertools.count(1), itertools.count()
 
     def _use(self, limits: SchedulerLimits) -> None:
         """Rows and blocks of shards that have computed nothing yet."""
@@ -65,6 +66,7 @@ class Scheduler:
         self._budget = StepBudget(limits.step_sizes)
         self._free_rows = list(range(limits.max_rows))
         self._in_flight: deque[InFlight] = deque()
+        self.adapters.reset(limits.num_adapter_pages)
         self._drafter.pace.clear()
 
     # ---- requests come and go -------------------------------------------------------------------------------------
@@ -74,6 +76,8 @@ class Scheduler:
         assert request.id not in self._entries, f"request {request.id} is here already"
         assert request.input_ids, "a prompt has at least one token"
         limits, self._now = self.limits, now
+        if request.adapter and request.adapter not in self.adapters.known:
+            return Output(error=Refusal.UNKNOWN_ADAPTER, is_unknown=True)
         if not self.shares.take(request):
             return Output(error=Refusal.OVERLOADED, retry_after=self._retry.seconds(1, now))
         if not self._entries:
@@ -177,7 +181,8 @@ class Scheduler:
         """
         if not (self.queue and budget and self._free_rows):
             return budget
-        filling = {self._next_block(entry, entry.node, entry.num_indexed) for entry in self.running}
+        size = self.limits.block_size if self.limits.prefix_caching else 0
+        filling = {entry.next_block(entry.node, entry.num_indexed, size) for entry in self.running}
         passed: list[Entry] = []
         while budget and self._free_rows and len(passed) < LOOK_AHEAD and step.work < MAX_ADMISSION_WORK:
             entry = self.queue.call()
@@ -188,13 +193,15 @@ class Scheduler:
                 passed.append(entry)
                 break
             node, blocks = self._cached_prefix(entry)
-            upcoming = self._next_block(entry, node, len(blocks))
+            upcoming = entry.next_block(node, len(blocks), size)
             # Preempted, and its last token is still on the way; or another request is computing what comes next:
-            # in a moment it is in the cache.
-            if entry.num_pending or (upcoming and upcoming in filling and not entry.wants_prompt_logprobs):
+            # in a moment it is in the cache. Or it waits for room for its adapter, and not for long yet.
+            is_early = entry.num_pending or (upcoming and upcoming in filling and not entry.wants_prompt_logprobs)
+            if is_early or self.adapters.is_overtaken(entry.request.adapter, self._now - entry.queued_at):
                 passed.append(entry)
                 continue
-            if entry.num_whole > budget or not self._admit(step.plan, entry, node, blocks):
+            has_room = entry.num_whole <= budget and self.adapters.has_room(entry.request.adapter)
+            if not has_room or not self._admit(step.plan, entry, node, blocks):
                 passed.append(entry)
                 break  # it waits for memory, or for a step with room for it, and no other overtakes it there
             count = min(entry.num_to_compute, budget)
@@ -225,16 +232,8 @@ class Scheduler:
         reusable = (len(entry.tokens) - 1) // self.limits.block_size
         if not self.limits.prefix_caching or entry.wants_prompt_logprobs:
             reusable = 0
-        root = self.tree.root("" if self.limits.share_prefix_cache else entry.request.tenant)
+        root = self.tree.root("" if self.limits.share_prefix_cache else entry.request.tenant, entry.request.adapter)
         return self.tree.match(root, entry.tokens.tobytes(), reusable)
-
-    def _next_block(self, entry: Entry, node: Node | None, depth: int) -> tuple[int, bytes] | None:
-        """Names the block below `node`, which is `depth` blocks deep, by the entry's tokens, if it knows them all."""
-        size = self.limits.block_size
-        start = depth * size
-        if start + size >= len(entry.tokens) or not self.limits.prefix_caching:
-            return None
-        return id(node), entry.tokens[start : start + size].tobytes()
 
     def _admit(self, plan: StepPlan, entry: Entry, node: Node, blocks: list[int]) -> bool:
         """Give a request a row and the cached part of its tokens, if the rest has a chance to fit."""
@@ -258,7 +257,7 @@ class Scheduler:
         self.max_running_tokens += entry.max_len
         self.stats.prompt_tokens += len(tokens)
         self.stats.cached_tokens += entry.num_scheduled
-        plan.admitted.append(entry.admission())
+        plan.admitted.append(self.adapters.admit(entry.admission(), plan.placements))
         return True
 
     # ---- memory ---------------------------------------------------------------------------------------------------
@@ -289,6 +288,7 @@ class Scheduler:
         heapq.heappush(self._free_rows, entry.row)
         self.pool.free(sorted(entry.private))
         self.tree.unlock(entry.node)
+        self.adapters.release(entry.request.adapter)
         self.pool.free(self.tree.evict_beyond(self.limits.max_unused_blocks))
         del self.running[bisect.bisect_left(self.running, entry.rank, key=_rank)]
         self.max_running_tokens -= entry.max_len
@@ -343,13 +343,12 @@ class Scheduler:
     def _book_drafts(self, entry: Entry, places: range, result: StepResult) -> list[tuple[int, Output]]:
         """Drafts that were right, and the token behind them, each as if a step of its own had sampled it."""
         entry.count_drafts(len(places))
-        outputs: list[tuple[int, Output]] = []
+        outputs, failed = [], any(each in result.row_errors for each in places)
         for place in itertools.takewhile(lambda _: not entry.done, places):
-            if not any(each in result.row_errors for each in places):
+            if not failed:
                 entry.offer_blocks(self.tree, len(entry.tokens), self.limits.block_size)
-            output = self._book_sampled(entry, place, result)
-            output.is_draft = True
-            outputs.append((entry.id, output))
+            outputs.append((entry.id, self._book_sampled(entry, place, result)))
+            outputs[-1][1].is_draft = True
         return outputs
 
     def _book_sampled(self, entry: Entry, index: int, result: StepResult) -> Output:

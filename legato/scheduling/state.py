@@ -8,6 +8,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from legato.scheduling.adapters import NO_ADAPTER, Placement
+
 # 0 is served first.
 LAST_PRIORITY = 9
 DEFAULT_PRIORITY = 5
@@ -65,6 +67,8 @@ class GenerationRequest(Struct, frozen=True):
     priority: int = DEFAULT_PRIORITY
     # Who shares the server with others of equal priority: a digest of the API key, the same for all without keys.
     tenant: str = ""
+    # The number of its LoRA adapter; 0: none.
+    adapter: int = NO_ADAPTER
     # W3C trace context of the span that its prompt chunks belong to; empty if it is not traced.
     traceparent: str = ""
 
@@ -93,6 +97,8 @@ class Output(Struct, gc=False):
     timed_out: bool = False
     # The error is that the server is full: seconds after which it is worth asking again.
     retry_after: int = 0
+    # The error is that its adapter is not loaded any more.
+    is_unknown: bool = False
 
 
 class PromptChunk(Struct, frozen=True, array_like=True):
@@ -119,6 +125,9 @@ class Admission:
     num_generated: int
     num_cached: int
     blocks: list[int]
+    # Of a request with an adapter: what the shards call it, and where it is on the device.
+    adapter_name: str = ""
+    adapter_slot: int = 0
 
 
 @dataclass(slots=True)
@@ -137,6 +146,8 @@ class StepPlan:
     num_proposals: int = 0
     # (row, traceparent) of the prompts that are traced; only with tracing.
     traces: list[tuple[int, str]] = field(default_factory=list)
+    # Adapters that are brought to the device before its rows are computed.
+    placements: list[Placement] = field(default_factory=list)
 
     @property
     def is_waited_for(self) -> bool:

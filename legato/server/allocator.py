@@ -14,7 +14,7 @@ from legato.layers.kv_cache import KVCache
 # Parameters of mallopt, from malloc.h, and the largest threshold that it takes.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024
-MADV_DONTNEED = 4  # of madvise
+MADV_DONTNEED, MADV_NOHUGEPAGE = 4, 15  # of madvise
 
 
 def return_freed_memory() -> None:
@@ -41,19 +41,29 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def use_small_pages(cache: KVCache) -> None:
+    """Have the KV cache take memory 4 KB at a time. A block is some kilobytes in each of two tensors per layer: huge
+    pages, which are for weights, would round every one of these tensors up to 2 MB."""
+    _advise(cache, [(0, cache.num_blocks)], MADV_NOHUGEPAGE)
+
+
 def release_blocks(cache: KVCache, blocks: Sequence[int]) -> None:
     """Give back the pages of these blocks, which are sorted. Their keys and values are undefined from then on."""
+    _advise(cache, list(_runs(blocks)), MADV_DONTNEED)
+
+
+def _advise(cache: KVCache, runs: Sequence[tuple[int, int]], advice: int) -> None:
+    """Where the system refuses, memory is merely kept."""
     if not sys.platform.startswith("linux"):
         return
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    runs = list(_runs(blocks))
     for layer in cache.layers:
         for tensor in (layer.keys, layer.values):
             for first, last in runs:
                 start, end = _pages(tensor, first, last)
                 if start < end:
-                    madvise(start, end - start, MADV_DONTNEED)  # where the system refuses, memory is merely kept
+                    madvise(start, end - start, advice)
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -18,7 +18,8 @@ from legato.common.program import command, run_program, with_version
 from legato.common.sockets import claim_socket
 from legato.common.tgi_variables import variable_warnings
 from legato.modelfiles.files import ModelFiles, has_pickles
-from legato.modelfiles.locate import locate
+from legato.modelfiles.locate import cache_of, locate, open_model
+from legato.modelfiles.merged import MergedModel
 from legato.server.quantizing.options import QuantizeOptions
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def serve(options: ServerOptions) -> None:
     if not options.fake and (options.fake_step_ms or options.fake_token_ms or options.fake_script):
         raise OptionError("--fake-step-ms, --fake-token-ms and --fake-script are for a fake shard: add --fake")
     claim_socket(f"{options.uds_path}-{options.rank}", "--uds-path")
-    files = ModelFiles.open(locate(options))
+    files = open_model(options)
     files.config()
     if options.fake:
         from legato.server.fake.service import run as run_fake  # never brings in torch
@@ -79,15 +80,20 @@ def download_weights(options: DownloadOptions) -> None:
             " converts PyTorch files to them"
         )
     path = _located(options)
-    if options.auto_convert and (path / "config.json").exists() and not any(path.glob("*.safetensors")):
+    is_known = (path / "config.json").exists() or (path / "adapter_config.json").exists()
+    if options.auto_convert and is_known and not any(path.glob("*.safetensors")):
         from legato.server.convert import convert, fetch_pickles  # brings in torch, for the few models that need it
 
         is_snapshot = options.weights_cache_override is None and path.parent.name == "snapshots"
         if is_snapshot and options.model_id and not has_pickles(path):
             fetch_pickles(options.model_id, path)
         convert(path)
-    files = ModelFiles.open(path)
+    files = ModelFiles.open(path, cache_of(options))
     files.check_weights()
+    if options.merge_lora and isinstance(files, MergedModel):
+        from legato.server.merging import merge, target_of  # brings in torch
+
+        files = ModelFiles.open(merge(files, target_of(str(options.model_id), files)))
     logger.info("Weights downloaded", extra={"fields": {"path": str(files.path)}})
 
 

@@ -12,8 +12,10 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from legato.grammar.reasoning import RowReasoning
 from legato.grammar.wire import from_pb
 from legato.layers.kv_cache import KVCache
+from legato.layers.lora import StepAdapters
 from legato.layers.shard import Shard
 from legato.models.registry import CausalModel, GreedyModel
 from legato.models.speculators import Speculator
@@ -21,6 +23,7 @@ from legato.models.vision import VisionModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
+from legato.server.adapters import ShardAdapters
 from legato.server.drafts import verify, verify_greedy
 from legato.server.grammars import Grammars
 from legato.server.graphs.captures import mixed_sizes
@@ -29,7 +32,6 @@ from legato.server.graphs.steps import StepGraphs
 from legato.server.memory import is_out_of_memory, refused_for_memory, release
 from legato.server.pending import ForwardResult, PendingStep, SampledTokens, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
-from legato.server.reasoning import RowReasoning
 from legato.server.rows import Rows, RowStep, to_device
 from legato.server.vision.images import VisionEncoder
 from legato.vision.rules import ImageRules
@@ -56,13 +58,16 @@ class Engine:
         image_rules: ImageRules | None = None,  # how images are cut into tokens; None: text only
         speculator: Speculator | None = None,
         drafts: bool = False,  # whether decodes may bring some
+        adapters: ShardAdapters | None = None,  # None: the shard takes none
     ) -> None:
         self.model = model
         self.cache = cache
         self.device = cache.layers[0].keys.device
         self.dtype = model.kv_shape.dtype
         has_encoder = model.config.decoder_start_token_id is not None
-        self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device, has_encoder)
+        self.adapters = adapters
+        on_device = None if adapters is None else adapters.device
+        self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device, has_encoder, on_device)
         self.sampler = make_sampler(max_rows)
         self.grammars = grammars
         self.speculator = speculator
@@ -117,6 +122,8 @@ class Engine:
             self._configure_sampler(admission)
             if self.vision_encoder is not None:
                 self.vision_encoder.admit(admission)
+        if self.adapters is not None:
+            self.adapters.place(request.adapters)
         self.rows.write_blocks()
         self._num_proposals = request.num_proposals
         outcomes = self._replay(parts) or self._forward(parts)
@@ -185,14 +192,18 @@ class Engine:
         if self.vision_encoder is not None:
             step = self.vision_encoder.add_images(step, parts)
         has_scores = any(map(self.rows.wants_scores, parts))
+        if self.adapters is not None:
+            self.adapters.begin(step.adapters)
         hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
         if self.graphs is not None:
             self.rows.lengths[step.rows] = step.context_lens
             self.rows.out_of_sync.difference_update(part.row for part in parts)
-        scores = self._prompt_scores(hidden, parts) if has_scores else {}
+        scores = self._prompt_scores(hidden, parts, step.adapters) if has_scores else {}
         hidden = step.wanted(hidden) if has_scores else hidden
         if not any(part.samples for part in parts):
             return hidden, None, scores
+        if step.adapters is not None:
+            step.adapters.narrow(step.logits_indices)
         return hidden, self.model.logits(hidden), scores
 
     def _choose_all(self, logits: torch.Tensor, parts: list[RowStep]) -> SampledTokens:
@@ -249,6 +260,8 @@ class Engine:
                 admission.num_generated,
             )
             self.rows.append_blocks(admission.row, list(admission.blocks))
+            if self.rows.adapters is not None:
+                self.rows.adapters.set(admission.row, admission.adapter_slot if admission.adapter_id else None)
         parts, first, first_draft = [], 0, 0
         new_blocks = list(request.new_blocks)
         num_drafts = request.num_drafts or [0] * len(request.rows)
@@ -274,7 +287,9 @@ class Engine:
         reasoning = RowReasoning.of(admission.parameters)
         self.grammars.set_row(admission.row, grammar, generated_ids.tolist(), most, reasoning)
 
-    def _prompt_scores(self, hidden: torch.Tensor, parts: list[RowStep]) -> dict[int, list[PromptScores]]:
+    def _prompt_scores(
+        self, hidden: torch.Tensor, parts: list[RowStep], adapters: StepAdapters | None
+    ) -> dict[int, list[PromptScores]]:
         wanted: dict[int, list[PromptScores]] = {}
         first = 0
         for part in parts:
@@ -282,11 +297,13 @@ class Engine:
             last = min(part.start + part.count, len(sequence.input_ids) - 1)
             if sequence.prompt_logprobs and part.start < last:
                 successors = to_device(sequence.input_ids[part.start + 1 : last + 1], self.device)
-                states = hidden[first : first + last - part.start]
-                wanted[part.row] = [
-                    prompt_scores(self.model.logits(state), successor, sequence.num_top_tokens)
-                    for state, successor in zip(_pieces(states), _pieces(successors), strict=True)
-                ]
+                scores = wanted[part.row] = []
+                places = range(first, first + last - part.start, PROMPT_LOGITS_TOKENS)
+                for place, successor in zip(places, _pieces(successors), strict=True):
+                    if adapters is not None:
+                        adapters.use(place, place + len(successor))
+                    logits = self.model.logits(hidden[place : place + len(successor)])
+                    scores.append(prompt_scores(logits, successor, sequence.num_top_tokens))
             first += part.count
         return wanted
 

@@ -32,10 +32,10 @@ from legato.grammar.completion import CompletionSearch, JsonCompletion, JsonToke
 from legato.grammar.errors import GrammarError, MaskTimeout
 from legato.grammar.kinds import Grammar
 from legato.grammar.matcher import MaskWriter, Matcher
+from legato.grammar.reasoning import RowReasoning
 from legato.grammar.vocabulary import Bitmask, TokenTrie
 from legato.modelfiles.files import ModelFiles
 from legato.sampling.allowed import Allowed
-from legato.server.reasoning import RowReasoning
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from legato.models.config import ModelConfig
 from legato.models.host import on_host
 from legato.models.registry import CausalModel, get_model, model_config
 from legato.models.speculators import Speculator, load_speculator
+from legato.models.targets import AdapterTarget
 from legato.server.rendezvous import join, share_cores
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class LoadedModel:
     dtype: torch.dtype
     shard: Shard = field(default_factory=Shard)
     speculator: Speculator | None = None
+    targets: list[AdapterTarget] = field(default_factory=list)  # the layers that LoRA adapters may change
 
 
 def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] = lambda: None) -> LoadedModel:
@@ -62,9 +64,10 @@ def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] 
         if packs:
             start_kernels(options.world_size)
         trusted = options.trust_remote_code
+        targets: list[AdapterTarget] = []
         model = get_model(
             files, config, dtype, device, shard=shard, dummy=dummy, progress=progress, trust_remote_code=trusted,
-            quantize=options.quantize, packs=packs,
+            quantize=options.quantize, packs=packs, targets=targets,
         )  # fmt: skip
         speculator = _speculator(options, model, dtype, device)
         # A speculator reads the states that its base model has after the last norm.
@@ -74,7 +77,7 @@ def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] 
     logger.info(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
     )
-    return LoadedModel(model, files, device, dtype, shard, speculator)
+    return LoadedModel(model, files, device, dtype, shard, speculator, targets)
 
 
 def _speculator(

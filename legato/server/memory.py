@@ -90,7 +90,7 @@ def measure(run: Callable[[], None], device: torch.device) -> Reading:
 
 def host_budget(fraction: float) -> int:
     """Bytes for the KV cache where the host computes."""
-    return int(_available_ram() * HOST_SHARE * fraction)
+    return int(available_ram() * HOST_SHARE * fraction)
 
 
 def release(device: torch.device) -> None:
@@ -119,7 +119,7 @@ def refused_for_memory(message: str, device: torch.device) -> Iterator[None]:
     raise OutOfMemory(message)
 
 
-def _available_ram() -> int:
+def available_ram() -> int:
     """Available without swapping; half of all memory where the system does not tell."""
     try:
         with open("/proc/meminfo") as file:

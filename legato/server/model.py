@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import grpc
@@ -18,7 +19,8 @@ from legato.layers.kv_cache import KVCache, KVShape
 from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
-from legato.server.allocator import release_blocks, return_freed_memory
+from legato.server.adapters import open_adapters
+from legato.server.allocator import release_blocks, return_freed_memory, use_small_pages
 from legato.server.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
@@ -54,6 +56,7 @@ class Model:
         self.eos_token_ids = loaded.files.eos_token_ids()
         self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
         self.image_rules = image_rules(loaded.files)
+        self.adapters = open_adapters(loaded, options)
         self._engine: Engine | None = None
         self._capacity: Capacity | None = None
         self._has_compiled = False
@@ -101,6 +104,8 @@ class Model:
             model_type=config.model_type,
             decoder_start_token_id=config.decoder_start_token_id,
             num_uncaptured=0 if graphs is None else graphs.num_pending,
+            adapters=[] if self.adapters is None else self.adapters.infos,
+            num_adapter_pages=0 if self.adapters is None else self.adapters.device.num_pages,
         )
 
     @property
@@ -146,6 +151,8 @@ class Model:
         size = gib(capacity.num_blocks * self.block_size * self.kv_shape.bytes_per_token)
         with refused_for_memory(f"no {size} for the KV cache; lower --cuda-memory-fraction", self.loaded.device):
             self._engine = self._make_engine(capacity.num_blocks, requested, capacity.max_total_tokens)
+        if self.loaded.device.type == "cpu":
+            use_small_pages(self.engine.cache)
         self._first_steps(capacity)
         self._capacity = capacity
         self.release_blocks(range(RESERVED_BLOCKS, capacity.num_blocks))
@@ -198,6 +205,8 @@ class Model:
         with refused_for_memory(f"{lost}; {cure}", device):
             reading = measure(lambda: self._run_largest_steps(requested), device)
         kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes, drafts=self.speculate > 0)
+        if self.adapters is not None:
+            kept *= 2  # each with adapters, too
         largest, layers = mixed_sizes(rows)[-1], self.loaded.model.config.num_layers
         # Of every row a graph keeps the logits, the token and its log probability.
         row_bytes = self.loaded.model.config.vocab_size * self.loaded.dtype.itemsize + 12
@@ -230,7 +239,10 @@ class Model:
         engine = self._make_engine(WARMUP_BLOCKS, requested, requested.longest, graphs=False)
         if engine.vision_encoder is not None:
             engine.vision_encoder.encode_largest(requested.longest)
-        for step in (full_step(requested), *common):
+        with nullcontext() if self.adapters is None else self.adapters.pretended():
+            engine.launch(full_step(requested, with_adapters=self.adapters is not None)).read()
+            self._advance()
+        for step in common:
             engine.launch(step).read()
             self._advance()
 
@@ -250,6 +262,7 @@ class Model:
             self.image_rules,
             self.loaded.speculator,
             drafts=self.speculate > 0,
+            adapters=self.adapters,
         )
 
     def _make_sampler(self, max_rows: int) -> Sampler:

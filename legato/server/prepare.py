@@ -74,8 +74,9 @@ def _chunk_ids(rows: Rows, part: RowStep) -> np.ndarray:
 
 def _last(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Of each run of tokens, which ends before `ends`, the last `counts`."""
-    cu_counts = np.cumsum(counts)
-    return np.arange(cu_counts[-1]) + np.repeat(ends - cu_counts, counts)
+    cu_counts: np.ndarray = np.cumsum(counts)
+    shifts: np.ndarray = np.repeat(ends - cu_counts, counts)
+    return shifts + np.arange(cu_counts[-1])
 
 
 def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtype) -> Step:
@@ -112,6 +113,7 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         chunks=_spans(packed.counts[d:], packed.starts[d:], d, device),
         on_host=on_host,
         sides=None if rows.encoder_lens is None else _sides(rows, rows.encoder_lens, parts, packed),
+        adapters=rows.adapters_of(parts, packed.owners),
     )
 
 

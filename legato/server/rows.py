@@ -13,6 +13,8 @@ from itertools import chain
 import numpy as np
 import torch
 
+from legato.layers.lora import DeviceAdapters, StepAdapters
+
 
 @dataclass(slots=True)
 class RowState:
@@ -47,11 +49,46 @@ class RowStep:
         return 1 + len(self.draft_ids) if self.samples else 0
 
 
+class RowAdapters:
+    """Which slot of the device's adapters each row uses."""
+
+    def __init__(self, adapters: DeviceAdapters, num_rows: int, device: torch.device) -> None:
+        self.device = adapters
+        self.slots = torch.full((num_rows,), adapters.none, dtype=torch.int64, device=device)
+        self._on_host = [adapters.none] * num_rows
+        self._new: dict[int, int] = {}  # what the device does not know yet
+
+    def set(self, row: int, slot: int | None) -> None:
+        self._on_host[row] = self._new[row] = self.device.none if slot is None else slot
+
+    def write(self) -> None:
+        """Copy to the device what is new: one copy for all rows of a step."""
+        if self._new:
+            new = to_device(np.array([*self._new.items()], dtype=np.int64).T.copy(), self.slots.device)
+            self.slots[new[0]] = new[1]
+            self._new.clear()
+
+    def are_used_by(self, parts: list[RowStep]) -> bool:
+        return any(self._on_host[part.row] != self.device.none for part in parts)
+
+    def of_tokens(self, owners: torch.Tensor) -> StepAdapters:
+        """`owners` [T] are the tokens' rows."""
+        return StepAdapters(self.device, self.slots[owners])
+
+
 class Rows:
     """`padding` is a row beyond the router's: captured graphs fill up with it, and its writes go to block 0."""
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, has_encoder: bool = False) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks: int,
+        device: torch.device,
+        has_encoder: bool = False,
+        adapters: DeviceAdapters | None = None,
+    ) -> None:
         self.device = device
+        self.adapters = None if adapters is None else RowAdapters(adapters, max_rows + 1, device)
         self.padding = max_rows
         self.sequences: list[RowState | None] = [None] * max_rows
         self.block_tables = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
@@ -74,6 +111,12 @@ class Rows:
     def wants_scores(self, part: RowStep) -> bool:
         """Whether the log probabilities of this part's tokens are wanted: it is part of a prompt, then."""
         return self[part.row].prompt_logprobs and not part.decode and not part.draft_ids
+
+    def adapters_of(self, parts: list[RowStep], owners: np.ndarray) -> StepAdapters | None:
+        """Of a step's tokens, whose rows are `owners`; None if none of them has one."""
+        if self.adapters is None or not self.adapters.are_used_by(parts):
+            return None
+        return self.adapters.of_tokens(to_device(owners, self.device))
 
     def admit(
         self,
@@ -105,6 +148,8 @@ class Rows:
 
     def write_blocks(self) -> None:
         """Copy new blocks to the device: one copy for all rows of a step, none where no row grew."""
+        if self.adapters is not None:
+            self.adapters.write()
         if self.encoder_lens is not None and self._new_encoder_lens:
             lens = to_device(np.array([*self._new_encoder_lens.items()], dtype=np.int64).T.copy(), self.device)
             self.encoder_lens[lens[0]] = lens[1].int()

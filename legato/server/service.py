@@ -21,6 +21,7 @@ from legato.grammar.errors import GrammarError
 from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
+from legato.server.adapters import ShardAdapters
 from legato.server.allocator import keep_freed_memory
 from legato.server.device import end_if_device_failed
 from legato.server.graphs.steps import StepGraphs
@@ -145,6 +146,26 @@ class TextGenerationService(StepStreamService):
         except GrammarError as error:
             return pb.PrepareGrammarResponse(error=str(error))
         return pb.PrepareGrammarResponse()
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        """On a thread of its own: steps go on."""
+        adapters = self._adapters()
+        loading = asyncio.get_running_loop().run_in_executor(
+            adapters.loader, adapters.load, request.adapter_id, request.path
+        )
+        try:
+            return pb.LoadAdapterResponse(adapter=await loading)
+        except LegatoError as error:
+            return pb.LoadAdapterResponse(error=str(error))
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        self._adapters().unload(request.adapter_id)
+        return pb.UnloadAdapterResponse()
+
+    def _adapters(self) -> ShardAdapters:
+        if self._model.adapters is None:
+            raise RequestRefused("this shard takes no adapters: start it with --lora-adapters or --lora-allow-runtime")
+        return self._model.adapters
 
     def _begin_stream(self) -> None:
         self._model.capacity  # noqa: B018 - refuses before warm-up

@@ -26,8 +26,9 @@ TOP_TOKENS = 5
 PROMPT, SMALL_STEP = 128, 1024
 
 
-def full_step(requested: RequestedLimits) -> pb.StepRequest:
-    """The largest step that a router may send. All rows share one block: what is in it does not matter here."""
+def full_step(requested: RequestedLimits, *, with_adapters: bool = False) -> pb.StepRequest:
+    """The largest step that a router may send. All rows share one block: what is in it does not matter here. With
+    adapters all of them have the one in slot 0."""
     counts = largest_step(requested.max_rows, requested.longest, requested.step_tokens)
     num_blocks = [requested.num_blocks(count) for count in counts]
     admissions = [
@@ -37,6 +38,7 @@ def full_step(requested: RequestedLimits) -> pb.StepRequest:
             parameters=COSTLY,
             top_n_tokens=TOP_TOKENS,
             prompt_logprobs=row == 0,
+            adapter_id="warm-up" if with_adapters else None,
         )
         for row, count in enumerate(counts)
     ]

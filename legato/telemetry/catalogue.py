@@ -115,6 +115,10 @@ BATCHES = (
     _gauge("tgi_batch_current_max_tokens", "Tokens of the batch", "Maximum tokens of the running requests.", "tokens"),
     _gauge("tgi_batch_max_total_tokens", "KV capacity", "Capacity of the KV cache in tokens.", "tokens"),
     _gauge("legato_kv_usage", "KV cache in use", "Fraction of KV blocks used by running requests.", "fraction"),
+    _gauge("legato_adapters_loaded", "LoRA adapters", "LoRA adapters that requests may name.", ""),
+    _counter(
+        "legato_adapter_placements", "Adapters placed", "Adapters brought from host memory to the device.", ""
+    ),
     _counter("legato_prompt_tokens", "Prompt tokens", "Prompt tokens of admitted requests.", "tokens"),
     _counter("legato_prefix_hit_tokens", "Prefix hits", "Prompt tokens found in the prefix cache.", "tokens"),
     _counter("legato_generated_tokens", "Throughput", "Tokens generated, as they come.", "tokens"),

@@ -60,6 +60,7 @@ class StepFigures:
     num_cached_tokens: int
     num_preempted: int
     failed: bool = False
+    num_placements: int = 0  # adapters that it brought to the device
     # Drafts that it verified, and of each row with drafts that were right, how many.
     num_drafts: int = 0
     accepted: tuple[int, ...] = ()
@@ -104,7 +105,7 @@ class Metrics:
         for metric in ALL.values():
             self._values[metric.name] = self._value(metric, limits)
         self._gauges["tgi_batch_max_total_tokens"].watch(lambda: limits.max_batch_total_tokens)
-        self._gauges["vllm:lora_requests_info"].watch(time.time, _adapters)
+        self._gauges["vllm:lora_requests_info"].watch(time.time, lambda: adapter_labels(0, (), ()))
         # Exported and dropped since it was called last.
         self._take_spans: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
@@ -128,6 +129,11 @@ class Metrics:
             gauges[name].watch(lambda: load.kv_usage)
         gauges["legato_queue_oldest_seconds"].watch(lambda: load.queue_age)
         gauges["tgi_batch_current_max_tokens"].watch(lambda: load.max_running_tokens)
+
+    def watch_adapters(self, labels: Callable[[], dict[str, str]], num_loaded: Callable[[], int]) -> None:
+        """`labels` as `adapter_labels` makes them."""
+        self._gauges["vllm:lora_requests_info"].watch(time.time, labels)
+        self._gauges["legato_adapters_loaded"].watch(num_loaded)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -180,6 +186,8 @@ class Metrics:
             counters["legato_accepted_draft_tokens"].inc(by=sum(step.accepted))
         if step.num_gaps:
             histograms["legato_inter_token_seconds"].observe(step.gap, times=step.num_gaps)
+        if step.num_placements:
+            counters["legato_adapter_placements"].inc(by=step.num_placements)
         if step.num_preempted:
             counters["legato_preemptions"].inc(by=step.num_preempted)
         if step.num_admitted:
@@ -235,9 +243,10 @@ class Metrics:
                 yield f"{sample} {value + added.get(sample, 0.0)!r}\n"
 
 
-def _adapters() -> dict[str, str]:
-    """There are none yet. The protocol wants the labels all the same."""
-    return {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+def adapter_labels(num_loaded: int, running: Iterable[str], waiting: Iterable[str]) -> dict[str, str]:
+    """What the protocol wants to know of LoRA adapters, by name, also if there are none."""
+    names = {"running_lora_adapters": running, "waiting_lora_adapters": waiting}
+    return {"max_lora": str(num_loaded), **{label: ",".join(sorted(set(found))) for label, found in names.items()}}
 
 
 def add_up(all_figures: Iterable[Figures]) -> Figures:

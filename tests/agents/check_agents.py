@@ -99,6 +99,15 @@ def test_codex_edits_a_file_with_its_shell(tmp_path: Path, workplace: Path) -> N
     assert (workplace / "greeting.txt").read_text() == "goodbye\n"
 
 
+def test_codex_edits_a_file_with_a_custom_tool(tmp_path: Path, workplace: Path) -> None:
+    """Which it has for models that it knows by name."""
+    patch = "*** Begin Patch\n*** Update File: greeting.txt\n@@\n-hello\n+goodbye\n*** End Patch\n"
+    script = [("<tool_response>.*(?i:success)", DONE), (TASK, called("apply_patch", input=patch))]
+    with scripted(tmp_path, script) as url:
+        assert DONE in codex(workplace, url, model="gpt-5.5")
+    assert (workplace / "greeting.txt").read_text() == "goodbye\n"
+
+
 def test_claude_code_reads_and_edits_a_file(tmp_path: Path, workplace: Path) -> None:
     file = str(workplace / "greeting.txt")
     edit = called("Edit", file_path=file, old_string="hello", new_string="goodbye")

@@ -104,6 +104,11 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "image-url-allow": (),
     "hang-timeout": 30.0,
     "load-timeout": 600.0,
+    "lora-device-ranks": None,
+    "lora-max-rank": None,
+    "lora-target-modules": (),
+    "lora-allow-runtime": False,
+    "lora-allow": (),
     "max-restarts": 10,
 }
 
@@ -158,6 +163,7 @@ def test_groups_end_with_the_programs_own_options() -> None:
         "HTTP",
         "Logs",
         "Supervision",
+        "LoRA adapters at run time",
         "Shards",
     ]
 
@@ -243,7 +249,6 @@ def test_an_invalid_command_line_exits_2(args: list[str], capsys: pytest.Capture
 
 
 LATER = {
-    "--lora-adapters": "some/adapter",
     "--ngrok-authtoken": "secret",
     "--ngrok-edge": "edge",
 }

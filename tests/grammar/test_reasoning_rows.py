@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from legato.grammar.kinds import Grammar, GrammarKind
+from legato.grammar.reasoning import RowReasoning
 from legato.grammar.vocabulary import TokenTrie
 from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
 from legato.server.grammars import Grammars, load_trie
-from legato.server.reasoning import RowReasoning
 from tests.generation import generation, sampling
 from tests.grammar.test_rows import accept, allowed, token
 from tests.grammar.texts import EOS, json_tokenizer

@@ -16,9 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from legato.api.dashboard import BlockUse, DashboardData, Distribution
 from legato.grammar.kinds import Grammar
 from legato.http.app import create_app
-from legato.http.scheduler import Receiver
+from legato.http.scheduler import AdapterChangeFailed, Receiver
 from legato.ipc.messages import ServerState
 from legato.ipc.settings import RouterSettings
+from legato.scheduling.adapters import AdapterInfo
 from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, PromptChunk
 from legato.telemetry.step_times import StepTimes
 
@@ -105,9 +106,18 @@ class FakeBackend:
     max_running_tokens: int = 640
     kv_usage: float = 0.25
     step_times: StepTimes | None = None
+    adapters: dict[str, AdapterInfo] = field(default_factory=dict)
+    # (name, source) of what was loaded and, without a source, unloaded; and what is said of it instead.
+    changes: list[tuple[str, str | None]] = field(default_factory=list)
+    refusal: AdapterChangeFailed | None = None
     chunks: dict[int, list[PromptChunk]] = field(default_factory=dict)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def change_adapter(self, name: str, source: str | None, revision: str | None = None) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.changes.append((name, source if revision is None else f"{source}@{revision}"))
 
     def submit(self, request: GenerationRequest, receiver: Receiver) -> None:
         self.requests.append(request)

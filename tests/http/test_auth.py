@@ -13,7 +13,7 @@ from legato.common.options import LauncherOptions
 from legato.http.app import _routes
 from legato.http.inference import Inference
 from legato.http.openapi import document
-from legato.ipc.api_keys import read_keys
+from legato.ipc.api_keys import KeyRights, read_keys
 from legato.telemetry.metrics import Metrics
 from tests.http.asgi import LIMITS, SETTINGS, Answer, Call, FakeBackend, app_for, call, get, post, tokenizer
 
@@ -192,16 +192,24 @@ def test_the_documentation_says_which_routes_need_a_key() -> None:
 def test_keys_of_the_flag_and_of_the_file_are_good_together(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# for the team\nalpha\n\n  beta \n#gamma\n")
-    assert read_keys(("flag",), str(file)) == {"flag": 5, "alpha": 5, "beta": 5}
+    assert read_keys(("flag",), str(file)) == dict.fromkeys(("flag", "alpha", "beta"), KeyRights())
 
 
 def test_a_key_in_the_file_may_allow_a_better_priority(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("gold priority=0\nsilver\tpriority=4\nbronze\n")
-    assert read_keys((), str(file)) == {"gold": 0, "silver": 4, "bronze": 5}
+    assert read_keys((), str(file)) == {"gold": KeyRights(0), "silver": KeyRights(4), "bronze": KeyRights(5)}
 
 
-@pytest.mark.parametrize("line", ["key priority=10", "key priority=-1", "key priority", "key secret", "k priority=1 x"])
+def test_a_key_in_the_file_may_allow_changes_of_adapters(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one adapters\ntwo priority=3 adapters\n")
+    assert read_keys((), str(file)) == {"one": KeyRights(adapters=True), "two": KeyRights(3, adapters=True)}
+
+
+@pytest.mark.parametrize(
+    "line", ["key priority=10", "key priority=-1", "key priority", "key secret", "k priority=1 x", "k adapters=1"]
+)
 def test_a_line_that_is_not_understood_is_named_by_its_number_and_not_shown(tmp_path: Path, line: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"alpha\n{line}\n")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -53,7 +54,8 @@ def test_operations_have_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("operation", [operation for operation in OPERATIONS if operation.request is not None])
 def test_examples_are_answered(operation: Any) -> None:
-    app = create_app(FakeBackend(), tokenizer(), SETTINGS, chat_template=FakeTemplate())
+    settings = replace(SETTINGS, changes_adapters=True)
+    app = create_app(FakeBackend(), tokenizer(), settings, chat_template=FakeTemplate())
     assert asyncio.run(post(app, operation.path, operation.example)).status == 200
 
 

@@ -83,7 +83,6 @@ def problem(**request: Any) -> str:
         ),
         ({"inputs": TEN_TOKENS * 7}, "`inputs` must have less than 64 tokens. Given: 71"),
         ({"grammar": {"type": "regex", "value": 5}}, "`grammar.value` must be a string"),
-        ({"adapter_id": "nobody/knows"}, "`adapter_id` is unknown: no adapter 'nobody/knows' is loaded"),
         ({"logit_bias": {400: 1.0}}, "`logit_bias` must have token ids >= 0 and < 400. Given: 400"),
         ({"logit_bias": {-1: 1.0}}, "`logit_bias` must have token ids >= 0 and < 400. Given: -1"),
         ({"logit_bias": {5: 101.0}}, "`logit_bias` must be >= -100 and <= 100. Given: 101.0 for 5"),

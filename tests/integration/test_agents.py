@@ -20,8 +20,15 @@ ANSWER = "<think>\nHm.\n</think>\n\nYes, I see."
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    before = stores()
     with scripted(tmp_path_factory.mktemp("agents"), [("", ANSWER)]) as url:
         yield url
+        assert len(stores() - before) <= 1
+    assert stores() <= before  # what was stored in memory is gone when the server is
+
+
+def stores() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("legato-responses-*")}
 
 
 def ask(url: str, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> Any:
@@ -91,14 +98,3 @@ def test_a_stored_response_is_continued_by_whichever_worker(url: str) -> None:
     usage = second["usage"]
     assert usage["input_tokens_details"]["cached_tokens"] / usage["input_tokens"] >= 0.95
     assert ask(url, f"/v1/responses/{first['id']}", method="DELETE")["deleted"]
-
-
-def test_the_store_is_gone_when_the_server_is(tmp_path: Path) -> None:
-    def folders() -> set[str]:
-        return {path.name for path in Path("/dev/shm").glob("legato-responses-*")}
-
-    before = folders()
-    with scripted(tmp_path, [("", ANSWER)]) as url:
-        ask(url, "/v1/responses", {"input": "hi"})
-        assert len(folders() - before) == 1
-    assert folders() <= before

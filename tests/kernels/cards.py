@@ -26,12 +26,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, device, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels import activation, device, few_linear, grouped_linear, lora, norm, rotary, sample, small_linear
 from legato.kernels.attention import chunk, decode, hopper, span
 from legato.kernels.device import GpuLimits
 from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.paged_kv import PagedKV, Scoring
+from legato.kernels.quantized import eight_bit, grouped, linear, unpack
 from tests.kernels.hopper import Driver
+from tests.kernels.quantized.operands import random_operand
 
 # Shared memory of one program, from the compute capability table of the CUDA programming guide.
 CARDS = {
@@ -126,6 +128,48 @@ def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[
             grouped_linear._group_rows_torch(ids, 2),
             torch.ones(2 * tokens),
         )
+    yield from lora_products(dtype)
+
+
+def lora_products(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    place = lora.LoraPlace(0, 0, 1 << 20, 4096, (4096, 1024, 1024))
+    pages = lora.LoraPages(
+        torch.zeros(32, 1 << 21, dtype=dtype), torch.zeros(33, 32, dtype=torch.int32), torch.ones(1, 33).int()
+    )
+    for tokens in (16, 2048):
+        groups = grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 32)
+        x, out = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(tokens, 6144, dtype=dtype)
+        yield partial(lora._lora_add_triton, out, x, groups, pages, place, None)
+
+
+def quantized_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[], Any]]:
+    """Every form, at row counts for which every configuration is chosen."""
+    if dtype.itemsize != 2:
+        return
+    hidden, inner = 4096, 1024
+    for form, group, zero in (
+        ("int4", 128, True),
+        ("int4", 32, True),
+        ("table", 64, False),
+        ("codes", 128, True),
+        ("int8", hidden, False),
+        ("fp8", hidden, False),
+        ("fp8", 128, False),
+    ):
+        operand = random_operand(form, inner, hidden, group, zero)
+        for rows in (1, 8, 16, 32, 64, 256):
+            x = torch.zeros(rows, hidden, dtype=dtype)
+            run = linear._KERNELS[linear.kernel_for(rows, operand, limits)]
+            yield partial(run, x, operand, None, None)
+        groups = grouped_linear._group_rows_torch(torch.tensor([[0, 1]] * 4), 2)
+        yield partial(grouped.grouped_quantized_linear, torch.zeros(4, hidden, dtype=dtype), operand, groups)
+        if operand.is_packed:
+            yield partial(unpack._unpacked_triton, operand, dtype, None)
+    for eight in (torch.int8, *((torch.float8_e4m3fn,) if limits.sm >= 89 else ())):
+        x, weight = torch.zeros(2, hidden, dtype=dtype), torch.ones(hidden, dtype=dtype)
+        yield partial(eight_bit._quantize_rows_triton, x, eight)
+        yield partial(norm._add_norm_triton, x, x.clone(), weight, None, 1e-5, False, True, eight)
+        yield partial(activation._gate_rows_triton, torch.zeros(2, 2 * 14336, dtype=dtype), "silu", eight)
 
 
 def registers_of(cubin: bytes) -> int:
@@ -149,7 +193,7 @@ def record_compiled(compiled: list[CompiledKernel]) -> None:
     CompiledKernel._init_handles = load_and_record
 
 
-def compile_for(sm: int, quick: bool, part: int, num_parts: int) -> None:
+def compile_for(sm: int, quick: bool, part: int, num_parts: int, quantized: bool = False) -> None:
     device.DEFAULT = limits = CARDS[sm]
     Driver.get_current_target = lambda self: GPUTarget("cuda", sm, 32)  # type: ignore[method-assign]
     driver.set_active(Driver())
@@ -162,6 +206,13 @@ def compile_for(sm: int, quick: bool, part: int, num_parts: int) -> None:
     ]
     if not quick:
         launches += [(str(dtype)[6:], launch) for dtype in dtypes(limits) for launch in other_launches(dtype, limits)]
+    if quantized or not quick:
+        eight_bit.kernel_or_torch = lambda tensor, kernel, reference: kernel  # type: ignore[assignment]
+        launches += [
+            (f"quantized {str(dtype)[6:]}", launch)
+            for dtype in dtypes(limits)
+            for launch in quantized_launches(dtype, limits)
+        ]
     for shape_name, launch in launches[part::num_parts]:
         facts: dict[str, Any] = {"card": sm, "shape": shape_name}
         try:
@@ -179,10 +230,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("card", type=int, choices=CARDS)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quantized", action="store_true", help="with --quick: also products with quantized matrices")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("NUMBER", "OF"), help="for parallel runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    compile_for(options.card, options.quick, *options.part)
+    compile_for(options.card, options.quick, *options.part, options.quantized)
 
 
 if __name__ == "__main__":

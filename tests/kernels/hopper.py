@@ -15,13 +15,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels import activation, few_linear, grouped_linear, lora, norm, rotary, sample, small_linear
 from legato.kernels.attention import chunk as chunk_attention
 from legato.kernels.attention import decode as decode_attention
 from legato.kernels.attention import hopper as hopper_attention
 from legato.kernels.attention import span as span_attention
+from legato.kernels.device import DEFAULT
 from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.paged_kv import PagedKV, Scoring
+from legato.kernels.quantized import eight_bit, grouped, one_row, tiled, unpack
+from legato.kernels.quantized.linear import tiled_config
+from tests.kernels.quantized.operands import random_operand
 
 BF16 = torch.bfloat16
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
@@ -63,6 +67,7 @@ def report_compiled_kernels() -> None:
                 "name": kernel.name,
                 "shared": kernel.metadata.shared,
                 "wgmma": ptx.count("wgmma.mma_async"),
+                "fp8_wgmma": ptx.count(".e4m3.e4m3"),
                 "mma": ptx.count("mma.sync"),
                 "wide_loads": ptx.count(".v4.b32 {") + ptx.count("cp.async.cg"),
                 "fused_bf16": ptx.count("fma.rn.bf16"),
@@ -126,6 +131,34 @@ def compile_all() -> None:
         grouped_linear._group_rows_triton(ids, 2)
         groups, rows_of_x = grouped_linear._group_rows_torch(ids, 2), torch.zeros(tokens, HIDDEN, dtype=BF16)
         grouped_linear._grouped_linear_triton(rows_of_x, packed.view(2, INNER, HIDDEN), groups, torch.ones(2 * tokens))
+    compile_quantized()
+    compile_adapters()
+
+
+def compile_quantized() -> None:
+    """4-bit integers, the most common, in every way that they are multiplied."""
+    operand = random_operand("int4", 512, HIDDEN, 128, zero=True)
+    one_row.one_row_linear(torch.zeros(1, HIDDEN, dtype=BF16), operand)
+    for rows, dtype in ((8, BF16), (256, torch.float8_e4m3fn)):
+        config = tiled_config(rows, operand, dtype.itemsize, DEFAULT)
+        scale = torch.ones(rows) if dtype.itemsize == 1 else None
+        tiled.tiled_linear(torch.zeros(rows, HIDDEN, dtype=dtype), operand, config, scale, BF16)
+    groups = grouped_linear._group_rows_torch(torch.tensor([[0, 1]]), 2)
+    grouped.grouped_quantized_linear(torch.zeros(1, HIDDEN, dtype=BF16), operand, groups)
+    unpack._unpacked_triton(operand, BF16, None)
+    eight_bit._quantize_rows_triton(torch.zeros(2, HIDDEN, dtype=BF16), torch.float8_e4m3fn)
+    activation._gate_rows_triton(torch.zeros(2, 2 * HIDDEN, dtype=BF16), "silu", torch.float8_e4m3fn)
+
+
+def compile_adapters() -> None:
+    place = lora.LoraPlace(0, 0, 1 << 20, HIDDEN, (HIDDEN, 1024, 1024))
+    pages = lora.LoraPages(
+        torch.zeros(64, 1 << 21, dtype=BF16), torch.zeros(65, 8, dtype=torch.int32), torch.ones(1, 65).int()
+    )
+    for tokens in (256, 2048):
+        groups = grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 64)
+        x, out = torch.zeros(tokens, HIDDEN, dtype=BF16), torch.zeros(tokens, HIDDEN + 2048, dtype=BF16)
+        lora._lora_add_triton(out, x, groups, pages, place, None)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,14 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_group_rows_kernel",
         "_grouped_linear_kernel",
         "_single_token_kernel",
+        "_one_row_kernel",
+        "_tiled_kernel",
+        "_grouped_quantized_kernel",
+        "_unpack_kernel",
+        "_quantize_rows_kernel",
+        "_gate_rows_kernel",
+        "_shrink_kernel",
+        "_expand_kernel",
     }
 
 
@@ -67,13 +75,25 @@ def test_attention_runs_on_the_matrix_units(compiled):
 
 
 def test_weights_keys_and_activations_are_loaded_16_bytes_at_a_time(compiled):
-    narrow = ("_greedy_kernel", "_group_rows_kernel")  # which read scores and small integers
+    # Which read scores and small integers; and as many bytes of a row as it has columns of x in 16 bytes.
+    narrow = ("_greedy_kernel", "_group_rows_kernel", "_one_row_kernel")
     assert all(kernel["wide_loads"] for kernel in compiled if kernel["name"] not in narrow)
 
 
 def test_products_of_a_rotation_are_rounded_before_they_are_added(compiled):
     """As transformers does. Left to itself the compiler fuses them, and one bfloat16 token in thirty is another."""
     assert [kernel["fused_bf16"] for kernel in compiled if kernel["name"] == "_rotary_and_store_kernel"] == [0] * 4
+
+
+def test_quantized_products_of_many_rows_run_on_the_fp8_units(compiled):
+    few, many = (kernel for kernel in compiled if kernel["name"] == "_tiled_kernel")
+    assert few["mma"] and not few["wgmma"]
+    assert many["fp8_wgmma"] == many["wgmma"] > 0
+
+
+def test_adapters_run_on_the_matrix_units(compiled):
+    adapters = [kernel for kernel in compiled if kernel["name"] in ("_shrink_kernel", "_expand_kernel")]
+    assert adapters and all(kernel["mma"] or kernel["wgmma"] for kernel in adapters)
 
 
 def test_experts_with_many_rows_run_on_the_matrix_units(compiled):

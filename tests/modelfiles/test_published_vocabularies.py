@@ -69,21 +69,53 @@ def t5(folder: Path) -> None:
     (folder / "spiece.model").write_bytes(packed("seqio", "seqio/test_data/sentencepiece/sentencepiece.model"))
 
 
+MISTRALS = {
+    "v1": "tokenizer.model.v1",
+    "v2": "mistral_instruct_tokenizer_240216.model.v2",
+    "v3": "mistral_instruct_tokenizer_240323.model.v3",
+    "v7": "mistral_instruct_tokenizer_241114.model.v7",
+    "v7m1": "mistral_instruct_tokenizer_241114.model.v7m1",
+}
 CASES: dict[str, Write] = {
     "gpt2": gpt2,
     "opt": opt,
     "t5": t5,
-    "mistral-v1": mistral("tokenizer.model.v1"),
-    "mistral-v2": mistral("mistral_instruct_tokenizer_240216.model.v2"),
-    "mistral-v3": mistral("mistral_instruct_tokenizer_240323.model.v3"),
-    "mistral-v7": mistral("mistral_instruct_tokenizer_241114.model.v7"),
-    "mistral-v7m1": mistral("mistral_instruct_tokenizer_241114.model.v7m1"),
     "llama3": tiktoken("llama_models", "llama_models/llama3/tokenizer.model"),
     "llama4": tiktoken("llama_models", "llama_models/llama4/tokenizer.model"),
     "qwen": tiktoken("dashscope", "dashscope/resources/qwen.tiktoken"),
     "cl100k": tiktoken("litellm", "litellm/litellm_core_utils/tokenizers/9b5ad71b2ce5302211f9c61530b329a4922fc6a4"),
     "o200k": tiktoken("litellm", "litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"),
 }
+
+
+class SentencePiece:
+    """The library itself, as `differences` calls a tokenizer of transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        import sentencepiece
+
+        self.pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [self.pieces.bos_id(), *self.pieces.encode(text)]}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return str(self.pieces.decode(ids))
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self.pieces.id_to_piece(number) for number in ids]
+
+
+@pytest.mark.parametrize("version", MISTRALS)
+def test_mistrals_ids_and_texts_equal_those_of_sentencepiece(version: str, tmp_path: Path) -> None:
+    """Not of transformers: from 5.0 on it merges by the numbers of pieces where there is no tokenizer.json, and those
+    of spaces are out of order, so that two of them become one token too early."""
+    mistral(MISTRALS[version])(tmp_path)
+    # Special tokens are text to the library, and it puts a space before one that a text begins with.
+    texts = [text for text in made.strings(NUM_STRINGS) if text and not set(text) & set("<>[]\u2581\x00")]
+    texts = [text for text in texts if not text.startswith(" ")]
+    found = differences(ModelFiles.open(tmp_path).tokenizer(), SentencePiece(tmp_path), texts)
+    assert not found, f"{len(found)} of {len(texts)}: {json.dumps(found[:3], ensure_ascii=True)}"
 
 
 @pytest.mark.parametrize("name", CASES)

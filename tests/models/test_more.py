@@ -50,7 +50,11 @@ def test_what_predicts_a_second_token_is_not_read(tmp_path: Path) -> None:
         (dict(model_type="dbrx", ffn_config=dict(moe_normalize_expert_weights=2)), UnsupportedModel, "not 1 or null"),
         (dict(model_type="deepseek_v3", n_group=3), UnsupportedModel, "do not make 3 groups"),
         (dict(model_type="deepseek_v3", rope_interleave=False), UnsupportedModel, "rope_interleave"),
-        (dict(model_type="idefics3", text_config=dict(model_type="gemma")), UnsupportedModel, "'gemma'"),
+        (
+            dict(model_type="idefics3", scale_factor=1, text_config=dict(model_type="gemma")),
+            UnsupportedModel,
+            "'gemma'",
+        ),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
 )

@@ -107,7 +107,7 @@ SERVERS = [
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     name, world_size = request.param
     folder = FAMILIES[name].make(tmp_path_factory.mktemp(name))
-    limits = ["--max-total-tokens=512", "--max-concurrent-requests=8"]
+    limits = ["--max-total-tokens=512", "--max-concurrent-requests=8", "--dtype=float32"]  # by default packed on a CPU
     shards = [f"--num-shard={world_size}", f"--master-port={free_port()}"]
     with launched(tmp_path_factory.mktemp("server"), folder, *limits, *shards) as server:
         yield Served(folder, FAMILIES[name], server.client)

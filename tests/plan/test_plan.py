@@ -84,7 +84,8 @@ def test_the_parameters_of_shapes_without_files_are_those_of_the_models(name: st
 
 Make = Callable[[Path], Path]
 # One case for each function that makes a tiny model, and those whose configuration decides about heads or experts.
-CHOSEN = {case.make.__qualname__: case for case in reversed(CASES)}.values()
+# Not those whose experts take more memory than in their files.
+CHOSEN = {case.make.__qualname__: case for case in reversed(CASES) if "mxfp4" not in case.name}.values()
 BY_CONFIG = ("falcon-40b", "mpt-grouped-query", "starcoder-multi-head", "deepseek-v2", "bloom-head-copied")
 MODELS: dict[str, Make] = {
     **{case.name: partial(case.make, **case.changes) for case in CASES if case in CHOSEN or case.name in BY_CONFIG},

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from legato.ipc.messages import ServerState
+from legato.router.adapters import AdapterRegistry
 from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
 from legato.router.running import RouterProcess
@@ -68,9 +69,11 @@ def test_steps_go_to_the_shards_before_the_first_client_comes(monkeypatch: pytes
     async def main() -> None:
         backend = Steps()
         workers, listeners = EarlyClient(backend), Listeners("127.0.0.1", 0, 2)
+        adapters = AdapterRegistry(cast(Any, backend), (), None)
         router = RouterProcess(
-            cast(Any, backend), cast(Any, None), Metrics(LIMITS), cast(Any, workers), SETTINGS, 30, StepHistory()
-        )
+            cast(Any, backend), cast(Any, None), Metrics(LIMITS), cast(Any, workers), SETTINGS, 30, StepHistory(),
+            adapters,
+        )  # fmt: skip
         running = asyncio.create_task(router.run(listeners, grace=1))
         await workers.all_serve.wait()
         router._stopping.set()

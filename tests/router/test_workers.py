@@ -20,6 +20,7 @@ from legato.http.throttle import AcceptThrottle
 from legato.http.worker import HttpWorker
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
+from legato.router.adapters import AdapterRegistry
 from legato.router.listening import KERNEL_SPREADS, Listeners
 from legato.router.port import Port
 from legato.router.workers import MAX_UNREAD, WorkerFailed, WorkerProcess, Workers
@@ -57,7 +58,8 @@ class Pair:
         async def scrape() -> bytes:
             return b"all metrics"
 
-        self.port = Port(steps, scrape, scrape, lambda: b"all requests", self._scheduler_link.send)
+        adapters = AdapterRegistry(steps, (), None)
+        self.port = Port(steps, scrape, scrape, lambda: b"all requests", self._scheduler_link.send, adapters)
 
     async def open(self) -> None:
         ours, theirs = socket.socketpair()

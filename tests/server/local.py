@@ -20,6 +20,7 @@ from legato.sampling.sampler import Sampler
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, Output
+from legato.server.adapters import ShardAdapters
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars
 
@@ -41,18 +42,21 @@ class LocalServer:
         self, model: CausalModel, *, num_blocks: int = 256, block_size: int = 16, max_rows: int = 16,
         step_tokens: int = 512, prefix_caching: bool = True, eos: frozenset[int] = frozenset(),
         load_trie: Callable[[], TokenTrie] = no_grammars, speculate: int = 0, speculator: Speculator | None = None,
+        adapters: ShardAdapters | None = None,
     ) -> None:  # fmt: skip
         start = model.config.decoder_start_token_id
         limits = SchedulerLimits(
             num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching and start is None,
             decoder_start_token_id=start, speculate=speculate, vocab_size=model.config.vocab_size,
             num_proposals=0 if speculator is None else speculator.num_tokens,
+            num_adapter_pages=0 if adapters is None else adapters.device.num_pages,
         )  # fmt: skip
         cache = KVCache(model.kv_shape, num_blocks, block_size, DEVICE)
         vocab = model.config.vocab_size
         self.scheduler = Scheduler(limits)
         self.engine = Engine(
             model, cache, max_rows, limits.max_tokens, lambda rows: Sampler(vocab, rows, DEVICE), Grammars(load_trie),
+            adapters=adapters,
             speculator=speculator,
         )  # fmt: skip
         self.outputs: dict[int, list[Output]] = {}

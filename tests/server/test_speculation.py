@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from tests.tiny_models import tiny_llama
 
 EOS = 2
 NUM_TOKENS = 48
+# `make drafts` has 2,000.
+NUM_REQUESTS = int(os.environ.get("DRAFT_REQUESTS", "35"))
 JSON = schema({"type": "array", "items": {"enum": ["abc", "abd", "xyz"]}, "minItems": 6, "maxItems": 9})
 WORDS = Grammar(GrammarKind.REGEX, "((ab|cd)-){3,9}end")
 # What requests ask for, by turns. Low temperatures repeat themselves, so that some drafts are right.
@@ -98,7 +101,8 @@ def test_texts_are_the_same_with_and_without_drafts(
     model: CausalModel, trie: TokenTrie, speculate: int, settings: dict[str, int]
 ) -> None:
     """Also where memory is scarce, and requests are preempted."""
-    expected, none = answers(model, trie, 35, 7, 0)
-    found, num_drafts = answers(model, trie, 35, 7, speculate, **settings)
-    assert (none, num_drafts > 50) == (0, True)
-    assert found == expected
+    expected, none = answers(model, trie, NUM_REQUESTS, 7, 0)
+    found, num_drafts = answers(model, trie, NUM_REQUESTS, 7, speculate, **settings)
+    assert (none, num_drafts > 1.4 * NUM_REQUESTS) == (0, True)
+    different = [number for number in expected if found[number] != expected[number]]
+    assert not different, f"{len(different)} of {NUM_REQUESTS} texts are not the same: requests {different[:10]}"

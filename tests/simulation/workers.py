@@ -11,6 +11,7 @@ import msgspec
 from legato.common.errors import LegatoError
 from legato.http.scheduler import SchedulerClient
 from legato.ipc import messages as msg
+from legato.router.adapters import AdapterRegistry
 from legato.router.port import Port
 from legato.router.step_loop import StepLoop
 from tests.simulation.clients import Client, grammar_of
@@ -43,7 +44,8 @@ class SimulatedWorker:
         self._on_submitted = on_submitted
         self._on_message = on_message
         self._last_up = self._last_down = 0.0
-        self.port = Port(steps, self._scrape, self._scrape, lambda: b"{}", self._send_down)
+        adapters = AdapterRegistry(steps, (), None)
+        self.port = Port(steps, self._scrape, self._scrape, lambda: b"{}", self._send_down, adapters)
         self.scheduler = SchedulerClient(steps.limits, self._send_up)
 
     async def _scrape(self) -> bytes:

@@ -203,3 +203,13 @@ def test_requests_are_counted_by_how_they_went() -> None:
         assert found["tgi_batch_max_total_tokens"] == LIMITS.max_batch_total_tokens
 
     asyncio.run(main())
+
+
+def test_drafts_that_were_right_are_tokens_that_a_request_skipped() -> None:
+    """Once for every request in a step: two rows without any, one with one and one with three."""
+    metrics = Metrics(LIMITS)
+    metrics.step(replace(STEP, method="decode", num_tokens=8, num_drafts=7, accepted=(1, 3)))
+    found = samples(metrics.render())
+    assert found["tgi_request_skipped_tokens_count"] == 4 and found["tgi_request_skipped_tokens_sum"] == 4
+    assert found['tgi_request_skipped_tokens_bucket{le="1.0"}'] == 3
+    assert (found["legato_draft_tokens"], found["legato_accepted_draft_tokens"]) == (7, 4)

@@ -69,8 +69,10 @@ SIMPLE = [
                     max_tokens=30, stream=False, seed=1337)),
 ]  # fmt: skip
 
-PREFIXED = OracleCase("flash_llama_prefix", "test_flash_llama_load", "llama",
-                      chats_at_once("explane more", "Poly Ether Ether Ketone", "explane more", max_tokens=10, seed=0))  # fmt: skip
+QUESTIONS = ("explane more", "Poly Ether Ether Ketone", "this is not less code this is java")
+PREFIXED = OracleCase(
+    "flash_llama_prefix", "test_flash_llama_load", "llama", chats_at_once(*QUESTIONS, max_tokens=10, temperature=0)
+)
 
 # ---- completions and usage ------------------------------------------------------------------------------------------
 

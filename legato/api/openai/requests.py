@@ -203,3 +203,18 @@ class ChatRequest(SharedFields, kw_only=True, frozen=True):
     documents: Annotated[list[dict[str, Any]] | None, Meta(description="For chat templates that quote documents.")] = (
         None
     )
+
+
+class LoadAdapterRequest(Struct, kw_only=True):
+    """vLLM's, and a revision."""
+
+    lora_name: Annotated[str, Meta(description="What requests will call it, as `model` or `adapter_id`.")]
+    lora_path: Annotated[
+        str, Meta(description="A folder, absolute, or the id of a Hub repository; within `--lora-allow`.")
+    ]
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit of the Hub repository.")] = None
+    load_inplace: Annotated[Flag, Meta(description="Not supported: unload the adapter of that name first.")] = None
+
+
+class UnloadAdapterRequest(Struct, kw_only=True):
+    lora_name: str

@@ -192,6 +192,9 @@ class ModelObject(Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    # Of a LoRA adapter: where it came from, and the base model.
+    root: str | UnsetType = UNSET
+    parent: str | UnsetType = UNSET
 
 
 class ModelList(Struct, kw_only=True):

@@ -16,7 +16,7 @@ from legato.benchmark.cpu.engines import ENGINES, EngineFailed, EngineMissing, R
 from legato.benchmark.cpu.models import CpuModel
 from legato.benchmark.cpu.surroundings import CpuLimit, cpu_limit, neighbour
 from legato.benchmark.cpu.work import WARM_UP, CpuFigures, CpuWorkload, chosen, vocabulary_of
-from legato.benchmark.options import CpuOptions
+from legato.benchmark.options import DEFAULT_CPU_WORKLOADS, CpuOptions
 from legato.benchmark.report import check_writable, environment, write_json
 from legato.benchmark.shard import takes_shard_arguments, terminable
 from legato.common.errors import OptionError
@@ -28,7 +28,7 @@ def run(options: CpuOptions) -> None:
     names = options.engine or tuple(ENGINES)
     if unknown := [name for name in names if name not in ENGINES]:
         raise OptionError(f"--engine {unknown[0]}: it must be one of {', '.join(ENGINES)}")
-    workloads = chosen(options.workload, options.scale)
+    workloads = chosen(options.workload or DEFAULT_CPU_WORKLOADS, options.scale)
     found = Comparison()
     with tempfile.TemporaryDirectory(prefix="legato-bench-") as scratch, terminable(), cpu_limit(options.cpus) as limit:
         model = CpuModel(options.model, Path(scratch))

@@ -118,8 +118,10 @@ def _message_to_function(tools: Sequence[Tool], tokens: Mapping[str, int], *, sc
         _marker(marker, tokens) for marker in ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>")
     )
     rules = ["start: analysis? call", "call: " + " | ".join(f"call{number}" for number in range(len(tools)))]
-    rules.append(f'analysis: {channel} "analysis" {body} TEXT {end} {start} "assistant"')
-    rules.append("TEXT: /(?s:.*)/")
+    # A token of its own ends a text by itself; one that is spelled out has to be looked for.
+    text, after = ("text", end) if "<|end|>" in tokens else ('text[suffix="<|end|>"]', "")
+    rules.append(f'analysis: {channel} "analysis" {body} text {after} {start} "assistant"')
+    rules.append(f"{text}: /(?s:.*)/")
     for number, tool in enumerate(tools):
         name = json.dumps(f"commentary to=functions.{tool.name} ")
         described = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**arguments_schema(tool, None), **_OPTIONS}))

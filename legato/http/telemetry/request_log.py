@@ -110,7 +110,7 @@ def parameters_text(request: ValidRequest, num_sequences: int) -> str:
         f", seed: {_option(chooser.seed if chooser.do_sample else None)}"
         f", top_n_tokens: {_option(request.top_n_tokens or None)}"
         f", grammar: {_option(None if kind == 'none' else kind)}"
-        ", adapter_id: None }"
+        f", adapter_id: {_option(None if request.adapter is None else request.adapter.name)} }}"
     )
 
 

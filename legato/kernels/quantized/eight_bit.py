@@ -56,13 +56,12 @@ def _quantize_rows_torch(x: Tensor, dtype: torch.dtype) -> EightBitRows:
 
 def _quantize_rows_triton(x: Tensor, dtype: torch.dtype) -> EightBitRows:
     num_rows, width = x.shape
-    numbers = torch.empty(num_rows, width, dtype=dtype, device=x.device)
-    scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    rows = empty_rows(x, dtype)
     if num_rows > 0:
         block = next_power_of_two(width)
         _quantize_rows_kernel[(num_rows,)](
-            numbers,
-            scale,
+            rows.numbers,
+            rows.scale,
             x,
             width,
             x.stride(0),
@@ -71,7 +70,13 @@ def _quantize_rows_triton(x: Tensor, dtype: torch.dtype) -> EightBitRows:
             num_warps=min(max(block // 512, 1), 16),
             **launch_options(x),
         )
-    return EightBitRows(numbers, scale)
+    return rows
+
+
+def empty_rows(x: Tensor, dtype: torch.dtype) -> EightBitRows:
+    """For a kernel to write: as many as x [m, width] has."""
+    numbers = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return EightBitRows(numbers, torch.empty(x.shape[0], dtype=torch.float32, device=x.device))
 
 
 @jit

@@ -10,6 +10,7 @@ many of 4 bits    the matrix is unpacked first, and multiplied as fp8 or a dense
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -25,6 +26,18 @@ from legato.kernels.quantized.one_row import one_row_linear
 from legato.kernels.quantized.operand import Operand
 from legato.kernels.quantized.tiled import TiledConfig, tiled_linear
 from legato.kernels.quantized.unpack import unpacked, unpacked_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What becomes of the product where the matrix is gate and up: `gate_and_mul` of it."""
+
+    activation: Activation
+    row_type: torch.dtype | None = None  # 8 bits, in which the next product will want its rows
+
+    def apply(self, product: Tensor) -> Tensor:
+        return gate_and_mul(product, self.activation, self.row_type if product.shape[0] > FEW_ROWS else None)
+
 
 FEW_ROWS = 16
 # Numbers that the definition in torch unpacks at once.
@@ -61,57 +74,55 @@ def row_type_of(operand: Operand) -> torch.dtype | None:
     return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(kernel)
 
 
-def quantized_linear(
-    x: Tensor, operand: Operand, bias: Tensor | None = None, activation: Activation | None = None
-) -> Tensor:
-    """x [m, in] -> [m, out], or with an activation [m, out / 2] as `gate_and_mul` would make of that."""
+def quantized_linear(x: Tensor, operand: Operand, bias: Tensor | None = None, gate: Gate | None = None) -> Tensor:
+    """x [m, in] -> [m, out], or with a gate [m, out / 2]."""
     run = _KERNELS[kernel_for(x.shape[0], operand, limits_of(x))]
-    return kernel_or_torch(x, run, quantized_linear_torch)(x, operand, bias, activation)
+    return kernel_or_torch(x, run, quantized_linear_torch)(x, operand, bias, gate)
 
 
-def quantized_linear_torch(
-    x: Tensor, operand: Operand, bias: Tensor | None = None, activation: Activation | None = None
-) -> Tensor:
+def quantized_linear_torch(x: Tensor, operand: Operand, bias: Tensor | None = None, gate: Gate | None = None) -> Tensor:
     """Some rows of the matrix at a time, so that what is unpacked stays small."""
     step = max(1, NUMBERS_AT_ONCE // operand.in_features)
     pieces = [operand.rows(first, first + step) for first in range(0, operand.out_features, step)]
     product = torch.cat([F.linear(x, piece.values(widened(x[:0]).dtype).to(x.dtype)) for piece in pieces], dim=1)
-    return _activated(product if bias is None else product + bias, activation)
+    return _gated(product if bias is None else product + bias, gate)
 
 
-def _one_row(x: Tensor, operand: Operand, bias: Tensor | None, activation: Activation | None) -> Tensor:
-    return one_row_linear(x.contiguous(), operand, bias, activation)
+def _one_row(x: Tensor, operand: Operand, bias: Tensor | None, gate: Gate | None) -> Tensor:
+    # The kernel reads x in numbers of 64 bits.
+    aligned = x.contiguous() if x.storage_offset() % 4 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return one_row_linear(aligned, operand, bias, _activation(gate))
 
 
-def _few_rows(x: Tensor, operand: Operand, bias: Tensor | None, activation: Activation | None) -> Tensor:
+def _few_rows(x: Tensor, operand: Operand, bias: Tensor | None, gate: Gate | None) -> Tensor:
     config = tiled_config(x.shape[0], operand, x.element_size(), limits_of(x))
-    return tiled_linear(x, operand, config, bias=bias, activation=activation)
+    return tiled_linear(x, operand, config, bias=bias, activation=_activation(gate))
 
 
-def _in_16_bits(x: Tensor, operand: Operand, bias: Tensor | None, activation: Activation | None) -> Tensor:
-    return _few_rows(x, operand, bias, activation)
+def _in_16_bits(x: Tensor, operand: Operand, bias: Tensor | None, gate: Gate | None) -> Tensor:
+    return _few_rows(x, operand, bias, gate)
 
 
-def _in_fp8(x: Tensor, operand: Operand, bias: Tensor | None, activation: Activation | None) -> Tensor:
+def _in_fp8(x: Tensor, operand: Operand, bias: Tensor | None, gate: Gate | None) -> Tensor:
     rows = rows_of(x, torch.float8_e4m3fn)
     if operand.form == "fp8" and operand.has_one_scale and x.dtype == torch.bfloat16 and _suits_scaled_mm(operand):
-        return _scaled_mm(rows, operand, bias, activation)
-    return _in_8_bits(rows, x.dtype, operand, bias, activation)
+        return _scaled_mm(rows, operand, bias, gate)
+    return _in_8_bits(rows, x.dtype, operand, bias, gate)
 
 
-def _in_int8(x: Tensor, operand: Operand, bias: Tensor | None, activation: Activation | None) -> Tensor:
-    return _in_8_bits(rows_of(x, torch.int8), x.dtype, operand, bias, activation)
+def _in_int8(x: Tensor, operand: Operand, bias: Tensor | None, gate: Gate | None) -> Tensor:
+    return _in_8_bits(rows_of(x, torch.int8), x.dtype, operand, bias, gate)
 
 
-def _unpacked(x: Tensor, operand: Operand, bias: Tensor | None, activation: Activation | None) -> Tensor:
-    return _activated(F.linear(x, unpacked(operand, x.dtype), bias), activation)
+def _unpacked(x: Tensor, operand: Operand, bias: Tensor | None, gate: Gate | None) -> Tensor:
+    return _gated(F.linear(x, unpacked(operand, x.dtype), bias), gate)
 
 
-def _unpacked_to_fp8(x: Tensor, operand: Operand, bias: Tensor | None, activation: Activation | None) -> Tensor:
-    return _scaled_mm(rows_of(x, torch.float8_e4m3fn), unpacked_rows(operand), bias, activation)
+def _unpacked_to_fp8(x: Tensor, operand: Operand, bias: Tensor | None, gate: Gate | None) -> Tensor:
+    return _scaled_mm(rows_of(x, torch.float8_e4m3fn), unpacked_rows(operand), bias, gate)
 
 
-_KERNELS: dict[Kernel, Callable[[Tensor, Operand, Tensor | None, Activation | None], Tensor]] = {
+_KERNELS: dict[Kernel, Callable[[Tensor, Operand, Tensor | None, Gate | None], Tensor]] = {
     "one_row": _one_row,
     "few_rows": _few_rows,
     "fp8": _in_fp8,
@@ -123,17 +134,17 @@ _KERNELS: dict[Kernel, Callable[[Tensor, Operand, Tensor | None, Activation | No
 
 
 def _in_8_bits(
-    rows: EightBitRows, dtype: torch.dtype, operand: Operand, bias: Tensor | None, activation: Activation | None
+    rows: EightBitRows, dtype: torch.dtype, operand: Operand, bias: Tensor | None, gate: Gate | None
 ) -> Tensor:
     config = tiled_config(rows.numbers.shape[0], operand, 1, limits_of(rows.numbers))
-    return tiled_linear(rows.numbers, operand, config, rows.scale, dtype, bias, activation)
+    return tiled_linear(rows.numbers, operand, config, rows.scale, dtype, bias, _activation(gate))
 
 
-def _scaled_mm(rows: EightBitRows, operand: Operand, bias: Tensor | None, activation: Activation | None) -> Tensor:
+def _scaled_mm(rows: EightBitRows, operand: Operand, bias: Tensor | None, gate: Gate | None) -> Tensor:
     product = scaled_mm(rows, operand)
     if bias is not None:
         product += bias
-    return _activated(product, activation)
+    return _gated(product, gate)
 
 
 def scaled_mm(rows: EightBitRows, operand: Operand) -> Tensor:
@@ -166,8 +177,12 @@ def _has_scaled_mm(device: torch.device) -> bool:
     return True
 
 
-def _activated(product: Tensor, activation: Activation | None) -> Tensor:
-    return product if activation is None else gate_and_mul(product, activation)
+def _gated(product: Tensor, gate: Gate | None) -> Tensor:
+    return product if gate is None else gate.apply(product)
+
+
+def _activation(gate: Gate | None) -> Activation | None:
+    return None if gate is None else gate.activation
 
 
 def tiled_config(num_rows: int, operand: Operand, itemsize: int, limits: GpuLimits) -> TiledConfig:

@@ -104,7 +104,7 @@ class Operand:
 def supports(operand: Operand) -> bool:
     """Whether rows begin at whole words, and 64 columns have known scales."""
     is_regular = operand.has_one_scale or operand.group_size in SMALL_GROUPS or operand.group_size % UNIT == 0
-    return is_regular and operand.numbers.shape[1] % 16 == 0
+    return is_regular and operand.numbers.shape[1] % 16 == 0 and operand.in_features % 8 == 0
 
 
 @jit

@@ -95,7 +95,7 @@ def plain(model: SentencePieceModel, settings: TokenizerSettings) -> Tokenizer:
     tokenizer = _unigram(model, _scored(model), model.unk_id) if model.is_unigram else _bpe(model)
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
     if model.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if model.add_dummy_prefix:  # behind a special token, too: it is known only here where a text begins
         steps.append(normalizers.Prepend(SPACE))
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])

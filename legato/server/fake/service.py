@@ -17,13 +17,14 @@ from typing import Any
 
 import grpc
 
-from legato.common.errors import ModelFileError
+from legato.common.errors import LegatoError, ModelFileError
 from legato.common.heartbeat import LoadingReports
 from legato.common.options import ServerOptions
 from legato.common.progress import WARMED_UP
 from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
+from legato.server.fake.adapters import FakeAdapters
 from legato.server.fake.script import read_script
 from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits, Script
 from legato.server.interceptor import RequestRefused
@@ -101,8 +102,10 @@ class FakeService(StepStreamService):
         prefix_caching: bool = True,
         speculate: int = 0,
         script: Script | None = None,
+        adapters: FakeAdapters | None = None,
     ) -> None:
         super().__init__(server_urls)
+        self._adapters = adapters or FakeAdapters()
         self._model = model
         self._cost = cost
         self._block_size = block_size
@@ -128,7 +131,19 @@ class FakeService(StepStreamService):
             max_position_embeddings=self._model.max_positions,
             model_type=self._model.model_type,
             num_steps=self._num_steps,
+            adapters=self._adapters.loaded.values(),
+            num_adapter_pages=self._adapters.num_pages,
         )
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        try:
+            return pb.LoadAdapterResponse(adapter=self._adapters.load(request.adapter_id, request.path))
+        except LegatoError as error:
+            return pb.LoadAdapterResponse(error=str(error))
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        self._adapters.unload(request.adapter_id)
+        return pb.UnloadAdapterResponse()
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         return pb.ClearCacheResponse()
@@ -165,7 +180,7 @@ class FakeService(StepStreamService):
         limits = FakeLimits(
             usable + RESERVED_BLOCKS, self._block_size, max_rows, total, most, self._model.vocab_size
         )  # fmt: skip
-        self._engine = FakeEngine(limits, self._model.token_ids, self._script)
+        self._engine = FakeEngine(limits, self._model.token_ids, self._script, self._adapters)
         logger.info(WARMED_UP, extra={"fields": {"kv_blocks": limits.num_blocks, "max_total_tokens": total}})
         return pb.WarmupResponse(
             max_supported_total_tokens=usable * self._block_size,
@@ -203,6 +218,9 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
     cost = StepCost(options.fake_step_ms / 1e3, options.fake_token_ms / 1e3)
     model, urls = FakeModel.read(files), socket_urls(options)
     script = None if options.fake_script is None else read_script(options.fake_script, files)
-    service = FakeService(model, urls, cost, options.block_size, options.prefix_caching, options.speculate or 0, script)
+    service = FakeService(
+        model, urls, cost, options.block_size, options.prefix_caching, options.speculate or 0, script,
+        FakeAdapters.open(options),
+    )  # fmt: skip
     LoadingReports().done()
     asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))

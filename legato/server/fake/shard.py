@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from legato.common.errors import LegatoError
 from legato.pb import generate_pb2 as pb
 from legato.pb import unpack_token_ids
+from legato.server.fake.adapters import FakeAdapters
 
 # The tokens of the answer to a prompt, the last of which ends it; none: it is made up.
 Script = Callable[[list[int]], list[int]]
@@ -60,8 +61,15 @@ class _Row:
 
 
 class FakeEngine:
-    def __init__(self, limits: FakeLimits, token_ids: Sequence[int], script: Script | None = None) -> None:
+    def __init__(
+        self,
+        limits: FakeLimits,
+        token_ids: Sequence[int],
+        script: Script | None = None,
+        adapters: FakeAdapters | None = None,
+    ) -> None:
         """`token_ids` are what rows may say; `script` knows what some prompts are answered with."""
+        self._adapters = adapters or FakeAdapters()
         assert token_ids, "a vocabulary has at least one token of text"
         self.limits = limits
         self._token_ids = token_ids
@@ -73,6 +81,9 @@ class FakeEngine:
     def run(self, request: pb.StepRequest) -> pb.StepResponse:
         """BrokenContract leaves the rows of this step in disorder; a router takes them for lost anyway."""
         self._check_shape(request)
+        for placement in request.adapters:
+            if (problem := self._adapters.place(placement)) is not None:
+                raise BrokenContract(problem)
         for admission in request.admitted:
             self._rows[admission.row] = self._admit(admission)
         response = pb.StepResponse(id=request.id)
@@ -146,9 +157,12 @@ class FakeEngine:
         if admission.num_cached != len(blocks) * self.limits.block_size:
             raise BrokenContract(f"row {number}: {admission.num_cached} cached tokens in {len(blocks)} blocks")
         prompt = tokens[: len(tokens) - admission.num_generated]
+        adapter = self._adapters.fingerprint(admission)
+        if adapter is None:
+            raise BrokenContract(f"row {number}: adapter {admission.adapter_id!r} is not in its slot")
         row = _Row(
-            tokens, len(tokens), admission.num_cached, blocks, _seed(prompt, admission.parameters),
-            admission.top_n_tokens, admission.prompt_logprobs, 0, 0,
+            tokens, len(tokens), admission.num_cached, blocks, _seed(prompt, admission.parameters) ^ adapter,
+            admission.top_n_tokens, admission.prompt_logprobs, 0, adapter,
         )  # fmt: skip
         if self._script is not None:
             row.answer, row.num_prompt = self._script(prompt), len(prompt)

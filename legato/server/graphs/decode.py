@@ -23,6 +23,7 @@ import torch
 from legato.kernels.rows import RowTables, advance_rows, gather_rows
 from legato.kernels.sample import greedy_sample
 from legato.layers.kv_cache import KVCache
+from legato.layers.lora import StepAdapters
 from legato.layers.shard import Shard
 from legato.layers.step import Sides, Step
 from legato.models.registry import CausalModel
@@ -103,6 +104,25 @@ class Graphs(ABC):
         self._shard = shard
         self.keeps_hidden = False  # set before the first capture
         self._graphs: dict[int, tuple[Replay, Decoded]] = {}
+        # Graphs of steps with adapters are others: those without do not even ask.
+        self.has_adapters = False
+
+    def _computed(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """States and logits."""
+        adapters = self._rows.adapters
+        if adapters is not None:
+            adapters.device.begin(None)
+        if step.adapters is not None:
+            step.adapters.begin()
+        hidden = self._model.forward(step, self._cache)
+        return hidden, self._model.logits(hidden)
+
+    def _adapters(self, owners: torch.Tensor) -> StepAdapters | None:
+        """Read on the device, where any row may have any adapter: `owners` are the rows of the step's tokens."""
+        if not self.has_adapters:
+            return None
+        assert self._rows.adapters is not None, "graphs with adapters are of shards that take them"
+        return self._rows.adapters.of_tokens(owners)
 
     @abstractmethod
     def _compute(self, size: int) -> Decoded:
@@ -198,9 +218,9 @@ class DecodeGraphs(Graphs):
             chunks=None,
             on_host=None,
             sides=sides,
+            adapters=self._adapters(row_numbers),
         )
-        hidden = self._model.forward(step, self._cache)
-        logits = self._model.logits(hidden)
+        hidden, logits = self._computed(step)
         token_ids, logprobs = greedy_sample(logits)
         advance_rows(row_numbers, token_ids, tables)
         return Decoded(logits, token_ids, logprobs, hidden if self.keeps_hidden else None)

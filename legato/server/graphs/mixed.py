@@ -125,9 +125,9 @@ class MixedGraphs(Graphs):
             context_lens=inputs.context_lens,
             chunks=ChunkSpans(0, inputs.chunk_starts, None),
             on_host=None,
+            adapters=self._adapters(inputs.owners),
         )
-        hidden = self._model.forward(step, self._cache)
-        logits = self._model.logits(hidden)
+        hidden, logits = self._computed(step)
         token_ids, logprobs = greedy_sample(logits)
         rows.lengths[inputs.rows] = inputs.context_lens
         rows.last_tokens[inputs.sampled_rows] = token_ids

@@ -25,26 +25,33 @@ class StepGraphs:
         record: Record,
         shard: Shard,
     ) -> None:
-        policy = CapturePolicy(decode_sizes(rows.padding, sizes), are_given=bool(sizes))
         self._rows = rows
-        self._decodes = DecodeGraphs(model, cache, rows, policy, record, shard)
-        self._mixed: MixedGraphs | None = None
-        if mixed:
-            policy = CapturePolicy(mixed, small=mixed[0])
-            self._mixed = MixedGraphs(model, cache, rows, policy, record, shard)
+        # Without adapters and, on a shard that takes them, with: a step in which nobody has one pays nothing for them.
+        self._decodes: list[DecodeGraphs] = []
+        self._mixed: list[MixedGraphs] = []
+        for has_adapters in (False, True) if rows.adapters is not None else (False,):
+            policy = CapturePolicy(decode_sizes(rows.padding, sizes), are_given=bool(sizes))
+            self._decodes.append(DecodeGraphs(model, cache, rows, policy, record, shard))
+            self._decodes[-1].has_adapters = has_adapters
+            if mixed:
+                policy = CapturePolicy(mixed, small=mixed[0])
+                self._mixed.append(MixedGraphs(model, cache, rows, policy, record, shard))
+                self._mixed[-1].has_adapters = has_adapters
 
     @property
     def kinds(self) -> list[Graphs]:
-        return [self._decodes] if self._mixed is None else [self._decodes, self._mixed]
+        return [*self._decodes, *self._mixed]
 
     def run(self, parts: list[RowStep]) -> Decoded | None:
         """What became of the parts that sample, if a graph fits; else None, and nothing has happened. Decodes first."""
         row_numbers = [part.row for part in parts]
+        has_adapters = self._rows.adapters is not None and self._rows.adapters.are_used_by(parts)
         if all(part.decode for part in parts):
-            return self._decodes.run(row_numbers) if self._rows.out_of_sync.isdisjoint(row_numbers) else None
-        if self._mixed is None or any(map(self._rows.wants_scores, parts)):
+            is_in_sync = self._rows.out_of_sync.isdisjoint(row_numbers)
+            return self._decodes[has_adapters].run(row_numbers) if is_in_sync else None
+        if not self._mixed or any(map(self._rows.wants_scores, parts)):
             return None
-        done = self._mixed.run(parts)
+        done = self._mixed[has_adapters].run(parts)
         if done is not None:
             self._rows.out_of_sync.difference_update(row_numbers)
         return done

@@ -84,6 +84,7 @@ class Member:
     num_generated: int = 0
     prompt_logprobs: list[float] = field(default_factory=list)
     admitted: bool = False
+    adapter: int = 0  # its number; 0: none
     # `input_ids` without the token that a decoder begins with.
     num_prompt_tokens: int = 0
 

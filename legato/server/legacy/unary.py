@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
 from legato.server.interceptor import RequestRefused
+from legato.server.legacy.adapters import UnaryAdapters
 from legato.server.legacy.batch import BatchCache, Member, RowAndBlockAllocator, TokenOfMember, UnaryBatch
 from legato.server.model import Model
 from legato.server.vision.prompts import PromptReader
@@ -31,6 +32,7 @@ class UnaryBatches:
         self._eos = set(model.eos_token_ids)
         self._cache = BatchCache()
         self._allocator = RowAndBlockAllocator(model.capacity)
+        self._adapters = UnaryAdapters(model.adapters)
         self._steps = 0
 
     def prefill(self, request: pb.PrefillRequest) -> pb.PrefillResponse:
@@ -140,9 +142,12 @@ class UnaryBatches:
                     prompt_logprobs=member.request.prefill_logprobs,
                     images=member.images,
                     max_new_tokens=member.request.stopping_parameters.max_new_tokens,
+                    adapter_id=member.request.adapter_id or None,
+                    adapter_slot=self._adapters.slot(member),
                 )
                 for member in newcomers
             ],
+            adapters=self._adapters.take_placements(),
             rows=[member.row for member in members],
             num_tokens=chunks,
             num_new_blocks=[0] * len(members),
@@ -202,9 +207,15 @@ class UnaryBatches:
         detokenizer, stops = self._vocabulary.detokenizer(context), StopMatcher(stopping.stop_sequences)
         cached = 0 if own else request.cache_len
         num_prompt = len(prompt.input_ids)
-        return Member(
+        member = Member(
             request, ids, row, blocks, detokenizer, stops, cached, prompt.images, num_prompt_tokens=num_prompt
         )
+        try:
+            self._adapters.hold(member)
+        except RequestRefused:
+            self._allocator.free(row, blocks)
+            raise
+        return member
 
     def _check(self, request: pb.Request, ids: list[int]) -> None:
         """Steps of a router are trusted; unary calls come from other clients."""
@@ -229,6 +240,7 @@ class UnaryBatches:
     def _leave(self, members: Sequence[Member]) -> None:
         for member in members:
             self._allocator.free(member.row, member.blocks)
+            self._adapters.release(member)
 
 
 def _concatenated(batches: list[UnaryBatch]) -> tuple[UnaryBatch, int]:

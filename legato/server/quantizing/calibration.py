@@ -16,7 +16,8 @@ from legato.layers.kv_cache import LayerCache
 from legato.layers.step import Step
 from legato.models.decoder import Decoder
 from legato.models.sources import TensorSource
-from legato.models.weights import MatrixPart, Weights
+from legato.models.targets import MatrixPart
+from legato.models.weights import Weights
 from legato.quantization.dense import Weight
 from legato.quantization.experts import ExpertWeights, QuantizedExperts
 from legato.quantization.gptq import GptqMatrix, GptqOptions, Hessian, quantize

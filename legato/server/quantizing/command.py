@@ -16,7 +16,7 @@ from legato.common.errors import ModelFileError, OptionError, UnsupportedModel
 from legato.common.logging import setup
 from legato.common.progress import progress
 from legato.modelfiles.files import INDEX, ModelFiles
-from legato.modelfiles.locate import locate
+from legato.modelfiles.locate import open_model
 from legato.models.config import ModelConfig
 from legato.models.decoder import Decoder
 from legato.models.registry import ARCHITECTURES, architecture_for, open_source
@@ -42,7 +42,7 @@ def run(options: QuantizeOptions) -> None:
     out = Path(options.output_dir)
     if out.exists() and any(out.iterdir()):
         raise OptionError(f"{out} is not empty; choose another folder for the quantized model")
-    files = ModelFiles.open(locate(options))
+    files = open_model(options)
     files.check_weights()
     if files.quantization() is not None:
         raise UnsupportedModel(f"{files.path} is quantized already; quantize the original model")

@@ -21,7 +21,7 @@ class QuantizeOptions(ModelOptions, LogOptions):
     group_size: int = option(
         128, "Inputs that share a scale; `-1` for all of them.", alias="groupsize", env=None, minimum=-1
     )
-    act_order: bool = option(False, "Quantize inputs with large activations first: better, slower products.", env=None)
+    act_order: bool = option(False, "Group inputs by the size of their activations: slower products.", env=None)
     sym: bool = option(
         False, "Symmetric ranges, without zeros: worse, but some kernels of other servers read nothing else.", env=None
     )

@@ -112,7 +112,7 @@ def test_the_command_compares_what_is_there(
     out = tmp_path / "out.json"
     model = write_shape("tiny", tmp_path / "tiny")
     words = ["bench", "cpu", f"--model={model}", f"--peers={tmp_path}", "--scale=16", "--repeat=1", f"--json={out}"]
-    monkeypatch.setattr(sys, "argv", ["legato", *words, "--workload=W1,W4", "--neighbour=19", "--", "--fake"])
+    monkeypatch.setattr(sys, "argv", ["legato", *words, "--neighbour=19", "--", "--fake"])
     with pytest.raises(SystemExit, match="0"):
         main()
     printed = capsys.readouterr().out
@@ -122,6 +122,7 @@ def test_the_command_compares_what_is_there(
     assert set(report["engines"]) == {"legato", "llama.cpp"}
     assert "1 tokens instead of" in report["left_out"]["openvino"]
     assert report["engines"]["legato"]["runs"]["W4"][0]["num_tokens"] == 4  # two requests of two
+    assert set(report["engines"]["legato"]["runs"]) == {"W1", "W2", "W3", "W4"}
     assert report["engines"]["legato"]["final_mb"] > 20
     assert report["ratios"]["W1 ms per token"]["best_peer"] == "llama.cpp"
 

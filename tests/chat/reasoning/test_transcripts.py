@@ -111,7 +111,7 @@ def test_parts_do_not_depend_on_where_the_text_is_cut(name: str) -> None:
     size, rng = len(transcript.text), random.Random(1)
     splits = [[], list(range(1, size)), *([cut] for cut in range(1, size))]
     if not transcript.calls:  # calls are read character by character, which takes its time
-        splits += [[a, b] for a in range(1, size) for b in range(a + 1, min(size, a + 40))]
+        splits += [[a, b] for a in range(1, size) for b in range(a + 1, min(size, a + 16))]
     splits += [sorted(rng.sample(range(1, size), rng.randrange(1, size // 2))) for _ in range(50)]
     for cuts in splits:
         message = parsed(transcript, cuts)

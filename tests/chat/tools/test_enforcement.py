@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from legato.chat.reasoning.formats import HARMONY_TOKENS
 from legato.chat.reasoning.harmony import HarmonyParser
 from legato.chat.tools.dialects import DIALECTS, HERMES, JSON, Dialect
 from legato.chat.tools.enforcement import call_grammar, call_schema
@@ -107,6 +108,19 @@ def test_a_call_in_a_channel_may_follow_reasoning() -> None:
     message.add(parser.feed(reasoning + ONE["harmony"]) + parser.finish())
     assert (message.content, message.reasoning) == ("", "Oslo, then.")
     assert [(call.name, call.arguments) for call in message.calls] == [("weather", '{"city": "Oslo"}')]
+
+
+def test_channels_may_be_tokens_of_their_own() -> None:
+    """Which no text matches, as in gpt-oss."""
+    tokenizer = Tokenizer.from_str(asgi.tokenizer().to_str())
+    tokenizer.add_special_tokens(list(HARMONY_TOKENS))
+    trie = TokenTrie(tokenizer.to_str(), tokenizer.get_vocab_size(), tokenizer.get_vocab_size(), [asgi.EOS])
+    tokens = {name: tokenizer.token_to_id(name) for name in HARMONY_TOKENS}
+    start = compile_grammar(call_grammar(DIALECTS["harmony"], TOOLS, tokens, several=False), trie)
+    reasoning = "<|channel|>analysis<|message|>Is Oslo <b>cold</b>?<|end|><|start|>assistant"
+    for text, fits in ((reasoning + ONE["harmony"], True), ("<|channel|>final<|message|>x", False)):
+        matcher, ids = start.deep_copy(), tokenizer.encode(text, add_special_tokens=False).ids
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits
 
 
 @pytest.mark.parametrize("name", NAMED)

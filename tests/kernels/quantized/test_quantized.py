@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from legato.kernels import activation as gates
+from legato.kernels import norm as norms
 from legato.kernels.arrival import arrival_counters
 from legato.kernels.device import GpuLimits
 from legato.kernels.quantized import eight_bit, linear, unpack
@@ -146,3 +147,23 @@ def test_fp8_units_are_used_where_the_device_has_them():
     assert linear.kernel_for(64, operand, GpuLimits(89, 101376)) == "fp8"
     assert linear.kernel_for(64, operand, GpuLimits(86, 101376)) == "16-bit"
     assert linear.kernel_for(64, random_operand("int8", 32, 256, 256), GpuLimits(80, 166912)) == "int8"
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+def test_norms_and_gates_quantize_their_result_on_the_way(randn, dtype):
+    x, residual, weight = (randn(*shape, dtype=torch.bfloat16) for shape in ((3, 70), (3, 70), (70,)))
+    plain, _ = norms._add_norm_triton(x, residual.clone(), weight, None, 1e-5, False, True)
+    normed, _ = norms._add_norm_triton(x, residual.clone(), weight, None, 1e-5, False, True, dtype)
+    assert torch.equal(plain, normed)
+    check_prepared(normed, dtype)
+    gate_up = randn(3, 140, dtype=torch.bfloat16)
+    gated = gates._gate_rows_triton(gate_up, "silu", dtype)
+    assert torch.equal(gated, gates._gate_and_mul_triton(gate_up, "silu"))
+    check_prepared(gated, dtype)
+
+
+def check_prepared(result, dtype):
+    (reference, rows), expected = eight_bit._prepared[0], eight_bit._quantize_rows_torch(result, dtype)
+    assert reference() is result and eight_bit.rows_of(result, dtype) is rows
+    assert torch.equal(rows.scale, expected.scale)
+    assert torch.equal(rows.numbers.float(), expected.numbers.float())

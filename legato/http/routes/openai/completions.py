@@ -64,7 +64,9 @@ class CompletionJob(OpenAIJob):
         self._prompts: list[CompletionPrompt] = []
         self._echo = bool(request.echo)
         self._max_tokens = request.max_tokens
-        self._identity = identity_of("cmpl", None, inference.settings)
+        # TGI answers with the model's id, whatever it was called; an adapter has a name of its own.
+        adapter = None if options.adapter is None else options.adapter.name
+        self._identity = identity_of("cmpl", adapter, inference.settings)
 
     @property
     def prompt_only(self) -> bool:

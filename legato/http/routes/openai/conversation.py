@@ -10,7 +10,7 @@ import msgspec
 
 from legato.api.errors import InvalidRequest
 from legato.api.native import SimpleToken
-from legato.api.openai.requests import ChatRequest
+from legato.api.openai.requests import EFFORTS, ChatRequest
 from legato.chat.answers import ChatFormat, ReasoningWish
 from legato.chat.template import TemplateError
 from legato.chat.tools.requests import ToolUse, tool_use_of
@@ -73,6 +73,13 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
     return use
 
 
+def reasoning_wish(request: ChatRequest) -> ReasoningWish:
+    effort = request.reasoning_effort
+    if effort is not None and effort not in EFFORTS:
+        raise InvalidRequest(f"`reasoning_effort` must be one of {', '.join(EFFORTS)}", "reasoning_effort")
+    return ReasoningWish(None, effort, request.thinking_token_budget)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     text: str
@@ -87,9 +94,7 @@ async def read_conversation(
     template = _template(inference)
     validator = inference.validator
     messages, sources = in_messages(request.messages, has_vision=validator.images is not None)
-    # What a request says to the template in so many words counts more than what follows from its effort.
-    kwargs = {**format.variables(wish), **(request.chat_template_kwargs or {})} or None
-    request = msgspec.structs.replace(request, messages=messages, chat_template_kwargs=kwargs)
+    request = msgspec.structs.replace(_with_variables(request, format, wish), messages=messages)
 
     def read() -> tuple[str, list[int]]:
         text = _render(request, template, format.tooling, use)
@@ -109,6 +114,7 @@ async def tokenize_conversation(
 ) -> tuple[str, list[SimpleToken]]:
     use = tool_use(request)
     template = _template(inference)
+    request = _with_variables(request, format, reasoning_wish(request))
     _, sources = in_messages(request.messages, has_vision=inference.validator.images is not None)
     if sources:
         raise InvalidRequest("`messages` with images cannot be tokenized without an answer", sources[0].field)
@@ -118,6 +124,12 @@ async def tokenize_conversation(
         return text, inference.validator.offsets(text, add_special_tokens=False)
 
     return await inference.validator.in_thread(read, _size(request))
+
+
+def _with_variables(request: ChatRequest, format: ChatFormat, wish: ReasoningWish) -> ChatRequest:
+    """What a request says to the template in so many words counts more than what follows from its effort."""
+    kwargs = {**format.variables(wish), **(request.chat_template_kwargs or {})} or None
+    return msgspec.structs.replace(request, chat_template_kwargs=kwargs)
 
 
 def _size(request: ChatRequest) -> int:

@@ -9,16 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from legato.api.errors import InvalidRequest
-from legato.api.openai.requests import EFFORTS, ChatRequest
+from legato.api.openai.requests import ChatRequest
 from legato.chat.answers import AnswerParser, ChatFormat, ReasoningWish
 from legato.chat.reasoning.formats import Phase, ReasoningFormat
 from legato.chat.tools.requests import ToolError
+from legato.grammar.kinds import Grammar
 from legato.http.inference import Inference
 from legato.http.routes.openai.conversation import (
     check_conversation,
     continues,
     last_answer,
     read_conversation,
+    reasoning_wish,
     tool_use,
 )
 from legato.http.routes.openai.options import SharedOptions, grammar_of, shared_options, top_logprobs
@@ -34,14 +36,21 @@ class ConversationJob(OpenAIJob):
     prompt_only = False
 
     def __init__(
-        self, request: ChatRequest, inference: Inference, format: ChatFormat, wish: ReasoningWish | None = None
+        self,
+        request: ChatRequest,
+        inference: Inference,
+        format: ChatFormat,
+        wish: ReasoningWish | None = None,
+        text_grammar: Grammar | None = None,
     ) -> None:
-        """Without `wish`, the request says how much the model may reason."""
+        """Without `wish`, the request says how much the model may reason. `text_grammar` is what the text must look
+        like instead of a call, where it stands for one."""
         check_conversation(request)
         self.request = request
         self.format = format
         self.inference = inference
         self._use = tool_use(request)
+        self._text_grammar = text_grammar
         self._wish = reasoning_wish(request) if wish is None else wish
         super().__init__(self._options(), 1, inference.settings)
         self.num_top = _num_top(request)
@@ -56,7 +65,9 @@ class ConversationJob(OpenAIJob):
             return replace(shared_options(request, validator), spoken_token_ids=spoken)
         if grammar_of(request.response_format) is not None:
             raise ToolError("Grammar and tools are mutually exclusive")
-        calls = self.format.tooling.grammar(use, schema_lenient=validator.settings.schema_lenient)
+        calls = self._text_grammar
+        if calls is None:
+            calls = self.format.tooling.grammar(use, schema_lenient=validator.settings.schema_lenient)
         return replace(shared_options(request, validator, calls=calls), spoken_token_ids=spoken)
 
     async def requests(self) -> list[ValidRequest]:
@@ -75,7 +86,8 @@ class ConversationJob(OpenAIJob):
     def _limit_reasoning(self, valid: ValidRequest, reasoning: ReasoningFormat) -> None:
         """The shards end it when its budget is spent, and apply the grammar after it."""
         has_grammar = self.options.grammar is not None
-        if self._phase is Phase.AFTER or (has_grammar and self.format.describes_reasoning(self._use)):
+        covered = self._text_grammar is None and self.format.describes_reasoning(self._use)
+        if self._phase is Phase.AFTER or (has_grammar and covered):
             return
         budget = self.format.budget(self._wish)
         budget = self.inference.settings.reasoning_budget if budget is None else budget
@@ -94,14 +106,7 @@ class ConversationJob(OpenAIJob):
 
     def parser(self) -> AnswerParser | None:
         """For one answer. None: all of it is content."""
-        return self.format.parser(self._use, self._phase)
-
-
-def reasoning_wish(request: ChatRequest) -> ReasoningWish:
-    effort = request.reasoning_effort
-    if effort is not None and effort not in EFFORTS:
-        raise InvalidRequest(f"`reasoning_effort` must be one of {', '.join(EFFORTS)}", "reasoning_effort")
-    return ReasoningWish(None, effort, request.thinking_token_budget)
+        return self.format.parser(None if self._text_grammar is not None else self._use, self._phase)
 
 
 def _num_top(request: ChatRequest) -> int | None:

@@ -15,10 +15,10 @@ from legato.api.errors import (
     GenerationFailed,
     InvalidRequest,
     MalformedBody,
-    NotFound,
     Overloaded,
     RequestError,
     TooLong,
+    UnknownModel,
 )
 from legato.api.openai.responses import ErrorObject, OpenAIError
 from legato.http.auth import Unauthorized
@@ -26,13 +26,6 @@ from legato.http.auth import Unauthorized
 # msgspec's messages say where: "Object missing required field `prompt`", "Expected `str`, got `int` - at `$.model`",
 # "... - at `key` in `$.logit_bias`".
 _PLACE = re.compile(r"required field `(?P<missing>\w+)`$| - at (`key` in )?`\$\.?(?P<wrong>[^`]*)`$")
-
-
-class UnknownModel(NotFound):
-    """GET of a model that is not served. Requests for generation may name any model."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(f"The model {model!r} does not exist")
 
 
 def unsupported(param: str) -> InvalidRequest:

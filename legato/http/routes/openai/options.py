@@ -16,6 +16,7 @@ from legato.http.checks import as_float32, check_bias, check_priority, penalty, 
 from legato.http.shapes import read_grammar
 from legato.http.validation import Validator, ValidRequest, random_seed
 from legato.pb import generate_pb2 as pb
+from legato.scheduling.adapters import AdapterInfo
 
 # Answers to one prompt. TGI has no flag for it; `--max-best-of` is for those that are thrown away.
 MAX_CHOICES = 8
@@ -41,6 +42,7 @@ class SharedOptions:
     include_usage: bool
     continuous_usage: bool
     priority: int
+    adapter: AdapterInfo | None
 
     def seed_of(self, number: int) -> int:
         """Of the nth sequence of a prompt: the same whatever other prompts there are."""
@@ -62,6 +64,7 @@ class SharedOptions:
             include_stop=False,
             spoken_token_ids=self.spoken_token_ids,
             priority=self.priority,
+            adapter=self.adapter,
         )
 
     async def check_grammar(self, validator: Validator) -> None:
@@ -96,6 +99,7 @@ def shared_options(
         include_usage=include_usage,
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         priority=check_priority(request.priority),
+        adapter=validator.adapter_of_model(request.model),
     )
 
 

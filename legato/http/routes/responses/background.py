@@ -14,12 +14,13 @@ from typing import Final
 import msgspec
 
 from legato.api.errors import ClientGone, InternalError, RequestError
+from legato.api.responses.events import ResponseFailed
 from legato.api.responses.items import ResponseObject
 from legato.http.answering import StreamErrors, serve
 from legato.http.exchange import ClientConnection, Exchange
 from legato.http.inference import Inference
 from legato.http.routes.openai import errors as openai_errors
-from legato.http.routes.responses.job import ResponseJob, failed
+from legato.http.routes.responses.job import ResponseJob, failed, named_event
 from legato.http.routes.responses.store import ResponseStore
 from legato.http.telemetry.request_log import logger
 
@@ -33,6 +34,7 @@ class BackgroundExchange(Exchange):
     def __init__(self, outer: Exchange, store: ResponseStore, response_id: str) -> None:
         super().__init__(outer._scope, outer._receive, outer._send)
         self.body_size = outer.body_size
+        self.trace = None  # which ended with the request
         self.asker = ClientConnection(outer.tenant)
         self._store = store
         self._id = response_id
@@ -82,7 +84,10 @@ class BackgroundResponses:
             if not isinstance(error, RequestError):
                 logger.exception("A response in the background failed")
             answered = error if isinstance(error, RequestError) else InternalError()
-            await self._finish(outer.tenant, failed(job.response, answered))
+            response = failed(job.response, answered)
+            number = next(job.output.numbers)
+            await exchange.write(named_event(ResponseFailed(sequence_number=number, response=response)))
+            await self._finish(outer.tenant, response)
         finally:
             watch.cancel()
             with suppress(asyncio.CancelledError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from uuid import uuid4
 
 import msgspec
 
@@ -20,7 +21,7 @@ from legato.api.responses.items import (
 )
 from legato.api.responses.requests import ResponsesRequest
 from legato.chat.answers import AnswerParser
-from legato.chat.tools.parser import Content, Event
+from legato.chat.tools.parser import CallBegins, CallGoesOn, Content, Event
 from legato.http import sse
 from legato.http.answering import Choice
 from legato.http.inference import Inference
@@ -29,7 +30,7 @@ from legato.http.routes.openai.conversation_job import ConversationJob
 from legato.http.routes.openai.logprobs import chat_logprobs
 from legato.http.routes.openai.token_names import TokenNames
 from legato.http.routes.responses.output import ResponseOutput, new_id
-from legato.http.routes.responses.tools import ResponseTools
+from legato.http.routes.responses.tools import INPUT, ResponseTools, forced_text
 from legato.http.routes.responses.translation import ENCRYPTED, Item, chat_request, reasoning_wish
 from legato.http.shapes import decoded_shape
 from legato.http.streams import Piece
@@ -59,12 +60,16 @@ class ResponseJob(ConversationJob):
         """`keep` stores the response; it may be `stored` without, by others."""
         self.tools = ResponseTools.of(request.tools)
         chat = chat_request(request, history, self.tools)
-        super().__init__(chat, inference, inference.chat_format, reasoning_wish(request))
+        self._forced = forced_text(request.tool_choice, self.tools)
+        grammar = None if self._forced is None else self.tools.grammars[self._forced]
+        super().__init__(chat, inference, inference.chat_format, reasoning_wish(request), grammar)
         self._keep = keep
         self._names = names
         wants_summary = request.reasoning is not None and request.reasoning.summary not in (None, "none")
         self.output = ResponseOutput(self.tools, as_summary=wants_summary, encrypt=ENCRYPTED in (request.include or ()))
         self.answer_parser: AnswerParser | None = None
+        self._waiting: list[TokenLogprob] = []
+        self._input = ""
         self.response = new_response(request, inference.settings.model_id, stored=stored or keep is not None)
 
     def add(self, pieces: list[Piece]) -> Iterable[ev.ResponseEvent]:
@@ -72,21 +77,40 @@ class ResponseJob(ConversationJob):
         parser = self.answer_parser
         for some in [pieces] if self.num_top is None else [[piece] for piece in pieces]:
             texts = [piece.text for piece in some]
-            events: list[Event] = [Content("".join(texts))] if any(texts) else []
-            yield from self.output.add(events if parser is None else parser.feed(texts), self._logprobs(some))
+            content: list[Event] = [Content("".join(texts))] if any(texts) else []
+            events = content if parser is None else parser.feed(texts)
+            yield from self.output.add(self._as_call(events), self._logprobs(some, events))
+
+    def _as_call(self, events: list[Event]) -> list[Event]:
+        """Where the text stands for a call, what would be content is its input."""
+        if self._forced is None:
+            return events
+        self._input += "".join(event.text for event in events if isinstance(event, Content))
+        return [event for event in events if not isinstance(event, Content)]
 
     def begin(self) -> None:
         """When the prompt is known, and before the first token."""
         self.answer_parser = self.parser()
 
-    def _logprobs(self, pieces: list[Piece]) -> list[TokenLogprob]:
-        return [] if self.num_top is None else chat_logprobs(pieces, self._names).content
+    def _logprobs(self, pieces: list[Piece], events: list[Event]) -> list[TokenLogprob]:
+        """Those of the text among the events: of tokens that were held back until it was known what they are, too."""
+        if self.num_top is None:
+            return []
+        waiting, self._waiting = self._waiting + chat_logprobs(pieces, self._names).content, []
+        if any(isinstance(event, Content) for event in events):
+            return waiting
+        self._waiting = [] if events else waiting
+        return []
 
     def finish(self, choice: Choice) -> Iterable[ev.ResponseEvent]:
         """The rest of the parts; then the response is complete."""
         parser = self.answer_parser
         if parser is not None:
-            yield from self.output.add(parser.finish())
+            yield from self.output.add(self._as_call(parser.finish()))
+        if self._forced is not None:
+            arguments = _encode({INPUT: self._input}).decode()
+            called = CallBegins(0, f"call_{uuid4().hex[:24]}", self._forced)
+            yield from self.output.add([called, CallGoesOn(0, arguments)])
         cut_off = choice.stream.transcript.finish_reason is FinishReason.LENGTH
         yield from self.output.end("incomplete" if cut_off else "completed")
         response = self.response
@@ -154,7 +178,8 @@ class ResponseWriter:
         return begun + named_event(ev.ResponseFailed(sequence_number=number, response=response))
 
     def silence(self) -> bytes:
-        return sse.KEEP_ALIVE
+        """A response that waits for its first token has been created nevertheless."""
+        return self._start() or sse.KEEP_ALIVE
 
 
 def failed(response: ResponseObject, error: RequestError) -> ResponseObject:

@@ -10,6 +10,7 @@ GET     /v1/responses/{id}/input_items
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from legato.http.routes.responses.background import LOOK_EVERY, BackgroundRespon
 from legato.http.routes.responses.job import ResponseJob
 from legato.http.routes.responses.store import ResponseStore, StoredResponse, this_process
 from legato.http.routes.responses.translation import Item, own_items
+from legato.http.telemetry.request_log import logger
 
 STREAM_ERRORS = StreamErrors(openai_errors.event)
 JSON = {"content-type": "application/json"}
@@ -46,7 +48,7 @@ class ResponseRoutes:
         self._store = ResponseStore(settings.response_store, settings.response_store_size)
         self._background = BackgroundResponses(inference, self._store)
 
-    async def create(self, exchange: Exchange) -> None:
+    async def responses(self, exchange: Exchange) -> None:
         request = await exchange.json(_decoder, self._payload_limit)
         history = await self._history(exchange.tenant, request.previous_response_id)
         stored = request.store is not False and self._store.is_enabled
@@ -75,7 +77,10 @@ class ResponseRoutes:
         return items
 
     async def _keep(self, tenant: str, request: ResponsesRequest, response: ResponseObject) -> None:
-        await self._store.put(tenant, _stored(request, response))
+        try:
+            await self._store.put(tenant, _stored(request, response))
+        except sqlite3.Error as error:  # no reason to keep the answer from its client
+            logger.warning("A response could not be stored", extra={"fields": {"cause": str(error)}})
 
     # ---- in the background ----------------------------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ class ResponseRoutes:
 
     # ---- of stored responses --------------------------------------------------------------------------------------
 
-    async def retrieve(self, exchange: Exchange) -> None:
+    async def response(self, exchange: Exchange) -> None:
         stored = await self._found(exchange)
         if exchange.query.get("stream", "").lower() != "true":
             await exchange.respond(stored.body, JSON)
@@ -126,13 +131,13 @@ class ResponseRoutes:
         after = exchange.query.get("starting_after", "-1")
         await self._follow(exchange, stored.id, int(after) if after.isdigit() else -1)
 
-    async def delete(self, exchange: Exchange) -> None:
+    async def delete_response(self, exchange: Exchange) -> None:
         response_id = exchange.path_params["response_id"]
         if not await self._store.delete(exchange.tenant, response_id):
             raise _unknown(response_id)
         await exchange.respond(_encode(DeletedResponse(id=response_id)), JSON)
 
-    async def cancel(self, exchange: Exchange) -> None:
+    async def cancel_response(self, exchange: Exchange) -> None:
         stored = await self._found(exchange)
         response = _response_decoder.decode(stored.body)
         if not response.background:
@@ -146,7 +151,7 @@ class ResponseRoutes:
             stored = await self._found(exchange)  # which was quicker
         await exchange.respond(stored.body, JSON)
 
-    async def input_items(self, exchange: Exchange) -> None:
+    async def response_input_items(self, exchange: Exchange) -> None:
         stored = await self._found(exchange)
         given: list[dict[str, Any]] = msgspec.json.decode(stored.input)
         items = [{"id": f"item_{number}", **item} for number, item in enumerate(given)]

@@ -170,6 +170,8 @@ class ResponseStore:
 
 
 def _open(path: str) -> sqlite3.Connection:
+    if path != ":memory:":  # conversations are nobody else's business
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     connection = sqlite3.connect(path, timeout=_PATIENCE)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")

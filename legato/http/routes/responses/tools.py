@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from legato.api.errors import InvalidRequest
+from legato.grammar.kinds import Grammar, GrammarKind
 
 INPUT: Final = "input"
 # Between the name of a namespace and that of a function. Models write names of letters, digits and underscores best.
@@ -24,6 +25,8 @@ class ResponseTools:
     functions: list[dict[str, Any]] = field(default_factory=list)
     # Names of those that take any text.
     custom: set[str] = field(default_factory=set)
+    # ... and what that text must look like, where that is said.
+    grammars: dict[str, Grammar] = field(default_factory=dict)
     # Name of a function -> its namespace and its name there.
     spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -43,7 +46,10 @@ class ResponseTools:
         elif kind == "custom":
             name = _name(tool, place)
             self.custom.add(name)
-            self.functions.append({"type": "function", "function": _custom(tool, name, place)})
+            grammar = _grammar(tool, place)
+            if grammar is not None:
+                self.grammars[name] = grammar
+            self.functions.append({"type": "function", "function": _custom(tool, name, place, grammar)})
         elif kind == "namespace":
             self._add_space(tool, place)
 
@@ -68,20 +74,23 @@ def _function(tool: dict[str, Any], place: str) -> dict[str, Any]:
     return {"name": _name(tool, place), **described}
 
 
-def _custom(tool: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+def _grammar(tool: dict[str, Any], place: str) -> Grammar | None:
+    format = tool.get("format")
+    if not isinstance(format, dict) or format.get("type") != "grammar":
+        return None
+    syntax, definition = format.get("syntax"), format.get("definition")
+    if syntax not in ("lark", "regex") or not isinstance(definition, str):
+        raise InvalidRequest(f"`{place}.format` must have a syntax (lark or regex) and a definition", f"{place}.format")
+    return Grammar(GrammarKind(syntax), definition)
+
+
+def _custom(tool: dict[str, Any], name: str, place: str, grammar: Grammar | None) -> dict[str, Any]:
     description = tool.get("description") or ""
     if not isinstance(description, str):
         raise InvalidRequest(f"`{place}.description` must be a string", f"{place}.description")
-    shape: dict[str, Any] = {"type": "string"}
-    format = tool.get("format")
-    if isinstance(format, dict) and format.get("type") == "grammar":
-        syntax, definition = format.get("syntax"), format.get("definition")
-        if syntax not in ("lark", "regex") or not isinstance(definition, str):
-            raise InvalidRequest(f"`{place}.format` must have a syntax (lark or regex) and a definition", place)
-        if syntax == "regex":
-            shape["pattern"] = definition
-        description += f"\nThe input follows this {syntax} grammar:\n{definition}"
-    parameters = {"type": "object", "properties": {INPUT: shape}, "required": [INPUT]}
+    if grammar is not None:
+        description += f"\nThe input follows this {grammar.kind.value} grammar:\n{grammar.value}"
+    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
     return {"name": name, "description": description.strip(), "parameters": parameters}
 
 
@@ -90,6 +99,13 @@ def _name(tool: dict[str, Any], place: str) -> str:
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"`{place}.name` must be a string that is not empty", f"{place}.name")
     return name
+
+
+def forced_text(choice: str | dict[str, Any] | None, tools: ResponseTools) -> str | None:
+    """The tool that must be called with a text that follows a grammar: then the text is all that is generated."""
+    if not isinstance(choice, dict) or choice.get("type") != "custom" or choice.get("name") not in tools.grammars:
+        return None
+    return str(choice["name"])
 
 
 def tool_choice(choice: str | dict[str, Any] | None, tools: ResponseTools) -> Any:

@@ -18,7 +18,7 @@ from tests.http.asgi import LIMITS, Call, FakeBackend, outputs_of, post, until
 from tests.http.routes.agents.machines import MessageMachine, ResponseMachine, events_of
 from tests.http.routes.openai.fakes import FakeTemplate, Server
 
-CASES = int(os.environ.get("EVENT_CASES", "150"))
+CASES = int(os.environ.get("EVENT_CASES", "60"))
 ROOMY = type(LIMITS)(
     max_input_tokens=4000, max_total_tokens=8000, max_batch_total_tokens=16000, vocab_size=400,
     eos_token_ids=LIMITS.eos_token_ids,
