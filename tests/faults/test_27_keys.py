@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 import time
 from contextlib import suppress
@@ -40,7 +41,7 @@ def routes_of(app: Any) -> list[Route]:
 
 APP = app_for(api_keys=(KEY,))
 ROUTES = sorted(
-    (method, route.path.replace("{model:path}", "m").replace("{name}", "m").replace("{version}", "1"))
+    (method, re.sub(r"{[^}]*}", "m", route.path.replace("{version}", "1")))
     for route in routes_of(APP)
     for method in (*(route.methods or ()), "OPTIONS", "DELETE")
 )
