@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from legato.chat.reasoning.harmony import HarmonyParser
 from legato.chat.tools.dialects import DIALECTS
 from legato.chat.tools.enforcement import call_grammar
 from legato.chat.tools.parser import CallParser, ParsedMessage
@@ -168,7 +169,8 @@ def test_a_call_that_is_required_has_valid_arguments_whatever_the_model_likes(na
     grammar = call_grammar(DIALECTS[name], use.forced, {}, several=False)
     for seed in range(cases(full=500, quick=40)):
         text = walk(grammar, without_reasoning(at_random(seed, trie), trie), trie, writer, most=2000)
-        parser, message = CallParser(DIALECTS[name], use.names), ParsedMessage()
+        parser = HarmonyParser(use.names) if name == "harmony" else CallParser(DIALECTS[name], use.names)
+        message = ParsedMessage()
         message.add(parser.feed(text) + parser.finish())
         (call,) = message.calls
         wanted = {**schemas[call.name], "additionalProperties": False}
