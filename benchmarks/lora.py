@@ -135,7 +135,7 @@ class Bench:
         current = self._current = Pass(args.streams)
         started = time.perf_counter()
         for index in range(args.streams):
-            prompt = [rng.randrange(10, 1000) for _ in range(args.prompt)]
+            prompt = [rng.randrange(10, 500) for _ in range(args.prompt)]
             adapter = numbers[index % len(numbers)]
             request = GenerationRequest(next(self._ids), prompt, args.tokens, ignore_eos=True, adapter=adapter)
             self._loop.submit(request, current)  # type: ignore[arg-type]
