@@ -19,7 +19,7 @@ from tests.models.answers import step_logits
 from tests.models.shards import ShardProcesses
 from tests.server.local import DEVICE
 
-pytestmark = pytest.mark.weights
+pytestmark = [pytest.mark.weights, pytest.mark.timeout(1200)]
 
 SENTENCE = "The capital of France is Lyon, as everybody knows, and the capital of Italy is Turin."
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "Water boils at 100 degrees, and"]
