@@ -74,7 +74,7 @@ class Library:
         self.matrix_blocks = function("matrix_blocks", None, p, i, i, c_int, p)
         self.matrix_free = function("matrix_free", None, p)
         self.rows = function("rows", c_int, p, p, i, i, p)
-        self.apply = function("apply", c_int, p, p, i, i, p, c_float, p)
+        self.apply = function("apply", c_int, p, p, i, i, p, c_float, c_int, p)
         self.forward = function("forward", c_int, POINTER(Shape), POINTER(LayerPointers), POINTER(StepPointers), p, p)
         self.best = function("best", None, p, i, i, p, p)
         sizes = (c_int64 * 3)()

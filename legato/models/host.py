@@ -179,7 +179,7 @@ class HostDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if (lora := self._model.head.lora) is not None and lora.is_active:
             return self._model.logits(hidden)
-        return self._head.apply(hidden, self._norm, self._eps)
+        return self._head.apply(hidden, self._norm, self._eps, twice=True)
 
     def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each row of logits the likeliest token, and its log probability: NaN if a logit is not finite."""

@@ -45,7 +45,11 @@ def test_products_are_those_of_the_definition(kernels: Library, make, shape) -> 
     matrix = PackedMatrix([packed], bias)
     for rows in (1, 2, 3, 7, 16, 67):
         x = torch.randn(rows, shape[1]) * torch.logspace(-3, 2, rows)[:, None]
-        torch.testing.assert_close(matrix.apply(x), packed_product_torch(x, values, bias), rtol=1e-4, atol=2e-3)
+        for twice in (False, True):
+            expected = packed_product_torch(x, values, bias, twice=twice)
+            # Relative to what is summed: sums are in float32, and a second rounding may go the other way.
+            bound = (1e-4 if twice else 2e-6) * (x.abs() @ values.abs().t()) + 1e-5
+            assert ((matrix.apply(x, twice=twice) - expected).abs() <= bound).all()
 
 
 def test_a_row_has_the_same_sums_in_every_batch(kernels: Library) -> None:

@@ -30,13 +30,15 @@ struct matrix {
     struct block blocks[];
 };
 
-// Rows of activations, quantized by group: x = scale * q. Zero beyond the last input.
+// Rows of activations in int8, with a scale for each half of a group: outliers spoil 16 numbers, not 32. Zero beyond
+// the last input. Where even that is too coarse, a second set has what the first one leaves (`rest`).
 struct quants {
     int64_t groups;
-    int8_t *q;       // [rows][groups * GROUP]
-    float *scale;    // [rows][groups]
-    float *shift;    // [rows][groups], scale times the sum of the group's q
-    int32_t *sum;    // [rows][groups], that sum
+    int8_t *q;           // [rows][groups * GROUP]
+    float *scale;        // [rows][groups * 2]
+    int32_t *sum;        // [rows][groups * 2], of q
+    float *shift;        // [rows][groups], scale times sum, of both halves
+    struct quants *rest; // or null
 };
 
 enum activation { SILU = 0, GELU_TANH = 1 };

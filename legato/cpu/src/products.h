@@ -8,20 +8,24 @@
 
 // ---------------------------------------------------------------------------------------------------- quantization
 
-// One group of 32. Scales of numbers that are not finite are NaN, so that the result is.
+// Half a group, and what rounding leaves of it. Scales of numbers that are not finite are NaN, so that the result is.
+INLINE vf quantize_half(vf x, struct quants *out, int64_t at) {
+    float most = vf_hmax(vf_abs(x)), check = vf_sum(vf_mul(x, vf_set1(0.0f)));
+    float scale = most * (1.0f / 127.0f) + check;
+    vi q = vi_from_f(vf_mul(x, vf_set1(most > 1e-30f && most < 1e30f ? 127.0f / most : 0.0f)));
+    vi_store_i8(out->q + at * LANES, q);
+    out->scale[at] = scale;
+    out->sum[at] = vi_sum(q);
+    return vf_fma(vf_from_i(q), vf_set1(-scale), x);
+}
+
 INLINE void quantize_group(vf a, vf b, struct quants *out, int64_t row, int64_t group) {
     int64_t at = row * out->groups + group;
-    float most = vf_hmax(vf_max(vf_abs(a), vf_abs(b)));
-    float check = vf_sum(vf_mul(vf_add(a, b), vf_set1(0.0f)));
-    float scale = most * (1.0f / 127.0f);
-    vf inverse = vf_set1(most > 1e-30f && most < 1e30f ? 127.0f / most : 0.0f);
-    vi low = vi_from_f(vf_mul(a, inverse)), high = vi_from_f(vf_mul(b, inverse));
-    int32_t sum = vi_sum(vi_add(low, high));
-    vi_store_i8(out->q + at * GROUP, low);
-    vi_store_i8(out->q + at * GROUP + LANES, high);
-    out->scale[at] = scale + check;
-    out->shift[at] = (scale + check) * (float)sum;
-    out->sum[at] = sum;
+    for (struct quants *to = out; to; to = to->rest) {
+        a = quantize_half(a, to, 2 * at);
+        b = quantize_half(b, to, 2 * at + 1);
+        to->shift[at] = to->scale[2 * at] * (float)to->sum[2 * at] + to->scale[2 * at + 1] * (float)to->sum[2 * at + 1];
+    }
 }
 
 static void quantize(const float *x, int64_t m0, int64_t m1, int64_t size, struct quants *out) {
@@ -66,44 +70,47 @@ static void norm(const float *x, const float *weight, float eps, int64_t m0, int
 #define FEW_ROWS 4
 #define AHEAD 3072
 
-// out[r][0 .. 16 B) of R rows and B blocks. In every group first the integer sums, then the floats, in the order of the
-// groups.
+// out[r][0 .. 16 B) += of R rows and B blocks. Of every half of a group first the integer sums, then the floats, in the
+// order of the groups.
 INLINE void tile_4(const struct block *blocks, int64_t groups, const struct quants *x, int64_t row, const int R,
                    const int B, float *out, int64_t stride) {
     const int64_t width = groups * GROUP;
     const int8_t *q = x->q + row * width;
-    const float *scale = x->scale + row * groups, *shift = x->shift + row * groups;
+    const float *scale = x->scale + row * 2 * groups, *shift = x->shift + row * groups;
     const uint8_t *w[TILE_BLOCKS];
     vf acc[TILE_ROWS][TILE_BLOCKS];
     for (int b = 0; b < B; b++) w[b] = blocks[b].data;
     for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
-    for (int64_t g = 0; g < groups; g++, q += GROUP) {
-        u4_acc sums[TILE_ROWS][TILE_BLOCKS];
-        for (int r = 0; r < R; r++)
-            for (int b = 0; b < B; b++) sums[r][b] = u4_begin();
-        for (int i = 0; i < 4; i++) {
-            vb low[TILE_BLOCKS], high[TILE_BLOCKS];
-            for (int b = 0; b < B; b++) {
-                vb codes = vb_load(w[b] + 64 * i);
-                low[b] = vb_low(codes), high[b] = vb_high(codes);
-                if (R <= FEW_ROWS) __builtin_prefetch(w[b] + AHEAD + 64 * i);
+        for (int b = 0; b < B; b++) acc[r][b] = vf_load(out + r * stride + b * LANES);
+    for (int64_t g = 0; g < groups; g++) {
+        for (int half = 0; half < 2; half++, q += GROUP / 2) {
+            u4_acc sums[TILE_ROWS][TILE_BLOCKS];
+            for (int r = 0; r < R; r++)
+                for (int b = 0; b < B; b++) sums[r][b] = u4_begin();
+            for (int i = 0; i < 4; i++) {
+                vb codes[TILE_BLOCKS];
+                for (int b = 0; b < B; b++) {
+                    codes[b] = vb_load(w[b] + 64 * i);
+                    codes[b] = half ? vb_high(codes[b]) : vb_low(codes[b]);
+                    if (R <= FEW_ROWS && !half) __builtin_prefetch(w[b] + AHEAD + 64 * i);
+                }
+                for (int r = 0; r < R; r++) {
+                    inputs four = inputs_at(q + r * width + 4 * i);
+                    for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], codes[b], four);
+                }
             }
-            for (int r = 0; r < R; r++) {
-                inputs near = inputs_at(q + r * width + 4 * i), far = inputs_at(q + r * width + 16 + 4 * i);
-                for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], low[b], near);
-                for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], high[b], far);
+            for (int b = 0; b < B; b++) {
+                vf by = vf_load_half((const uint16_t *)(w[b] + 256));
+                for (int r = 0; r < R; r++) {
+                    vf sum = vf_from_i(u4_sum(sums[r][b]));
+                    acc[r][b] = vf_fma(sum, vf_mul(by, vf_set1(scale[2 * (r * groups + g) + half])), acc[r][b]);
+                }
             }
         }
         for (int b = 0; b < B; b++) {
-            const uint16_t *scales = (const uint16_t *)(w[b] + 256);
             if (R <= FEW_ROWS) __builtin_prefetch(w[b] + AHEAD + 256);
-            vf by = vf_load_half(scales), least = vf_load_half(scales + LANES);
-            for (int r = 0; r < R; r++) {
-                vf sum = vf_from_i(u4_sum(sums[r][b]));
-                acc[r][b] = vf_fma(sum, vf_mul(by, vf_set1(scale[r * groups + g])), acc[r][b]);
-                acc[r][b] = vf_fma(least, vf_set1(shift[r * groups + g]), acc[r][b]);
-            }
+            vf least = vf_load_half((const uint16_t *)(w[b] + 256) + LANES);
+            for (int r = 0; r < R; r++) acc[r][b] = vf_fma(least, vf_set1(shift[r * groups + g]), acc[r][b]);
             w[b] += GROUP_BYTES_4;
         }
     }
@@ -113,22 +120,22 @@ INLINE void tile_4(const struct block *blocks, int64_t groups, const struct quan
 
 INLINE void tile_8(const struct block *blocks, int64_t groups, const struct quants *x, int64_t row, const int R,
                    const int B, float *out, int64_t stride) {
-    const int64_t width = groups * GROUP;
+    const int64_t width = groups * GROUP, halves = 2 * groups;
     const int8_t *q = x->q + row * width;
-    const float *scale = x->scale + row * groups;
-    const int32_t *sum = x->sum + row * groups;
+    const float *scale = x->scale + row * halves;
+    const int32_t *sum = x->sum + row * halves;
     vf acc[TILE_ROWS][TILE_BLOCKS];
     for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
-    for (int64_t g = 0; g < groups; g++, q += GROUP) {
+        for (int b = 0; b < B; b++) acc[r][b] = vf_load(out + r * stride + b * LANES);
+    for (int64_t h = 0; h < halves; h++, q += GROUP / 2) {
         u8_acc sums[TILE_ROWS][TILE_BLOCKS];
         for (int r = 0; r < R; r++)
-            for (int b = 0; b < B; b++) sums[r][b] = u8_begin(sum[r * groups + g]);
-        for (int i = 0; i < 8; i++) {
+            for (int b = 0; b < B; b++) sums[r][b] = u8_begin(sum[r * halves + h]);
+        for (int i = 0; i < 4; i++) {
             vb codes[TILE_BLOCKS];
             for (int b = 0; b < B; b++) {
-                codes[b] = vb_load(blocks[b].data + g * 512 + 64 * i);
-                if (R <= FEW_ROWS) __builtin_prefetch(blocks[b].data + g * 512 + AHEAD + 64 * i);
+                codes[b] = vb_load(blocks[b].data + h * 256 + 64 * i);
+                if (R <= FEW_ROWS) __builtin_prefetch(blocks[b].data + h * 256 + AHEAD + 64 * i);
             }
             for (int r = 0; r < R; r++) {
                 inputs four = inputs_at(q + r * width + 4 * i);
@@ -136,10 +143,10 @@ INLINE void tile_8(const struct block *blocks, int64_t groups, const struct quan
             }
         }
         for (int b = 0; b < B; b++) {
-            vf by = vf_load_half((const uint16_t *)(blocks[b].data + groups * 512) + g * LANES);
+            vf by = vf_load_half((const uint16_t *)(blocks[b].data + groups * 512) + h / 2 * LANES);
             for (int r = 0; r < R; r++) {
                 vf dot = vf_from_i(u8_sum(sums[r][b]));
-                acc[r][b] = vf_fma(dot, vf_mul(by, vf_set1(scale[r * groups + g])), acc[r][b]);
+                acc[r][b] = vf_fma(dot, vf_mul(by, vf_set1(scale[r * halves + h])), acc[r][b]);
             }
         }
     }
@@ -164,17 +171,17 @@ INLINE void tiles(const struct block *blocks, const int B, const struct quants *
 #undef TILE
 }
 
-// Two blocks share what is loaded of the rows, where an instruction set has the registers for it.
+// Products of some blocks and rows [row, row + count) with all that x has. Two blocks share what is loaded of the rows,
+// where an instruction set has the registers for it; the second reading of a block, for `rest`, is from the cache.
 static void block_rows(const struct block *blocks, int64_t num_blocks, const struct quants *x, int64_t row,
                        int64_t count, float *out, int64_t stride) {
+    for (int64_t r = 0; r < count; r++) memset(out + r * stride, 0, (size_t)(num_blocks * LANES) * sizeof(float));
     for (int64_t b = 0; b < num_blocks;) {
-        if (TILE_BLOCKS > 1 && b + 1 < num_blocks && blocks[b].form == blocks[b + 1].form) {
-            tiles(blocks + b, TILE_BLOCKS, x, row, count, out + b * LANES, stride);
-            b += TILE_BLOCKS;
-        } else {
-            tiles(blocks + b, 1, x, row, count, out + b * LANES, stride);
-            b++;
-        }
+        int pair = TILE_BLOCKS > 1 && b + 1 < num_blocks && blocks[b].form == blocks[b + 1].form;
+        for (const struct quants *part = x; part; part = part->rest)
+            if (pair) tiles(blocks + b, TILE_BLOCKS, part, row, count, out + b * LANES, stride);
+            else tiles(blocks + b, 1, part, row, count, out + b * LANES, stride);
+        b += pair ? 2 : 1;
     }
 }
 
