@@ -162,18 +162,21 @@ class Bench:
     async def load(self, path: Path) -> dict[str, float]:
         """Gaps of streams while an adapter is loaded and unloaded all the time."""
         seconds: list[float] = []
+        has_loaded = asyncio.Event()
 
         async def again_and_again() -> None:
             while True:
                 started = time.perf_counter()
                 await self._shards.load_adapter("loaded-meanwhile", str(path))
                 seconds.append(time.perf_counter() - started)
+                has_loaded.set()
                 await self._shards.unload_adapter("loaded-meanwhile")
                 await asyncio.sleep(0.2)
 
         loading = asyncio.create_task(again_and_again())
         try:
             figures = await self.run([0])
+            await has_loaded.wait()  # a tiny model is done before
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
