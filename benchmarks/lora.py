@@ -176,7 +176,10 @@ class Bench:
         loading = asyncio.create_task(again_and_again())
         try:
             figures = await self.run([0])
-            await has_loaded.wait()  # a tiny model is done before
+            waiting = asyncio.create_task(has_loaded.wait())  # a tiny model is done before
+            await asyncio.wait([loading, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()  # why it failed
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
@@ -224,7 +227,7 @@ async def measure(args: Any, folder: Path) -> dict[str, Any]:
     loaded_rank = min(256, max(1, round(args.loaded_bytes / size)))
     loaded = write_adapter(folder / "loaded", shapes, loaded_rank)
     names = ",".join(f"a{i}={files[i % len(files)]}" for i in range(args.adapters))
-    device_ranks = sum(-(-rank // 8) * 8 for rank in ranks)
+    device_ranks = max(sum(-(-rank // 8) * 8 for rank in ranks), -(-loaded_rank // 8) * 8)
     results: dict[str, Any] = {}
     async with opened(args, []) as bench:
         results |= await bench.passes("base")
