@@ -65,7 +65,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A model, and an adapter of all its linear layers, with the scale of a rank that is no power of two."""
     base = MAKERS[request.param](tmp_path_factory.mktemp(request.param))
     adapter = train_adapter(
-        base, tmp_path_factory.mktemp("adapter"), r=6, lora_alpha=9, target_modules=MODULES.get(request.param, "all-linear"),
+        base, tmp_path_factory.mktemp("adapter"), r=6, lora_alpha=9,
+        target_modules=MODULES.get(request.param, "all-linear"),
         target_parameters=FUSED_EXPERTS.get(request.param), fan_in_fan_out=request.param == "gpt2",
     )  # fmt: skip
     return base, adapter
