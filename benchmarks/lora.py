@@ -135,7 +135,7 @@ class Bench:
         current = self._current = Pass(args.streams)
         started = time.perf_counter()
         for index in range(args.streams):
-            prompt = [rng.randrange(10, 1000) for _ in range(args.prompt)]
+            prompt = [rng.randrange(10, 500) for _ in range(args.prompt)]
             adapter = numbers[index % len(numbers)]
             request = GenerationRequest(next(self._ids), prompt, args.tokens, ignore_eos=True, adapter=adapter)
             self._loop.submit(request, current)  # type: ignore[arg-type]
@@ -162,18 +162,24 @@ class Bench:
     async def load(self, path: Path) -> dict[str, float]:
         """Gaps of streams while an adapter is loaded and unloaded all the time."""
         seconds: list[float] = []
+        has_loaded = asyncio.Event()
 
         async def again_and_again() -> None:
             while True:
                 started = time.perf_counter()
                 await self._shards.load_adapter("loaded-meanwhile", str(path))
                 seconds.append(time.perf_counter() - started)
+                has_loaded.set()
                 await self._shards.unload_adapter("loaded-meanwhile")
                 await asyncio.sleep(0.2)
 
         loading = asyncio.create_task(again_and_again())
         try:
             figures = await self.run([0])
+            waiting = asyncio.create_task(has_loaded.wait())  # a tiny model is done before
+            await asyncio.wait([loading, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()  # why it failed
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
@@ -221,7 +227,7 @@ async def measure(args: Any, folder: Path) -> dict[str, Any]:
     loaded_rank = min(256, max(1, round(args.loaded_bytes / size)))
     loaded = write_adapter(folder / "loaded", shapes, loaded_rank)
     names = ",".join(f"a{i}={files[i % len(files)]}" for i in range(args.adapters))
-    device_ranks = sum(-(-rank // 8) * 8 for rank in ranks)
+    device_ranks = max(sum(-(-rank // 8) * 8 for rank in ranks), -(-loaded_rank // 8) * 8)
     results: dict[str, Any] = {}
     async with opened(args, []) as bench:
         results |= await bench.passes("base")

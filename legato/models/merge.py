@@ -79,6 +79,7 @@ class MergedSource:
             if a == b:
                 raise UnsupportedModel(f"{self._tensors.file}: the shapes of '{pair.module}' do not say what is input")
             found = True
+            self._tensors.parameters[pair] = "down_proj" if match["part"] in ("down_proj", "w2") else "gate_up_proj"
             number = None if single is None else (int(single["number"]), _GATE_UP.get(single["part"], 0))
             count = self._num_experts(match["block"], name if fused else None)
             self._deltas[name] = self._expert_delta(pair, count, sizes == (a, b), number, shape[0])

@@ -51,6 +51,8 @@ class PeftTensors:
         self.config: PeftConfig = read_config(folder)
         self.file = weights_file(folder)
         self._source = SafetensorsSource([self.file])
+        # Of fused experts, whose names do not say it: which matrix a pair changes.
+        self.parameters: dict[LoraPair, str] = {}
         self.pairs = self._find_pairs()
 
     def _find_pairs(self) -> list[LoraPair]:
@@ -83,22 +85,24 @@ class PeftTensors:
 
     def rank(self, pair: LoraPair, num_experts: int = 1) -> int:
         """As the tensors have it; the configuration must say the same, because the scale depends on it."""
-        rows, expected = self.shapes(pair)[0][0], self._config_rank(pair)
+        rows, expected = self.shapes(pair)[0][0], self.config.rank_of(self._config_name(pair))
         if rows != expected * num_experts or expected > MAX_RANK:
             raise ModelFileError(
                 f"{self.file}: '{pair.module}' has rank {rows / num_experts:g}, adapter_config.json says {expected}"
             )
         return expected
 
-    def _config_rank(self, pair: LoraPair) -> int:
-        return self.config.rank_of(pair.module.replace(".base_layer", ""))
+    def _config_name(self, pair: LoraPair) -> str:
+        """What the patterns of the configuration call it."""
+        module, parameter = pair.module.replace(".base_layer", ""), self.parameters.get(pair)
+        return module if parameter is None else f"{module}.{parameter}"
 
     def read(self, pair: LoraPair) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B, the scale in B. In float32."""
         a, b = (self._source.read(name, ()).float() for name in (pair.a, pair.b))
         if not (a.isfinite().all() and b.isfinite().all()):
             raise ModelFileError(f"{self.file}: '{pair.module}' has numbers that are not finite")
-        return a, b * self.config.scale_of(pair.module.replace(".base_layer", ""))
+        return a, b * self.config.scale_of(self._config_name(pair))
 
     def experts(self, pair: LoraPair, num_experts: int, *, is_old: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """A [experts, r, in] and B [experts, out, r] of all experts of a layer. `is_old`: older versions of PEFT took
@@ -167,7 +171,10 @@ class PageWriter:
         if key in layout.by_name and layout.known[key].is_embedding == pair.is_embedding:
             return layout.by_name[key][0]
         if key not in layout.known:
-            raise ModelFileError(f"{self._tensors.file}: it changes '{module}', which the base model does not have")
+            raise ModelFileError(
+                f"{self._tensors.file}: it changes '{module}', which the base model does not have, or not as a matrix"
+                " that adapters can change"
+            )
         missing = ", ".join(sorted(layout.known[key].modules))
         raise UnsupportedModel(
             f"{self._tensors.file}: it changes '{module}', for which this server has no room: start it with"
@@ -178,6 +185,7 @@ class PageWriter:
         if fused := _ALL_EXPERTS.match(pair.module):
             gate_up, down = self._expert_targets(fused["block"])
             is_down = self._shapes_fit(pair, down, self._is_old)
+            self._tensors.parameters[pair] = "down_proj" if is_down else "gate_up_proj"
             return canonical((down if is_down else gate_up).parts[0].name)
         single = _ONE_EXPERT.match(pair.module)
         return canonical(pair.module if single is None else f"{single['block']}.{{}}.{single['part']}")

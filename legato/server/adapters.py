@@ -66,7 +66,8 @@ class AdapterLimits:
     ) -> AdapterLimits:
         """`folders` are those of the adapters that are there from the start."""
         ranks = [adapter_rank(folder) for folder in folders]
-        wanted = set(modules) or {module for folder in folders for module in adapter_modules(folder)}
+        known = {module for target in targets for module in target.modules}
+        wanted = set(modules) or {module for folder in folders for module in adapter_modules(folder)} & known
         if at_runtime and not modules:
             wanted |= usual_modules(targets)
         padded = sum(-(-rank // PAGE_RANKS) * PAGE_RANKS for rank in ranks)

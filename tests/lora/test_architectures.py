@@ -47,6 +47,8 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "starcoder": seeds.tiny_gpt_bigcode,
     "starcoder2": seeds.tiny_starcoder2,
 }
+# Where not all linear layers: DeepSeek's router is none of ours.
+MODULES = {"deepseek": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
 FUSED_EXPERTS = {
     name: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] for name in ("mixtral", "qwen2-moe", "qwen3-moe")
 }
@@ -63,7 +65,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A model, and an adapter of all its linear layers, with the scale of a rank that is no power of two."""
     base = MAKERS[request.param](tmp_path_factory.mktemp(request.param))
     adapter = train_adapter(
-        base, tmp_path_factory.mktemp("adapter"), r=6, lora_alpha=9, target_modules="all-linear",
+        base, tmp_path_factory.mktemp("adapter"), r=6, lora_alpha=9,
+        target_modules=MODULES.get(request.param, "all-linear"),
         target_parameters=FUSED_EXPERTS.get(request.param), fan_in_fan_out=request.param == "gpt2",
     )  # fmt: skip
     return base, adapter

@@ -139,7 +139,8 @@ def test_fused_experts_are_told_apart_by_their_shapes(mixture: Mixture, fused: P
 
 def rewritten(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> Path:
     shutil.copytree(source, target)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "adapter_model.safetensors")
+    apart = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    save_file(apart, target / "adapter_model.safetensors")
     return target
 
 
