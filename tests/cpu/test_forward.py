@@ -104,6 +104,19 @@ def test_a_sequence_has_the_same_logits_alone_and_in_a_crowd(kernels: Library, t
     assert torch.equal(other.step({0: 1}), alone)
 
 
+def test_torch_goes_on_with_keys_and_values_of_the_library(kernels: Library, tmp_path: Path) -> None:
+    """Steps with adapters run through torch, on the same cache."""
+    model = load(tiny_llama(tmp_path, **SHAPE, initializer_range=0.05))
+    host = on_host(model)
+    expected = Sequences(host, [70]).step({0: 70})
+    for first, second in ((host, model), (model, host)):
+        sequences = Sequences(host, [70])
+        sequences.model = first
+        sequences.step({0: 40})
+        sequences.model = second
+        assert relative_error(sequences.step({0: 30}), expected) < 0.02
+
+
 def test_all_logits_are_there_for_who_wants_them(kernels: Library, tmp_path: Path) -> None:
     host = on_host(load(tiny_llama(tmp_path, **SHAPE)))
     everything = Sequences(host, [70]).step({0: 70}, everything=True)
