@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -261,44 +262,69 @@ def table(timings: list[Timing]) -> str:
     return "\n".join(lines)
 
 
+def measure_here(options: argparse.Namespace, keep: Callable[[str, object], None]) -> None:
+    """Check, products and sweep, in this process."""
+    parts, formats = options.part.split(","), options.formats.split(",")
+    row_counts, clock = [int(rows) for rows in options.rows.split(",")], Clock(options.seconds)
+    torch.manual_seed(0)
+    if "check" in parts:
+        keep("errors", check_all(formats, clock))
+    if "products" in parts:
+        timings: list[dict[str, object]] = []
+        for timing in time_products(formats, row_counts, clock):
+            timings.append(asdict(timing))
+            keep("products", timings)
+    if "sweep" in parts:
+        keep("sweep", sweep(formats, row_counts, clock))
+
+
+def measure_apart(options: argparse.Namespace, clock: Clock) -> Iterator[dict[str, object]]:
+    """A process for each format: what a kernel breaks in one, the others do not see."""
+    for name in options.formats.split(","):
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "figures.json"
+            words = ["--part", options.part, "--rows", options.rows, "--seconds", str(max(clock.left, 0.0))]
+            command = [sys.executable, "-m", "benchmarks.quantized", "--here", "--formats", name, "--json", str(path)]
+            # Where the time is over, what was written until then counts.
+            attempt(name, partial(subprocess.run, timeout=clock.left + 60), [*command, *words])  # type: ignore[arg-type]
+            if path.exists():
+                yield json.loads(path.read_text())
+            else:
+                print(f"{name}: no figures")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--part", default="check,products,engine", help="of check, products, sweep, engine")
-    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--formats", default=",".join(FORMATS), help="for engine also bf16")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--here", action="store_true", help="all formats in this process, and no engine")
     options = parser.parse_args()
-    parts, formats = options.part.split(","), options.formats.split(",")
-    row_counts, clock = [int(rows) for rows in options.rows.split(",")], Clock(options.seconds)
-    torch.manual_seed(0)
-    report: dict[str, object] = {}
+    report: dict[str, Any] = {}
 
     def keep(name: str, value: object) -> None:
         report[name] = value
         if options.json:
             options.json.write_text(json.dumps(report, indent=1, default=str))
 
-    timings: list[Timing] = []
-    if "check" in parts:
-        keep("errors", check_all(formats, clock))
-    if "products" in parts:
-        for timing in time_products([name for name in formats if name != "bf16"], row_counts, clock):
-            timings.append(timing)
-            keep("products", [asdict(each) for each in timings])
-    if "sweep" in parts:
-        keep("sweep", sweep(formats, row_counts, clock))
-    figures: dict[str, dict[str, float]] = {}
-    if "engine" in parts:
-        torch.cuda.empty_cache()
-        figures = engine_figures(formats, options.workloads.split(","), clock)
-        keep("engine", figures)
-    if timings:
+    if options.here:
+        measure_here(options, keep)
+        return 0
+    clock = Clock(options.seconds)
+    if set(options.part.split(",")) & {"check", "products", "sweep"}:
+        for found in measure_apart(options, clock):
+            for name, value in found.items():
+                keep(name, value + report.get(name, []) if isinstance(value, list) else report.get(name, {}) | value)
+    if "engine" in options.part.split(","):
+        keep("engine", engine_figures(options.formats.split(","), options.workloads.split(","), clock))
+    if "products" in report:
         print("\nfour products of a layer: microseconds, times as fast as bf16 (the slowest of the four)")
-        print(table(timings))
-    for name, found in figures.items():
-        print(f"{name:5}", *(f"{workload} {rate:9,.1f}" for workload, rate in found.items()))
+        print(table([Timing(**each) for each in report["products"]]))
+    for name, figures in report.get("engine", {}).items():
+        print(f"{name:5}", *(f"{workload} {rate:9,.1f}" for workload, rate in figures.items()))
     return 0
 
 

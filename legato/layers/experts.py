@@ -16,7 +16,7 @@ from legato.quantization.experts import ExpertWeights
 Logits = Callable[[torch.Tensor], torch.Tensor]  # [T, hidden] -> [T, num_experts]
 
 
-class RouterOptions(TypedDict, total=False):
+class RoutingOptions(TypedDict, total=False):
     normalise: Required[bool]
     factor: float
     num_groups: int
@@ -70,7 +70,9 @@ class SigmoidRouter(ExpertRouter):
     Of its groups those with the best sum of two experts can be chosen from.
     """
 
-    def __init__(self, logits: Logits, num_chosen: int, correction: torch.Tensor, **how: Unpack[RouterOptions]) -> None:
+    def __init__(
+        self, logits: Logits, num_chosen: int, correction: torch.Tensor, **how: Unpack[RoutingOptions]
+    ) -> None:
         super().__init__(logits, num_chosen, **how)
         self.correction = correction  # [num_experts] float32
 

@@ -13,7 +13,8 @@ from functools import cached_property
 import torch
 
 from legato.kernels.grouped_linear import Groups, group_rows
-from legato.kernels.lora import PAGE_RANKS, LoraPages, LoraPlace, gather_ranks, lora_add, lora_expand
+from legato.kernels.lora.pages import PAGE_RANKS, LoraPages, LoraPlace
+from legato.kernels.lora.product import gather_ranks, lora_add, lora_expand
 
 
 @dataclass(frozen=True, slots=True, eq=False)

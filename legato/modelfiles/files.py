@@ -304,7 +304,7 @@ def _check_safetensors(file: Path) -> None:
             header_len = int.from_bytes(prefix, "little")
             if len(prefix) == 8 and header_len > MAX_SAFETENSORS_HEADER:
                 raise ModelFileError(f"{file} is not a safetensors file: its header length is {header_len} bytes")
-            header = stream.read(header_len)
+            header = stream.read(header_len) if len(prefix) == 8 else b""
     except OSError as error:
         raise ModelFileError(f"{file} cannot be read: {error.strerror}; download it again") from None
     if len(prefix) < 8 or len(header) < header_len:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from legato.common.errors import UnsupportedModel
 from legato.layers.attention import SelfAttention
-from legato.layers.experts import ExpertMLP, ExpertRouter, Logits, RouterOptions, SigmoidRouter
+from legato.layers.experts import ExpertMLP, ExpertRouter, Logits, RoutingOptions, SigmoidRouter
 from legato.layers.mlp import Product
 from legato.layers.norm import RMSNorm
 from legato.layers.rotary import RopeConfig, Rotary, yarn_factor
@@ -163,7 +163,7 @@ class DeepseekShape:
         weights, shape, hidden = parts.weights, self.experts, parts.shape.hidden_size
         # In fp32, as in training.
         matrix = weights.tensor(f"{name}.gate.weight", (shape.num_experts, hidden), dtype=torch.float32)
-        how = RouterOptions(
+        how = RoutingOptions(
             normalise=shape.normalise,
             factor=self.factor,
             num_groups=self.num_groups,

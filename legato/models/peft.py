@@ -1,4 +1,4 @@
-"""The tensors of a PEFT adapter: found, checked, scaled, and cut into the pages of a shard (`kernels/lora.py`).
+"""The tensors of a PEFT adapter: found, checked, scaled, and cut into the pages of a shard (`kernels/lora/pages.py`).
 
     base_model.model.<module>.lora_A.weight [r, in], .lora_B.weight [out, r]     linear layers, experts one by one
     base_model.model.<module>.lora_embedding_A [r, vocab], _B [hidden, r]        embeddings
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from legato.common.errors import ModelError, ModelFileError, UnsupportedModel
-from legato.kernels.lora import PAGE_RANKS, LoraPlace
+from legato.kernels.lora.pages import PAGE_RANKS, LoraPlace
 from legato.layers.lora import HostAdapter
 from legato.modelfiles.adapters import MAX_RANK, PeftConfig, read_config, weights_file
 from legato.models.sources import SafetensorsSource

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from legato.kernels.lora import LoraPlace
+from legato.kernels.lora.pages import LoraPlace
 from legato.layers.lora import DeviceAdapters, LoraDelta
 from legato.quantization.experts import ExpertWeights
 from legato.quantization.stored import Ranges

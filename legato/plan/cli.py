@@ -27,7 +27,7 @@ from legato.modelfiles.locate import cache_of
 from legato.modelfiles.shapes import SHAPES
 from legato.plan.memory import Device, Fit, MemoryPlan, choose_dtype
 from legato.scheduling.budget import step_sizes
-from legato.server.capacity import HOST_SHARE
+from legato.server.memory.capacity import HOST_SHARE
 
 GIB = 2**30
 UNITS = {"": GIB, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

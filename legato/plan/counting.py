@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from legato.common.errors import ModelFileError
-from legato.kernels.lora import PAGE_RANKS
+from legato.kernels.lora.pages import PAGE_RANKS
 from legato.layers.shard import Shard
 from legato.modelfiles.files import GgufModel, ModelFiles
 from legato.models import checkpoint

@@ -1,7 +1,7 @@
 """Whether and how a model fits: weights, KV cache and the memory of a step, before anything is loaded.
 
 Weights and cache are counted (`counting.py`); what a step takes is estimated here and measured by a shard's warm-up
-(`server/memory.py`).
+(`server/memory/budget.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from legato.models.keys import Keys
-from legato.server.capacity import LAYER_GRAPH_BYTES, reserve
 from legato.server.graphs.captures import kept_rows
+from legato.server.memory.capacity import LAYER_GRAPH_BYTES, reserve
 
 SHARDS = (1, 2, 4, 8)
 BLOCK_SIZE = 16

@@ -29,16 +29,16 @@ from legato.modelfiles.locate import cache_of, locate
 from legato.pb import generate_pb2 as pb
 from legato.router import model_info
 from legato.router.adapters import AdapterRegistry, AdapterRules
-from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
-from legato.router.metrics_listener import metrics_listener
+from legato.router.monitoring.dashboard import StepHistory
+from legato.router.monitoring.metrics_listener import metrics_listener
+from legato.router.monitoring.tracing import StepTraces
 from legato.router.recovery import ConnectedShards, Recovery
 from legato.router.response_store import response_store
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.startup import StartupResponder
 from legato.router.step_loop import StepLoop
-from legato.router.tracing import StepTraces
 from legato.router.workers import Workers
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes, step_sizes
@@ -131,8 +131,8 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
     sizes = step_sizes(info.device_type, options.max_batch_prefill_tokens)
     rows = min(options.max_batch_size or sizes.max_rows, options.max_concurrent_requests)
     step_tokens, longest_input = sizes.max_tokens, None
-    start = info.decoder_start_token_id if info.HasField("decoder_start_token_id") else None
-    if start is not None:
+    has_encoder = decoder_start(info) is not None
+    if has_encoder:
         prompt_tokens = whole_prompt_tokens(sizes, options)
         # Room beside all decodes: a prompt that cannot be chunked would otherwise wait for ever.
         step_tokens, longest_input = prompt_tokens + rows, prompt_tokens - 1
@@ -141,31 +141,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
             options.max_input_tokens, options.max_total_tokens, step_tokens, options.max_batch_total_tokens, rows
         )
     )
-    eos = frozenset(info.eos_token_ids)
-    scheduler = Scheduler(
-        SchedulerLimits(
-            num_blocks=found.num_blocks,
-            block_size=info.block_size,
-            max_rows=found.max_rows,
-            max_step_tokens=max(step_tokens, found.max_rows),
-            eos_token_ids=eos,
-            prefix_caching=info.use_prefix_caching,
-            max_unused_blocks=found.max_unused_blocks if found.HasField("max_unused_blocks") else None,
-            max_prompt_tokens=sizes.max_prompt_tokens,
-            max_mixed_tokens=sizes.mixed_tokens,
-            mixed_step_time=sizes.mixed_time,
-            queue_timeout=options.queue_timeout,
-            request_timeout=options.request_timeout,
-            max_requests=options.max_concurrent_requests,
-            max_queued_tokens=options.max_queued_tokens,
-            share_prefix_cache=options.share_prefix_cache,
-            decoder_start_token_id=start,
-            num_adapter_pages=info.num_adapter_pages,
-            speculate=info.speculate,
-            num_proposals=info.num_proposals,
-            vocab_size=info.vocab_size,
-        )
-    )
+    scheduler = Scheduler(scheduler_limits(found, info, options, sizes, step_tokens))
     if longest_input is not None and longest_input < found.max_input_tokens:
         logger.warning(
             "Prompts are limited to %d tokens: this model computes a prompt in one step; "
@@ -180,8 +156,8 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
         max_batch_total_tokens=(found.num_blocks - RESERVED_BLOCKS) * info.block_size,
         vocab_size=info.vocab_size,
         block_size=info.block_size,
-        eos_token_ids=eos,
-        has_encoder=start is not None,
+        eos_token_ids=frozenset(info.eos_token_ids),
+        has_encoder=has_encoder,
     )
     logger.info(
         "Connected to the shards",
@@ -195,6 +171,38 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
         },
     )
     return scheduler, limits
+
+
+def scheduler_limits(
+    found: pb.WarmupResponse, info: pb.InfoResponse, options: RouterOptions, sizes: StepSizes, step_tokens: int
+) -> SchedulerLimits:
+    return SchedulerLimits(
+        num_blocks=found.num_blocks,
+        block_size=info.block_size,
+        max_rows=found.max_rows,
+        max_step_tokens=max(step_tokens, found.max_rows),
+        eos_token_ids=frozenset(info.eos_token_ids),
+        prefix_caching=info.use_prefix_caching,
+        max_unused_blocks=found.max_unused_blocks if found.HasField("max_unused_blocks") else None,
+        max_prompt_tokens=sizes.max_prompt_tokens,
+        max_mixed_tokens=sizes.mixed_tokens,
+        mixed_step_time=sizes.mixed_time,
+        queue_timeout=options.queue_timeout,
+        request_timeout=options.request_timeout,
+        max_requests=options.max_concurrent_requests,
+        max_queued_tokens=options.max_queued_tokens,
+        share_prefix_cache=options.share_prefix_cache,
+        decoder_start_token_id=decoder_start(info),
+        num_adapter_pages=info.num_adapter_pages,
+        speculate=info.speculate,
+        num_proposals=info.num_proposals,
+        vocab_size=info.vocab_size,
+    )
+
+
+def decoder_start(info: pb.InfoResponse) -> int | None:
+    """Of encoder-decoder models."""
+    return info.decoder_start_token_id if info.HasField("decoder_start_token_id") else None
 
 
 def adapter_rules(options: RouterOptions) -> AdapterRules | None:

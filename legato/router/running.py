@@ -16,10 +16,10 @@ from legato.common.sockets import browser_url
 from legato.ipc import messages as msg
 from legato.ipc.settings import RouterSettings
 from legato.router.adapters import AdapterRegistry
-from legato.router.dashboard import Dashboard, StepHistory
-from legato.router.health import HealthMonitor
 from legato.router.idle_memory import IdleMemory
 from legato.router.listening import Listeners
+from legato.router.monitoring.dashboard import Dashboard, StepHistory
+from legato.router.monitoring.health import HealthMonitor
 from legato.router.port import Port
 from legato.router.recovery import Recovery
 from legato.router.shards import ShardsLost

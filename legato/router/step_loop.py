@@ -20,9 +20,9 @@ from typing import Protocol
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
 from legato.router.clock import MAX_LATENESS, Clock, LoopClock, Timer
+from legato.router.monitoring.tracing import StepTraces
 from legato.router.sent_step import SentStep
 from legato.router.shards import ShardsLost
-from legato.router.tracing import StepTraces
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk, StepPlan, StepResult

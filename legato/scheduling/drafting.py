@@ -16,7 +16,7 @@ from operator import mul
 from legato.scheduling.entry import Entry, InFlight
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import StepPlan, StepResult
-from legato.scheduling.step_times import MeasuredStep, StepPace, StepTimes
+from legato.scheduling.step_costs import MeasuredStep, StepCosts, StepPace
 from legato.scheduling.suffix_index import TenantAnswers, TextMatch
 
 # Rows of a step beyond which no drafts are looked for: the scheduler has enough to do, and so has the device.
@@ -78,7 +78,7 @@ class Drafter:
     def __init__(self) -> None:
         self.pace = StepPace()
         self._is_waiting = False  # the last step whose result has come was one that the next had waited for
-        self._times = StepTimes()
+        self._times = StepCosts()
         self._chances = Chances(0.2, 0.9)  # of matches, by their length
         self._proposals = Chances(0.6, 0.6)  # of what the shards guess, by its distance
         self._answers = TenantAnswers()

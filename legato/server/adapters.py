@@ -19,17 +19,17 @@ import torch
 
 from legato.common.errors import LegatoError, OptionError, UnsupportedModel
 from legato.common.options import ServerOptions
-from legato.kernels.lora import PAGE_RANKS
+from legato.kernels.lora.pages import PAGE_RANKS
 from legato.layers.lora import DeviceAdapters, HostAdapter, StepAdapters
 from legato.modelfiles.adapters import parse_adapters
 from legato.modelfiles.locate import locate_adapter
 from legato.models.peft import adapter_modules, adapter_rank, read_adapter
 from legato.models.targets import AdapterTarget, LoraLayout, usual_modules
 from legato.pb import generate_pb2 as pb
-from legato.server.capacity import gib
 from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
-from legato.server.memory import available_ram
+from legato.server.memory.budget import available_ram
+from legato.server.memory.capacity import gib
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import sys
 import torch
 
 from legato.common.restarts import EXIT_DEVICE_FAILED
-from legato.server.memory import is_out_of_memory
+from legato.server.memory.budget import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from legato.server.grammars import Grammars
 from legato.server.graphs.captures import mixed_sizes
 from legato.server.graphs.decode import CudaRecorder, Record
 from legato.server.graphs.steps import StepGraphs
-from legato.server.memory import is_out_of_memory, refused_for_memory, release
+from legato.server.memory.budget import is_out_of_memory, refused_for_memory, release
 from legato.server.pending import ForwardResult, PendingStep, SampledTokens, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
 from legato.server.rows import Rows, RowStep, to_device

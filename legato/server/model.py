@@ -20,15 +20,15 @@ from legato.models.registry import LimitedModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
 from legato.server.adapters import open_adapters
-from legato.server.allocator import release_blocks, return_freed_memory, use_small_pages
-from legato.server.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
 from legato.server.graphs.captures import kept_rows, mixed_sizes
 from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
-from legato.server.memory import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
-from legato.server.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
+from legato.server.memory.allocator import release_blocks, return_freed_memory, use_small_pages
+from legato.server.memory.budget import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
+from legato.server.memory.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
+from legato.server.memory.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
 from legato.vision.rules import image_rules
 
 logger = logging.getLogger(__name__)

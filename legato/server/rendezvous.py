@@ -16,7 +16,7 @@ import torch.distributed as dist
 from legato.common.errors import EndpointInUse, OptionError
 from legato.common.options import ServerOptions
 from legato.layers.shard import Shard
-from legato.server.memory import OutOfMemory
+from legato.server.memory.budget import OutOfMemory
 
 # For the others to start, to load, or to finish a step. A shard that ends is noticed at once.
 LONGEST_WAIT = timedelta(minutes=20)

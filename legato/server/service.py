@@ -22,13 +22,13 @@ from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
 from legato.pb import generate_pb2 as pb
 from legato.server.adapters import ShardAdapters
-from legato.server.allocator import keep_freed_memory
 from legato.server.device import end_if_device_failed
 from legato.server.graphs.steps import StepGraphs
 from legato.server.interceptor import RequestRefused
 from legato.server.legacy.unary import UnaryBatches
 from legato.server.listening import serve, socket_paths, socket_urls
 from legato.server.loading import load
+from legato.server.memory.allocator import keep_freed_memory
 from legato.server.model import Model
 from legato.server.pending import PendingStep
 from legato.server.rendezvous import end_if_out_of_sync

@@ -26,10 +26,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, device, few_linear, grouped_linear, lora, norm, rotary, sample, small_linear
+from legato.kernels import activation, device, few_linear, grouped_linear, norm, rotary, sample, small_linear
 from legato.kernels.attention import chunk, decode, hopper, span
 from legato.kernels.device import GpuLimits
 from legato.kernels.kv_format import EIGHT_BITS
+from legato.kernels.lora import product
+from legato.kernels.lora.pages import LoraPages, LoraPlace
 from legato.kernels.paged_kv import PagedKV, Scoring
 from legato.kernels.quantized import eight_bit, grouped, linear, unpack
 from tests.kernels.hopper import Driver
@@ -132,14 +134,14 @@ def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[
 
 
 def lora_products(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
-    place = lora.LoraPlace(0, 0, 1 << 20, 4096, (4096, 1024, 1024))
-    pages = lora.LoraPages(
+    place = LoraPlace(0, 0, 1 << 20, 4096, (4096, 1024, 1024))
+    pages = LoraPages(
         torch.zeros(32, 1 << 21, dtype=dtype), torch.zeros(33, 32, dtype=torch.int32), torch.ones(1, 33).int()
     )
     for tokens in (16, 2048):
         groups = grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 32)
         x, out = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(tokens, 6144, dtype=dtype)
-        yield partial(lora._lora_add_triton, out, x, groups, pages, place, None)
+        yield partial(product._lora_add_triton, out, x, groups, pages, place, None)
 
 
 def quantized_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[], Any]]:

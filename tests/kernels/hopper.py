@@ -15,13 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, few_linear, grouped_linear, lora, norm, rotary, sample, small_linear
+from legato.kernels import activation, few_linear, grouped_linear, norm, rotary, sample, small_linear
 from legato.kernels.attention import chunk as chunk_attention
 from legato.kernels.attention import decode as decode_attention
 from legato.kernels.attention import hopper as hopper_attention
 from legato.kernels.attention import span as span_attention
 from legato.kernels.device import DEFAULT
 from legato.kernels.kv_format import EIGHT_BITS
+from legato.kernels.lora import product
+from legato.kernels.lora.pages import LoraPages, LoraPlace
 from legato.kernels.paged_kv import PagedKV, Scoring
 from legato.kernels.quantized import eight_bit, grouped, one_row, tiled, unpack
 from legato.kernels.quantized.linear import tiled_config
@@ -151,14 +153,14 @@ def compile_quantized() -> None:
 
 
 def compile_adapters() -> None:
-    place = lora.LoraPlace(0, 0, 1 << 20, HIDDEN, (HIDDEN, 1024, 1024))
-    pages = lora.LoraPages(
+    place = LoraPlace(0, 0, 1 << 20, HIDDEN, (HIDDEN, 1024, 1024))
+    pages = LoraPages(
         torch.zeros(64, 1 << 21, dtype=BF16), torch.zeros(65, 8, dtype=torch.int32), torch.ones(1, 65).int()
     )
     for tokens in (256, 2048):
         groups = grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 64)
         x, out = torch.zeros(tokens, HIDDEN, dtype=BF16), torch.zeros(tokens, HIDDEN + 2048, dtype=BF16)
-        lora._lora_add_triton(out, x, groups, pages, place, None)
+        product._lora_add_triton(out, x, groups, pages, place, None)
 
 
 if __name__ == "__main__":

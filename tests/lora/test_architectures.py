@@ -1,6 +1,6 @@
 """Every linear layer of every architecture with an adapter: against PEFT, in one shard, in two, and merged.
 
-`make test-lora` runs all of them, `make test` a few.
+`make test-lora` runs them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tests.models.answers import step_logits
 from tests.models.shards import ShardProcesses
 from tests.server.local import DEVICE
 
+pytestmark = pytest.mark.lora
+
 MAKERS: dict[str, Callable[..., Path]] = {
     "gpt2": seeds.tiny_gpt2,  # matrices are [in, out]
     "mixtral": experts.tiny_mixtral,  # PEFT's experts are fused, the checkpoint's are not
@@ -45,7 +47,6 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "starcoder": seeds.tiny_gpt_bigcode,
     "starcoder2": seeds.tiny_starcoder2,
 }
-IN_MAKE_TEST = {"gpt2"}
 FUSED_EXPERTS = {
     name: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] for name in ("mixtral", "qwen2-moe", "qwen3-moe")
 }
@@ -57,10 +58,7 @@ def shards() -> Iterator[ShardProcesses]:
         yield processes
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.lora) for name in MAKERS],
-)
+@pytest.fixture(scope="module", params=MAKERS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model, and an adapter of all its linear layers, with the scale of a rank that is no power of two."""
     base = MAKERS[request.param](tmp_path_factory.mktemp(request.param))

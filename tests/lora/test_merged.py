@@ -22,6 +22,8 @@ from tests.lora.tiny_adapters import peft_logits, random_prompts
 from tests.models.answers import step_logits
 from tests.server.local import DEVICE
 
+pytestmark = pytest.mark.lora
+
 
 def logits_of(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
     files = ModelFiles.open(folder)

@@ -16,6 +16,8 @@ from tests.integration.processes import Launched, Program, launched, until
 from tests.lora.tiny_adapters import base_model, greedy_tokens, merged_model, write_adapter
 from tests.tiny_models import tiny_llama
 
+pytestmark = pytest.mark.lora
+
 PROMPT = "Once upon a time"
 LONG = {"max_new_tokens": 300, "ignore_eos": True}
 

@@ -31,7 +31,7 @@ def base_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def train_adapter(base: Path, folder: Path, *, seed: int = 0, num_steps: int = 3, **changes: Any) -> Path:
+def train_adapter(base: Path, folder: Path, *, seed: int = 0, num_steps: int = 2, **changes: Any) -> Path:
     """An adapter of `base` that has seen a few random tokens."""
     from peft import LoraConfig, get_peft_model
 

@@ -24,9 +24,9 @@ from legato.modelfiles.files import ModelFiles
 from legato.models import foreign, registry
 from legato.models.registry import CausalModel, get_model, model_config
 from legato.scheduling.state import GenerationRequest
-from legato.server.capacity import RequestedLimits
 from legato.server.loading import LoadedModel
-from legato.server.memory import Reading
+from legato.server.memory.budget import Reading
+from legato.server.memory.capacity import RequestedLimits
 from legato.server.model import Model
 from tests.models.answers import STEP_TOKENS, Answers, prompts, step_logits
 from tests.models.oracle import oracle_logits

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 
 from legato.api.dashboard import DashboardData
-from legato.router.dashboard import Dashboard, StepHistory, waiting_reason
+from legato.router.monitoring.dashboard import Dashboard, StepHistory, waiting_reason
 from legato.telemetry.metrics import Figures, Metrics
 from tests.http.asgi import LIMITS
 from tests.router.test_step_loop import Bench, bench, request

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any, cast
 
 from legato.ipc.messages import ServerState
-from legato.router import health
-from legato.router.health import HealthMonitor
+from legato.router.monitoring import health
+from legato.router.monitoring.health import HealthMonitor
 from legato.router.shards import ShardsLost
 from tests.router.test_step_loop import HANG_TIMEOUT, Bench, bench, request, turns
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from legato.router.metrics_listener import MAX_CONNECTIONS, MAX_HEAD_BYTES, metrics_listener
+from legato.router.monitoring.metrics_listener import MAX_CONNECTIONS, MAX_HEAD_BYTES, metrics_listener
 from tests.integration.processes import free_port
 
 

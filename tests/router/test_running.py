@@ -9,8 +9,8 @@ import pytest
 
 from legato.ipc.messages import ServerState
 from legato.router.adapters import AdapterRegistry
-from legato.router.dashboard import StepHistory
 from legato.router.listening import Listeners
+from legato.router.monitoring.dashboard import StepHistory
 from legato.router.running import RouterProcess
 from legato.router.workers import WorkerProcess
 from legato.telemetry.metrics import Figures, Metrics

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from legato.router.monitoring.tracing import StepTraces
 from legato.router.shards import _to_pb
-from legato.router.tracing import StepTraces
 from legato.scheduling.state import GenerationRequest
 from legato.telemetry.tracing import TraceContext
 from tests.router.test_step_loop import Bench, Receiver, bench, request

@@ -10,7 +10,7 @@ import pytest
 
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import GenerationRequest
-from legato.scheduling.step_times import MeasuredStep, StepPace, StepTimes
+from legato.scheduling.step_costs import MeasuredStep, StepCosts, StepPace
 from legato.scheduling.suffix_index import MOST_RECENT_TOKENS, PromptIndex, RecentAnswers, TextMatch
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
@@ -118,8 +118,8 @@ def test_no_drafts_come_from_another_tenant() -> None:
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-def times(plain: float, waited: dict[int, float], num_rows: int = 1) -> StepTimes:
-    found = StepTimes()
+def times(plain: float, waited: dict[int, float], num_rows: int = 1) -> StepCosts:
+    found = StepCosts()
     found.learn(MeasuredStep(num_rows, num_rows, False, False, plain, plain))
     for num_tokens, seconds in waited.items():
         found.learn(MeasuredStep(num_rows, num_tokens, True, True, seconds, seconds))

@@ -17,8 +17,8 @@ from legato.pb import generate_pb2 as pb
 from legato.scheduling.state import GenerationRequest
 from legato.server import engine
 from legato.server.loading import load
+from legato.server.memory.warmup import decode_step, first_step
 from legato.server.model import Model
-from legato.server.warmup import decode_step, first_step
 from tests.models.tiny_experts import tiny_mixtral
 from tests.models.tiny_seeds import tiny_bloom
 from tests.models.tiny_today import tiny_gemma2

@@ -17,7 +17,7 @@ from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
 from legato.scheduling.state import GenerationRequest
-from legato.server.capacity import RequestedLimits
+from legato.server.memory.capacity import RequestedLimits
 from legato.server.model import Model
 from legato.server.prepare import halves
 from legato.server.rows import RowStep

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.pb import generate_pb2 as pb
-from legato.server.allocator import release_blocks
-from legato.server.capacity import GIB, LAYER_GRAPH_BYTES, RESERVED_BLOCKS, RequestedLimits
 from legato.server.interceptor import RequestRefused
-from legato.server.memory import (
+from legato.server.memory.allocator import release_blocks
+from legato.server.memory.budget import (
     OutOfMemory,
     Reading,
     cache_budget,
@@ -25,6 +24,7 @@ from legato.server.memory import (
     largest_step,
     refused_for_memory,
 )
+from legato.server.memory.capacity import GIB, LAYER_GRAPH_BYTES, RESERVED_BLOCKS, RequestedLimits
 
 CPU = torch.device("cpu")
 # 80 GiB, of which others have 2, the weights 16 and the largest step 3 more.

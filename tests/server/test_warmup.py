@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.pb import generate_pb2 as pb
-from legato.server.capacity import RequestedLimits
+from legato.server.memory.capacity import RequestedLimits
+from legato.server.memory.warmup import SMALL_STEP, _ladder, ordinary_steps
 from legato.server.model import Model
-from legato.server.warmup import SMALL_STEP, _ladder, ordinary_steps
 from tests.server.shard import OPTIONS, load_model
 from tests.tiny_models import tiny_llama
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from legato.common.restarts import FIRST_DELAY, WINDOW
 from legato.common.restarts import LONGEST_DELAY as LONGEST_BACKOFF
 from legato.grammar.kinds import Grammar
-from legato.router.health import IDLE_CHECK_SECONDS
+from legato.router.monitoring.health import IDLE_CHECK_SECONDS
 from legato.router.recovery import ConnectedShards
 from legato.router.shards import ShardsLost
 from legato.router.step_loop import STEPS_IN_FLIGHT

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from legato.common.restarts import RestartBudget
-from legato.router.health import HealthMonitor
+from legato.router.monitoring.health import HealthMonitor
 from legato.router.port import Port
 from legato.router.recovery import Recovery
 from legato.router.step_loop import PROBE, StepLoop

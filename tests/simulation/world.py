@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from legato.common.restarts import RestartBudget
 from legato.ipc import messages as msg
-from legato.router.health import BEAT_SECONDS, HealthMonitor
+from legato.router.monitoring.health import BEAT_SECONDS, HealthMonitor
 from legato.router.recovery import Recovery
 from legato.router.running import IDS_PER_WORKER, LAST_WORDS
 from legato.router.shards import ShardsLost

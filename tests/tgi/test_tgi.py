@@ -24,7 +24,7 @@ CASES = [*NATIVE, *GRAMMARS, *CHAT_CASES]
 COMPATIBILITY = Path(__file__).parents[2] / "docs" / "compatibility.md"
 # What Legato's answers have that TGI's do not, or the other way round, and the row of compatibility.md that says so.
 MORE = {
-    r".*usage\.prompt_tokens_details\.cached_tokens: number": "| `usage` | three sums |",
+    r".*usage\.(prompt|completion)_tokens_details\.\w+: number": "| `usage` | three sums |",
     r"(\[\]\.)?details\.prefill\[\]\..*": "| prompt logprobs | only with `--enable-prefill-logprobs` |",
     r"\[\]\.choices\[\]\.delta\.content: string": "| first and last chunk of a stream |",
     r"\[\]\.choices\[\]\.finish_reason: string": "| `finish_reason` of a call |",

@@ -15,7 +15,7 @@ MB = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ComparedFigure:
     """A figure that engines are compared by: an attribute of `CpuFigures` in one workload."""
 
     title: str
@@ -36,11 +36,11 @@ class Column:
 
 
 COLUMNS = (
-    Column("W1 ms per token", "W1", "token_ms", lower_is_better=True, digits=2),
-    Column("W1 first token, ms", "W1", "first_token_ms", lower_is_better=True),
-    Column("W2 tok/s", "W2", "out_per_second", lower_is_better=False),
-    Column("W3 prompt tok/s", "W3", "in_per_second", lower_is_better=False),
-    Column("W4 s", "W4", "seconds", lower_is_better=True, digits=2),
+    ComparedFigure("W1 ms per token", "W1", "token_ms", lower_is_better=True, digits=2),
+    ComparedFigure("W1 first token, ms", "W1", "first_token_ms", lower_is_better=True),
+    ComparedFigure("W2 tok/s", "W2", "out_per_second", lower_is_better=False),
+    ComparedFigure("W3 prompt tok/s", "W3", "in_per_second", lower_is_better=False),
+    ComparedFigure("W4 s", "W4", "seconds", lower_is_better=True, digits=2),
 )
 
 
@@ -55,7 +55,7 @@ class EngineResult:
     # By workload.
     runs: dict[str, list[CpuFigures]] = field(default_factory=dict)
 
-    def best(self, column: Column) -> float | None:
+    def best(self, column: ComparedFigure) -> float | None:
         return column.best(self.runs.get(column.workload, []))
 
 
@@ -65,11 +65,11 @@ class Comparison:
     # Engines that were not measured, and why.
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def columns(self) -> list[Column]:
+    def columns(self) -> list[ComparedFigure]:
         """Those that were measured."""
         return [each for each in COLUMNS if any(each.workload in result.runs for result in self.results.values())]
 
-    def ratio(self, column: Column) -> tuple[str, float] | None:
+    def ratio(self, column: ComparedFigure) -> tuple[str, float] | None:
         """The best of the others, and how many times as fast as it we are."""
         found = {name: value for name, result in self.results.items() if (value := result.best(column)) is not None}
         ours = found.pop(OURS, None)
@@ -90,7 +90,7 @@ class Comparison:
         rows.append(["Ready after, s", *(f"{result.ready_seconds:.1f}" for result in self.results.values()), ""])
         return markdown(["", *names, f"{OURS} is … times as fast as"], rows)
 
-    def _ratio_cell(self, column: Column) -> str:
+    def _ratio_cell(self, column: ComparedFigure) -> str:
         found = self.ratio(column)
         return "" if found is None else f"{found[1]:.2f} {found[0]}"
 

@@ -43,6 +43,36 @@ BF16_CODES, F16_CODES, FP8_TO_BF16, FP8_TO_F16 = (
 )
 
 
+# Two bytes at a time by the device's own conversion, from 8.9 on.
+_FP8_WORD = """{
+.reg .b16 low, high, a, b, c, d;
+.reg .b32 first, second;
+mov.b32 {low, high}, $4;
+cvt.rn.f16x2.e4m3x2 first, low;
+cvt.rn.f16x2.e4m3x2 second, high;
+mov.b32 {a, b}, first;
+mov.b32 {c, d}, second;
+cvt.f32.f16 $0, a;
+cvt.f32.f16 $1, b;
+cvt.f32.f16 $2, c;
+cvt.f32.f16 $3, d;
+}"""
+FP8_WORD = _FP8_WORD if tl is None else tl.constexpr(_FP8_WORD)
+
+
+@jit
+def fp8_numbers(words: Scalar) -> Scalar:
+    """Of int32 words: the four numbers of each as float32."""
+    return tl.inline_asm_elementwise(
+        FP8_WORD,
+        "=f,=f,=f,=f,r",
+        [words],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
 @jit
 def code_pairs(codes: Scalar, DTYPE: constexpr, ASSEMBLE: constexpr) -> Scalar:
     """Bytes with two codes each -> 128 + code in bfloat16 of the lower and of the upper halves; if that is not the type

@@ -133,12 +133,8 @@ def factor_of_column(K: constexpr, FORM: constexpr, UPPER: constexpr) -> Scalar:
     """What x is multiplied with that meets `number_of_word`: all products are then 2 ** -49 of what they should be,
     with fp8 2 ** -60."""
     bit: tl.constexpr = 8 * K + 4 * UPPER
-    if FORM == "fp8":
-        factor: tl.constexpr = 2.0**60
-    elif bit <= (20 if FORM == "int4" else 16):
-        factor: tl.constexpr = 2.0 ** (100 - bit)
-    else:
-        factor: tl.constexpr = 2.0 ** (108 - bit)
+    shift: tl.constexpr = 0 if bit <= (20 if FORM == "int4" else 16) else 8
+    factor: tl.constexpr = 2.0**60 if FORM == "fp8" else 2.0 ** (100 + shift - bit)
     return factor
 
 

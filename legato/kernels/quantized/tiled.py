@@ -293,12 +293,7 @@ def _less_zero(
     ASSEMBLE: constexpr,
 ) -> Scalar:
     """16-bit codes, those of 4 bits with the offset of `code_pairs`, less their zeros, exactly."""
-    if MIDDLE == 128:
-        offset: tl.constexpr = 0
-    elif numbers.dtype == tl.bfloat16:
-        offset: tl.constexpr = 128
-    else:
-        offset: tl.constexpr = 1024
+    offset: tl.constexpr = 0 if MIDDLE == 128 else 128 if numbers.dtype == tl.bfloat16 else 1024
     if zero is None:
         less = minus(numbers, tl.full((), MIDDLE + offset, tl.float32), ASSEMBLE)
     else:

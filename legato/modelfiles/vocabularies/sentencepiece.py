@@ -34,7 +34,7 @@ class PieceKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class VocabularyPiece:
     text: str
     score: float
     kind: PieceKind
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceModel:
-    pieces: list[Piece]
+    pieces: list[VocabularyPiece]
     is_unigram: bool  # or else BPE
     unk_id: int
     unk_piece: str
@@ -90,10 +90,10 @@ def is_sentencepiece(file: Path) -> bool:
         return stream.read(1) == bytes([_PIECES << 3 | _BYTES])
 
 
-def _piece(message: dict[int, list[Value]]) -> Piece:
+def _piece(message: dict[int, list[Value]]) -> VocabularyPiece:
     (text,) = message[_TEXT][-1:]
     score = struct.unpack("<f", _bytes(message[_SCORE][-1]))[0] if _SCORE in message else 0.0
-    return Piece(_bytes(text).decode(), score, PieceKind(int(message[_KIND][-1]) if _KIND in message else 1))
+    return VocabularyPiece(_bytes(text).decode(), score, PieceKind(int(message[_KIND][-1]) if _KIND in message else 1))
 
 
 def _bytes(value: Value) -> bytes:

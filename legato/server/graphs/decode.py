@@ -28,7 +28,7 @@ from legato.layers.shard import Shard
 from legato.layers.step import Sides, Step
 from legato.models.registry import CausalModel
 from legato.server.graphs.captures import CapturePolicy
-from legato.server.memory import release
+from legato.server.memory.budget import release
 from legato.server.rows import Rows, to_device
 
 logger = logging.getLogger(__name__)

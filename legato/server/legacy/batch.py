@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from legato.pb import generate_pb2 as pb
-from legato.server.capacity import RESERVED_BLOCKS, Capacity
 from legato.server.interceptor import RequestRefused
+from legato.server.memory.capacity import RESERVED_BLOCKS, Capacity
 from legato.text.detokenize import Detokenizer, Vocabulary
 from legato.text.stopping import StopMatcher
 

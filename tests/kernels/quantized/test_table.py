@@ -49,6 +49,9 @@ def run(code: str, num_outputs: int, word: int) -> list:
         names = [name.strip(" {}") for name in rest.split(",")]
         if operation == "cvt.f32.f16":
             registers[names[0]] = half(value(names[1]))
+        elif operation == "cvt.rn.f16x2.e4m3x2":
+            pair = torch.tensor([value(names[1])], dtype=torch.int32).to(torch.int16).view(torch.float8_e4m3fn)
+            registers[names[0]] = int(pair.half().view(torch.int32)) & 0xFFFFFFFF
         elif operation == "mov.b32" and len(names) == 3:
             registers[names[0]], registers[names[1]] = value(names[2]) & 0xFFFF, value(names[2]) >> 16
         elif operation == "lop3.b32":
@@ -100,3 +103,9 @@ def test_bits_of_fp8_are_those_of_a_small_number(word):
         (assembly.FP8_TO_F16, 2.0**-8, torch.float16),
     ):
         assert run(getattr(code, "value", code), 2, word) == bits_of((numbers * factor).tolist(), dtype)
+
+
+@pytest.mark.parametrize("word", [word for word in WORDS if 0x7F not in struct.pack("<I", word & 0x7F7F7F7F)])
+def test_four_numbers_of_fp8_are_converted(word):
+    numbers = torch.frombuffer(bytearray(struct.pack("<I", word)), dtype=torch.float8_e4m3fn)
+    assert run(getattr(assembly.FP8_WORD, "value", assembly.FP8_WORD), 4, word) == numbers.float().tolist()

@@ -116,7 +116,7 @@ class RowTimes:
             estimate.value *= FADING if estimate.num_learned > FEW else FADING_OF_FEW
 
 
-class StepTimes:
+class StepCosts:
     """Knows no clock: its callers tell how long a step took."""
 
     def __init__(self) -> None:

@@ -10,8 +10,8 @@ import torch
 from legato.kernels.precompile import compiling_ahead
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
-from legato.server.capacity import RESERVED_BLOCKS, Capacity, RequestedLimits
-from legato.server.memory import largest_step
+from legato.server.memory.budget import largest_step
+from legato.server.memory.capacity import RESERVED_BLOCKS, Capacity, RequestedLimits
 
 if TYPE_CHECKING:
     from legato.server.engine import Engine

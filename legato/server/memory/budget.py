@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import grpc
 import torch
 
-from legato.server.capacity import HOST_SHARE, LAYER_GRAPH_BYTES, reserve
 from legato.server.interceptor import RequestRefused
+from legato.server.memory.capacity import HOST_SHARE, LAYER_GRAPH_BYTES, reserve
 
 # Messages of errors that torch does not type: the CPU's allocator, cuBLAS, the driver.
 OUT_OF_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")

@@ -1,0 +1,1 @@
+"""LoRA adapters: their pages, and what they add to products."""
