@@ -13,7 +13,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+class KernelBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         script = runpy.run_path(str(Path(self.root) / "legato" / "cpu" / "build.py"))
         self.app.display_info(script["build"]())

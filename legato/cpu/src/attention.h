@@ -42,14 +42,8 @@ static void head(const struct shape *s, const struct layer *l, const struct quan
                     vf_store(to + i, vf_mul(vf_load(row + i), vf_set1(s->scale)));
                 continue;
             }
-            int64_t block = t->slots[m + r] / t->block_size, place = t->slots[m + r] % t->block_size;
-            int64_t begin = (block * kv_heads + kv_head) * t->block_size * dim;
-            uint16_t halves[MAX_HEAD_DIM];
-            for (int64_t i = 0; i < dim; i += LANES) vf_store_half(halves + i, vf_load(row + i));
-            if (is_key)
-                for (int64_t i = 0; i < dim; i++) l->keys[begin + i * t->block_size + place] = halves[i];
-            else
-                memcpy(l->values + begin + place * dim, halves, (size_t)dim * sizeof *halves);
+            uint16_t *to = (is_key ? l->keys : l->values) + (t->slots[m + r] * kv_heads + kv_head) * dim;
+            for (int64_t i = 0; i < dim; i += LANES) vf_store_half(to + i, vf_load(row + i));
         }
     }
 }
@@ -130,7 +124,7 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
                    struct quants *out, int64_t row) {
     const struct shape *s = a->shape;
     const int64_t dim = s->head_dim, per_key = s->num_heads / s->num_kv_heads, window = a->layer->window;
-    const int64_t at_once = MAX(1, QUERY_ROWS / per_key), size = a->block_size, block_floats = size * dim;
+    const int64_t at_once = MAX(1, QUERY_ROWS / per_key), size = a->block_size, slot_size = s->num_kv_heads * dim;
     float mixed[QUERY_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     float scores[QUERY_ROWS * KEY_TILE] __attribute__((aligned(64)));
     float most[QUERY_ROWS], sum[QUERY_ROWS];
@@ -150,14 +144,17 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
         for (; tile < end; tile += KEY_TILE) {
             int64_t there = MIN(KEY_TILE, end - tile), vecs = (there + LANES - 1) / LANES;
             for (int64_t v = 0; v < vecs; v++) {  // blocks are multiples of 16 keys
-                int64_t at = tile + v * LANES;
-                int64_t begin = (a->table[at / size] * s->num_kv_heads + kv_head) * block_floats;
-                const uint16_t *from = a->layer->keys + begin + at % size;
-                for (int64_t d = 0; d < dim; d++)
-                    vf_store(keys + d * KEY_TILE + v * LANES, vf_load_half(from + d * size));
-                from = a->layer->values + begin + at % size * dim;
-                for (int64_t i = 0; i < MIN(LANES, there - v * LANES) * dim; i += LANES)
-                    vf_store(values + v * LANES * dim + i, vf_load_half(from + i));
+                int64_t at = tile + v * LANES, slot = a->table[at / size] * size + at % size;
+                const uint16_t *key = a->layer->keys + (slot * s->num_kv_heads + kv_head) * dim;
+                const uint16_t *value = a->layer->values + (slot * s->num_kv_heads + kv_head) * dim;
+                for (int64_t d = 0; d < dim; d += LANES) {
+                    vf lines[LANES];
+                    for (int i = 0; i < LANES; i++) lines[i] = vf_load_half(key + i * slot_size + d);
+                    turn(lines, keys + d * KEY_TILE + v * LANES, KEY_TILE);
+                }
+                for (int64_t i = 0; i < MIN(LANES, there - v * LANES); i++)
+                    for (int64_t d = 0; d < dim; d += LANES)
+                        vf_store(values + (v * LANES + i) * dim + d, vf_load_half(value + i * slot_size + d));
             }
             mix(query_rows, keys, KEY_TILE, dim, rows, vecs, scores, KEY_TILE, 0);
             for (int64_t r = 0; r < rows; r++) {

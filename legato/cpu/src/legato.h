@@ -48,8 +48,7 @@ struct layer {
     const float *norm, *mlp_norm;      // [hidden]
     const float *q_norm, *k_norm;      // [head_dim] or null
     int64_t window;                    // keys that a query sees; 0: all
-    // Of every block of tokens [num_kv_heads][head_dim][block_size] and [num_kv_heads][block_size][head_dim]: a vector
-    // has one dimension of 16 keys. Half floats.
+    // [num_blocks * block_size][num_kv_heads][head_dim] half floats, as torch has them.
     uint16_t *keys, *values;
 };
 

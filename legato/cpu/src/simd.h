@@ -68,6 +68,31 @@ INLINE u8_acc u8_begin(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
 
+// out[j][i] = rows[i][j], 16 by 16.
+INLINE void turn(vf a[LANES], float *out, int64_t stride) {
+    vf b[LANES];
+    for (int i = 0; i < 8; i++) {
+        b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+    }
+#define AS_PD(v) _mm512_castps_pd(v)
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 2; j++) {  // a[4 i + c]: columns c, 4 + c, 8 + c, 12 + c of rows 4 i to 4 i + 3
+            a[4 * i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(AS_PD(b[4 * i + j]), AS_PD(b[4 * i + j + 2])));
+            a[4 * i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(AS_PD(b[4 * i + j]), AS_PD(b[4 * i + j + 2])));
+        }
+#undef AS_PD
+    for (int c = 0; c < 4; c++) {
+        vf low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88), high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
+        vf odd_low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
+        vf odd_high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
+        vf_store(out + c * stride, _mm512_shuffle_f32x4(low, high, 0x88));
+        vf_store(out + (8 + c) * stride, _mm512_shuffle_f32x4(low, high, 0xdd));
+        vf_store(out + (4 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
+        vf_store(out + (12 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
+    }
+}
+
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #define TILE_ROWS 4
@@ -269,6 +294,16 @@ INLINE vi u4_sum(u4_acc acc) { return acc; }
 INLINE u8_acc u8_begin(int32_t sum) { LOOP(vi, -128 * sum); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
+#endif
+
+#if !defined(__AVX512VNNI__)
+INLINE void turn(vf a[LANES], float *out, int64_t stride) {
+    for (int i = 0; i < LANES; i++) {
+        float row[LANES];
+        vf_store(row, a[i]);
+        for (int j = 0; j < LANES; j++) out[j * stride + i] = row[j];
+    }
+}
 #endif
 
 // exp for x <= about 80: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; below -87 about 1e-38.
