@@ -7,6 +7,7 @@ runs before anything is installed.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -37,7 +38,7 @@ OTHERS: dict[str, list[str]] = {"plain": ["-O3"]}
 
 def build() -> str:
     """Build the library unless it is newer than its sources. Returns what was done or why nothing could be."""
-    sources = [Path(__file__), *sorted(SOURCES.iterdir())]
+    sources = [Path(__file__), *_sources()]
     if LIBRARY.exists() and LIBRARY.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         return f"{LIBRARY} is up to date"
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
@@ -52,12 +53,24 @@ def build() -> str:
     return f"built {LIBRARY} with {compiler}"
 
 
+def sources_digest() -> str | None:
+    """What the library was built from, or None if the sources were not installed with it."""
+    if not SOURCES.is_dir():
+        return None
+    return hashlib.sha256(b"".join(source.read_bytes() for source in _sources())).hexdigest()
+
+
+def _sources() -> list[Path]:
+    return sorted(source for source in SOURCES.iterdir() if source.suffix in (".c", ".h"))
+
+
 def _compile(compiler: str, folder: Path) -> None:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     sets = {suffix: flags for suffix, flags in (X86 if is_x86 else OTHERS).items() if _accepts(compiler, flags, folder)}
     assert "plain" in sets, f"{compiler} compiles nothing"
     has = [f"-DHAS_{suffix.upper()}" for suffix in sets]
     jobs = [(f"kernels_{suffix}", "kernels.c", [*flags, f"-DSUFFIX={suffix}"]) for suffix, flags in sets.items()]
+    has.append(f'-DSOURCES_DIGEST="{sources_digest()}"')
     jobs += [(name, f"{name}.c", has) for name in ("model", "pack", "pool")]
 
     def compiled(job: tuple[str, str, list[str]]) -> str:

@@ -11,6 +11,8 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
+from legato.cpu.build import sources_digest
+
 logger = logging.getLogger(__name__)
 
 PATH = Path(__file__).parent / "legato_cpu.so"
@@ -80,7 +82,8 @@ class Library:
         sizes = (c_int64 * 3)()
         function("sizes", None, POINTER(c_int64))(sizes)
         ours = [ctypes.sizeof(structure) for structure in (Shape, LayerPointers, StepPointers)]
-        if list(sizes) != ours:
+        digest = sources_digest()
+        if list(sizes) != ours or digest not in (None, function("sources", c_char_p)().decode()):
             raise OSError(f"{path} was built from other sources: run `python legato/cpu/build.py`")
         self.instruction_set = self.choose(None).decode()
 

@@ -293,6 +293,9 @@ EXPORT void legato_best(const float *logits, int64_t rows, int64_t size, int64_t
     pool_run(best_piece, &j, rows);
 }
 
+// What this was built from: a library that is older than the package is not used.
+EXPORT const char *legato_sources(void) { return SOURCES_DIGEST; }
+
 // So that Python can check that it has the same idea of the structures.
 EXPORT void legato_sizes(int64_t sizes[3]) {
     sizes[0] = sizeof(struct shape), sizes[1] = sizeof(struct layer), sizes[2] = sizeof(struct step);
