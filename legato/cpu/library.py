@@ -19,6 +19,7 @@ PATH = Path(__file__).parent / "legato_cpu.so"
 GROUP = 32  # inputs that share a scale
 BLOCK_ROWS = 16  # outputs that are stored interleaved
 MAX_HEAD_DIM = 256
+MAX_SHARING_HEADS = 192  # QUERY_ROWS: heads of queries that share a head of keys
 FORM_4, FORM_8 = 4, 8
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 

@@ -21,6 +21,7 @@ from legato.cpu.library import (
     BLOCK_ROWS,
     GROUP,
     MAX_HEAD_DIM,
+    MAX_SHARING_HEADS,
     LayerPointers,
     Library,
     Shape,
@@ -65,6 +66,8 @@ class LibraryLayer:
             raise NotLibraryLayer("attention has sinks")
         if attention_.head_dim != attention_.v_head_dim or attention_.head_dim > MAX_HEAD_DIM:
             raise NotLibraryLayer(f"heads have {attention_.head_dim} dimensions")
+        if attention_.num_heads > MAX_SHARING_HEADS * attention_.num_kv_heads:
+            raise NotLibraryLayer(f"{attention_.num_heads} heads share {attention_.num_kv_heads} heads of keys")
         sizes = (attention_.head_dim, self.norm.weight.shape[0], self.down.in_features)
         if any(size % GROUP for size in sizes):
             raise NotLibraryLayer(f"sizes {sizes} are not multiples of {GROUP}")
