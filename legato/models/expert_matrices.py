@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from legato.quantization.stored import MatrixSlice
 from legato.quantization.weight import Matrix, kinds_of
 
 
-class ExpertMatrices(Checkpoint):
+class ExpertMatrices(Checkpoint, ABC):
     """The part of `Weights` that reads experts: each shard has a span of their inner dimension."""
 
     def experts(
@@ -107,9 +108,9 @@ class ExpertMatrices(Checkpoint):
     def _is_quantized(self, name: str) -> bool:
         return self._method.reader is not None and self._method.reader.has(name, self)
 
+    @abstractmethod
     def _matrix(self, wanted: MatrixSlice) -> Matrix:
-        """`Weights` knows the formats."""
-        raise NotImplementedError
+        """One matrix of the checkpoint, in its format: `Weights` knows them."""
 
 
 def between_groups(columns: tuple[int, int], size: int) -> bool:
