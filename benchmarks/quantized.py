@@ -221,7 +221,7 @@ def run_engine(name: str, workloads: list[str], clock: Clock) -> dict[str, float
     with TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         words = [word for workload in workloads for word in ("--workload", workload)]
-        command = ["bench", "engine", "--model", "llama-8b", "--repeat", "2", *words, "--json", str(path)]
+        command = ["bench", "engine", "--model", "llama-8b", "--repeat", "3", *words, "--json", str(path)]
         shard = [] if name == "bf16" else ["--", "--quantize", FORMATS[name]]
         limit = min(clock.left, WORKLOAD_SECONDS * len(workloads))
         done = subprocess.run(
