@@ -126,15 +126,15 @@ class CountingWeights(DummyWeights):
         self.num_bytes = before + matrix.nbytes
         return matrix
 
-    def _packed_vocabulary(self, *arguments: Any) -> Weight:
+    def _packed_vocabulary(self, *arguments: Any, **how: Any) -> Weight:
         before = self.num_bytes
-        weight = super()._packed_vocabulary(*arguments)
+        weight = super()._packed_vocabulary(*arguments, **how)
         self.num_bytes = before + weight.nbytes
         return weight
 
-    def _stored_matrix(self, wanted: MatrixSlice, *how: Any) -> Matrix:
+    def _stored_matrix(self, wanted: MatrixSlice, *arguments: Any, **how: Any) -> Matrix:
         """What GGUF has in 4 bits is packed as it is, by a single shard."""
-        matrix = super()._stored_matrix(wanted, *how)
+        matrix = super()._stored_matrix(wanted, *arguments, **how)
         is_coded = self.packs and self.shard.world_size == 1
         stored = (self._stored_tensors or {}).get(f"{wanted.name}.weight")
         if not is_coded or stored is None or stored.format not in FOUR_BITS or not isinstance(matrix, torch.Tensor):
@@ -189,7 +189,8 @@ class CountedModel:
             chosen = keys.count("num_experts_per_tok", default=2)
             inner = max(inner, chosen * keys.count("moe_intermediate_size", default=inner))
         num_layers, num_kv_heads, head_dim = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
-        adapter_bytes, kv_dtype = 0, None
+        adapter_bytes = 0
+        kv_dtype: str | None = None
         if is_native := sizes.model_type in ARCHITECTURES:
             model, weights = self._build(Shard())
             adapter_bytes = self._adapter_bytes(weights)
