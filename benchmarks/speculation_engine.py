@@ -8,9 +8,10 @@ model.
 Random weights say nothing that a prompt could have in it. So the model is one that says a known text
 (`benchmarks/copying.py`), and a prompt has as much of the answer as a request to edit code has:
 
-    edits       300 tokens of "code" in the prompt. The answer repeats them in runs of 24 tokens on average; between two
-                runs it says 6 others (both lengths geometric; `--run`, `--change`). These are the figures of
-                Qwen2.5-Coder-1.5B on HumanEval with the instruction of `benchmarks/speculation.py`.
+    edits       300 tokens of "code" in the prompt. The answer repeats them in runs of 12 tokens on average, between which
+                it says one or two others (lengths are geometric: `--run`, `--change`). So a match is right for 10
+                tokens and then there is none for 3, as with SmolLM2-135M-Instruct on HumanEval with the instruction of
+                `benchmarks/speculation.py`: right for 9.8 tokens, none or a wrong one for 2.9.
     new         the answer has nothing of the prompt, and repeats nothing
 
 Everything else is what a server does: suffix matches, cost model, graphs, verification. Runs with and without drafts
@@ -303,8 +304,8 @@ def main() -> None:
     parser.add_argument("--speculate", type=int, default=15, help="drafts of a request in a step, at most")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
-    parser.add_argument("--run", type=float, default=24, help="mean length of what is repeated")
-    parser.add_argument("--change", type=float, default=6, help="mean length of what is not")
+    parser.add_argument("--run", type=float, default=12, help="mean length of what is repeated")
+    parser.add_argument("--change", type=float, default=1.5, help="mean length of what is not")
     parser.add_argument("--singles", type=int, default=3, help="requests in a row of one stream")
     parser.add_argument("--seconds", type=float, default=140, help="of the whole; no round begins that would be later")
     parser.add_argument("--equal-requests", type=int, default=64, help="0: leave the equality of texts out")

@@ -16,7 +16,7 @@ from operator import mul
 from legato.scheduling.entry import Entry, InFlight
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import StepPlan, StepResult
-from legato.scheduling.step_costs import MeasuredStep, StepCosts, StepPace
+from legato.scheduling.step_costs import HIGHEST_CHANCE, MeasuredStep, StepCosts, StepPace
 from legato.scheduling.suffix_index import TenantAnswers, TextMatch
 
 # Rows of a step beyond which no drafts are looked for: the scheduler has enough to do, and so has the device.
@@ -27,8 +27,7 @@ MOST_NEW = 4
 MOST_UNREAD = 256
 # Matches of this length and more are alike.
 LONGEST = 16
-# A guess is never quite sure, and what happened long ago counts less.
-HIGHEST_CHANCE = 0.98
+# What happened long ago counts less.
 LOWEST_CHANCE = 0.02
 MEMORY = 512.0
 # Of a request's own guesses: the last ten or so count.
@@ -127,6 +126,8 @@ class Drafter:
         room = limits.max_sampled - len(entries)
         if not 0 < len(entries) <= MOST_ROWS or room <= 0:
             return {}
+        if not self._times.can_pay(len(entries), min(room, limits.speculate * len(entries))):
+            return {}
         if limits.num_proposals:
             plan.num_proposals = self._num_proposals(len(entries), limits, room)
         return self._choose(entries, limits, room, num_spare)
@@ -144,10 +145,16 @@ class Drafter:
         ranked: list[tuple[float, int]] = []
         num_new = 0
         for entry in entries:
-            num_new += entry.drafts is None
+            if self._is_new(entry):
+                num_new += 1
+                if num_new > MOST_NEW:
+                    continue
+            drafts = self._read(entry)
+            if not (drafts.text.length or drafts.proposed_ids):
+                continue
             limit = min(limits.speculate, entry.max_len - entry.num_known - 1)
-            if limit > 0 and (entry.drafts is not None or num_new <= MOST_NEW):
-                found, chances = self._guess(entry, self._read(entry), limit, limits.vocab_size)
+            if limit > 0:
+                found, chances = self._guess(entry, drafts, limit, limits.vocab_size)
                 guesses[entry.id] = found
                 ranked += [(chance, entry.id) for chance in chances]
         if not ranked:
@@ -161,10 +168,14 @@ class Drafter:
             num_spare,
         )
 
+    def _is_new(self, entry: Entry) -> bool:
+        """Its text has to be indexed first, or so much of it that this is faster."""
+        return entry.drafts is None or entry.drafts.text.unread() > MOST_UNREAD
+
     def _read(self, entry: Entry) -> RequestDrafts:
         """Look at the tokens that have come since the last time."""
         drafts = entry.drafts
-        if drafts is None or drafts.text.unread() > MOST_UNREAD:
+        if drafts is None or self._is_new(entry):
             text = TextMatch(entry.tokens, len(entry.tokens), self._answers.of(entry.request.tenant))
             drafts = entry.drafts = RequestDrafts(text)
         text = drafts.text

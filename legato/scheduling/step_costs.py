@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 # The weight of a new measurement, and how far it may be from those before: a step may be held up by anything.
 WEIGHT = 0.2
 LARGEST_FACTOR = 2.0
+# A guess is never quite sure.
+HIGHEST_CHANCE = 0.98
 # By how much drafts must be better than none.
 MARGIN = 1.02
 # Seconds from a result to the plan that it leads to, at most.
@@ -102,14 +104,17 @@ class RowTimes:
         sizes, gap = self.sizes, max(self.waited_gap.value, self.plain_gap.value)
         place = bisect.bisect_left(sizes, num_tokens)
         if place == len(sizes):
-            known = sizes[-1] if sizes else num_rows
-            seconds = self.waited[known].value if sizes else self.plain.value
-            return gap + seconds * max(1.0, num_tokens / (2 * known + MOST_TRIED))
+            seconds = self.waited[sizes[-1]].value if sizes else self.plain.value
+            return gap + seconds * max(1.0, num_tokens / self.largest_tried(num_rows))
         above = self.waited[sizes[place]].value
         if place == 0 or sizes[place] == num_tokens:
             return gap + above
         below, low = self.waited[sizes[place - 1]].value, sizes[place - 1]
         return gap + below + (above - below) * (num_tokens - low) / (sizes[place] - low)
+
+    def largest_tried(self, num_rows: int) -> int:
+        """Tokens up to which a step is tried as if it took no longer than the largest that was measured."""
+        return 2 * (self.sizes[-1] if self.sizes else num_rows) + MOST_TRIED
 
     def fade(self) -> None:
         for estimate in (*self.waited.values(), self.waited_gap):
@@ -125,6 +130,22 @@ class StepCosts:
     def learn(self, step: MeasuredStep) -> None:
         if step.total > 0:
             self._by_rows.setdefault(bucket(step.num_rows), RowTimes()).learn(step)
+
+    def can_pay(self, num_rows: int, most: int) -> bool:
+        """Whether any number of drafts up to `most` would be worth their time if (nearly) all were right."""
+        times = self._by_rows.get(bucket(num_rows))
+        if times is None or not times.plain.is_known:
+            return not self._by_rows
+        least = MARGIN * num_rows / times.plain_time
+        # Between these, times are in proportion to tokens: none is better than both.
+        counts = [1, most, *(size - num_rows for size in (*times.sizes, times.largest_tried(num_rows)))]
+        for count in counts:
+            if 0 < count <= most:
+                rate = (num_rows + HIGHEST_CHANCE * count) / times.waited_time(num_rows, num_rows + count)
+                if rate > least:
+                    return True
+        times.fade()
+        return False
 
     def num_worth(self, num_rows: int, chances: Sequence[float]) -> int:
         """How many drafts to take, of such as are right with these chances, the best first."""
