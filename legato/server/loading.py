@@ -71,6 +71,7 @@ def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] 
         model = get_model(
             files, config, dtype, device, shard=shard, dummy=dummy, progress=progress, trust_remote_code=trusted,
             quantize=options.quantize, packs=packs, targets=targets,
+            fp8_copy_fraction=options.fp8_copy_fraction,
         )  # fmt: skip
         speculator = _speculator(options, model, dtype, device)
         draft = load_draft(options, files, model, speculator is not None, dtype, device)
