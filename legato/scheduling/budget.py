@@ -123,7 +123,7 @@ class StepBudget:
             return PromptRoom(tokens)
         if self._sizes.mixed_time is None:
             return PromptRoom(min(tokens, int(self._mixed)))
-        return PromptRoom(min(tokens, self._sizes.mixed_tokens), self._mixed, self._fewest, num_decodes)
+        return PromptRoom(min(tokens, self._sizes.mixed_limit), self._mixed, self._fewest, num_decodes)
 
     def learn(self, num_units: float, seconds: float) -> None:
         """That so much took so long beside decodes. A step that was not full says nothing against a larger one."""
