@@ -279,8 +279,10 @@ def _is_wanted(wheel: Path, name: str, recipe: Recipe) -> bool:
 
 
 def _main_file(name: str, folder: Path) -> str:
-    """The single .gguf file, or else the single folder with a config.json."""
-    for found in (list(folder.rglob("*.gguf")), [config.parent for config in folder.rglob("config.json")]):
+    """The single .gguf file, or else the single folder with a config.json; those below it are of its modules."""
+    configured = {config.parent for config in folder.rglob("config.json")}
+    outermost = [path for path in configured if not configured & set(path.parents)]
+    for found in (list(folder.rglob("*.gguf")), outermost):
         if len(found) == 1:
             return str(found[0].relative_to(folder))
     raise ModelNotFound(f"{PREFIX}{name} contains no model: expected a single .gguf file or a single config.json")
