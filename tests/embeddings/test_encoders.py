@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from legato.modelfiles.files import ModelFiles
-from legato.models.encoders.batch import EncodedText
+from legato.models.encoders.batch import EncodedText, TextBatch, attend
 from legato.models.encoders.registry import EmbeddingModel, load_encoder
 from tests.embeddings.tiny_encoders import logits, tiny_encoder, token_vectors, write_modules
 
@@ -63,3 +63,28 @@ def test_classifiers_have_the_logits_of_transformers(tmp_path: Path, family: str
         torch.testing.assert_close(
             vector, logits(folder, list(text.input_ids), text.second_start), atol=1e-4, rtol=1e-5
         )
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (False, 9), (True, 9)])
+def test_groups_of_similar_texts_are_attended_like_those_of_equal_ones(causal: bool, window: int) -> None:
+    """What a GPU does: texts of a group are padded."""
+    plain, padded = TextBatch(texts(), CPU), TextBatch(texts(), CPU)
+    padded.groups = padded._groups(0.75)
+    assert any(group.places is not None for group in padded.groups)
+    assert len(padded.groups) < len(plain.groups)
+    q = torch.randn(plain.num_tokens, 4, 8)
+    k, v = torch.randn(2, plain.num_tokens, 2, 8).unbind(0)
+    expected = attend(q, k, v, plain, causal=causal, window=window)
+    torch.testing.assert_close(attend(q, k, v, padded, causal=causal, window=window), expected)
+
+
+def test_a_text_has_the_same_vector_alone_and_among_others(tmp_path: Path) -> None:
+    model = loaded(tiny_encoder(tmp_path, "Bert"))
+    together = model.vectors(texts())
+    for text, vector in zip(texts(), together, strict=True):
+        torch.testing.assert_close(model.vectors([text])[0], vector, atol=1e-5, rtol=1e-5)
+
+
+def test_dummy_weights_have_the_shapes_of_the_configuration(tmp_path: Path) -> None:
+    model = loaded(tiny_encoder(tmp_path, "ModernBert"), dummy=True)
+    assert model.vectors(texts()).shape == (len(LENGTHS), 64)

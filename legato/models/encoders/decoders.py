@@ -20,7 +20,7 @@ from legato.models.weights import Weights
 FAMILIES: dict[str, type[Llama]] = {"llama": Llama, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3}
 
 
-class DecoderLayer:
+class CausalTextLayer:
     def __init__(self, parts: LlamaParts, name: str, window: int) -> None:
         shape, heads, attention = parts.shape, parts.heads, f"{name}.self_attn"
         self._heads, self._window = heads, window
@@ -59,7 +59,7 @@ class EmbeddingDecoder:
         self._words = weights.tensor(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self._rotary = Rotary(config.rope(), config.max_positions, weights.dtype, weights.device)
         windows = shape.windows or (0,) * config.num_layers
-        self._layers = [DecoderLayer(parts, f"{prefix}layers.{i}", window) for i, window in enumerate(windows)]
+        self._layers = [CausalTextLayer(parts, f"{prefix}layers.{i}", window) for i, window in enumerate(windows)]
         self._norm = parts.norm(f"{prefix}norm")
         weights.skip_below("lm_head")
 
