@@ -13,6 +13,7 @@ from legato.common.adapters import AdapterOptions, RuntimeAdapterOptions
 from legato.common.errors import OptionError
 from legato.common.frontend import HttpOptions, RequestOptions
 from legato.common.option import Options, option
+from legato.common.task import TaskOptions
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SAFETENSORS = ".safetensors"
@@ -281,6 +282,7 @@ class FakeShardOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class LauncherOptions(
     ModelOptions,
+    TaskOptions,
     LoadingOptions,
     ComputeOptions,
     LimitOptions,
@@ -327,6 +329,7 @@ class RouterOptions(
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(
     ModelOptions,
+    TaskOptions,
     LoadingOptions,
     ComputeOptions,
     LogOptions,

@@ -63,15 +63,13 @@ class Entry:
         request: GenerationRequest,
         rank: Rank,
         tenant: Tenant,
-        model_ends: frozenset[int],
-        start: int | None,
+        limits: SchedulerLimits,
         now: float,
     ) -> Entry:
-        """`model_ends` are the tokens with which the model ends an answer, `start` is the one with which the decoder of
-        an encoder-decoder model begins: it stands behind what the encoder reads, all at once."""
-        tokens = array("q", request.input_ids)
-        if start is not None:
-            tokens.append(start)
+        """The token with which the decoder of an encoder-decoder model begins stands behind what the encoder reads."""
+        tokens, model_ends = array("q", request.input_ids), limits.eos_token_ids
+        if limits.decoder_start_token_id is not None:
+            tokens.append(limits.decoder_start_token_id)
         return cls(
             request=request,
             id=request.id,
@@ -82,7 +80,7 @@ class Entry:
             max_len=len(tokens) + request.max_new_tokens,
             end_ids=request.stop_token_ids if request.ignore_eos else model_ends | request.stop_token_ids,
             num_known=len(tokens),
-            num_whole=1 if start is None else len(tokens),
+            num_whole=len(tokens) if limits.has_whole_prompts else 1,
             queued_at=now,
         )
 

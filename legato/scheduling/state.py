@@ -103,6 +103,8 @@ class Output(Struct, gc=False):
     retry_after: int = 0
     # The error is that its adapter is not loaded any more.
     is_unknown: bool = False
+    # What shards that embed texts made of it, as 32-bit floats; the token means nothing then.
+    vector: bytes | None = None
 
 
 class PromptChunk(Struct, frozen=True, array_like=True):
@@ -181,6 +183,16 @@ class StepResult:
     forward_ns: int = 0
     total_ns: int = 0
     error: str | None = None
+    # Of shards that embed texts: one for each of token_ids, as 32-bit floats.
+    vectors: list[bytes] = field(default_factory=list)
+
+    def output(self, index: int) -> Output:
+        """What the request of token_ids[index] gets to see."""
+        top_tokens = self.top_tokens.get(index) if self.top_tokens else None
+        output = Output(self.token_ids[index], self.logprobs[index], top_tokens)
+        if self.vectors:
+            output.vector = self.vectors[index]
+        return output
 
 
 @dataclass(slots=True)

@@ -111,6 +111,9 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "lora-allow-runtime": False,
     "lora-allow": (),
     "max-restarts": 10,
+    "task": "generate",
+    "pooling": None,
+    "max-client-batch-size": None,  # TGI's 4 for prompts, and another number for texts to embed
 }
 
 
