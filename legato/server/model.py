@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import grpc
@@ -63,6 +63,8 @@ class Model:
         self._engine: Engine | None = None
         self._capacity: Capacity | None = None
         self._has_compiled = False
+        # Seconds of the stages of warm-up, for its log line.
+        self._stages: dict[str, float] = {}
 
     @property
     def engine(self) -> Engine:
@@ -149,6 +151,7 @@ class Model:
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
         """Size the KV cache by the memory that is left, allocate it, and run the first steps."""
         started = time.perf_counter()
+        self._stages = {}
         logger.info(WARMING_UP)
         self._advance()
         if self._engine is not None:  # a second warm-up replaces the first cache
@@ -166,7 +169,8 @@ class Model:
         if self.loaded.draft is not None:
             self.loaded.draft.limit(capacity.max_total_tokens)
         size = gib(capacity.num_blocks * self.block_size * token_bytes)
-        with refused_for_memory(f"no {size} for the KV cache; lower --cuda-memory-fraction", self.loaded.device):
+        refused = f"no {size} for the KV cache; lower --cuda-memory-fraction"
+        with refused_for_memory(refused, self.loaded.device), self._stage("allocate_seconds"):
             self._engine = self._make_engine(capacity.num_blocks, requested, capacity.max_total_tokens)
         if self.loaded.device.type == "cpu":
             for cache in self.engine.caches:
@@ -176,6 +180,7 @@ class Model:
         self.release_blocks(range(RESERVED_BLOCKS, capacity.num_blocks))
         fields = {
             "seconds": round(time.perf_counter() - started, 2),
+            **{name: round(seconds, 2) for name, seconds in self._stages.items()},
             "kv_blocks": capacity.num_blocks,
             "kv_cache": size,
             "room": gib(budget),
@@ -183,6 +188,14 @@ class Model:
         }
         logger.info(WARMED_UP, extra={"fields": fields})
         return capacity
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - started
 
     @property
     def max_unused_blocks(self) -> int | None:
@@ -250,7 +263,8 @@ class Model:
         """The largest step that a router may send, and some common ones, in a temporary engine. The common ones launch
         no kernels the first time, where these can be compiled meanwhile."""
         if not self._has_compiled and can_compile_ahead() and not self.options.disable_custom_kernels:
-            compile_ahead(self._make_engine(WARMUP_BLOCKS, requested, requested.longest), requested)
+            with self._stage("compile_seconds"):
+                compile_ahead(self._make_engine(WARMUP_BLOCKS, requested, requested.longest), requested)
             self._has_compiled, common = True, []
             self._advance()
         else:
@@ -258,7 +272,8 @@ class Model:
         engine = self._make_engine(WARMUP_BLOCKS, requested, requested.longest, graphs=False)
         if engine.vision_encoder is not None:
             engine.vision_encoder.encode_largest(requested.longest)
-        with nullcontext() if self.adapters is None else self.adapters.pretended():
+        pretended = nullcontext() if self.adapters is None else self.adapters.pretended()
+        with pretended, self._stage("largest_step_seconds"):
             engine.launch(full_step(requested, with_adapters=self.adapters is not None)).read()
             self._advance()
         for step in common:
@@ -295,10 +310,12 @@ class Model:
 
     def _first_steps(self, capacity: Capacity) -> None:
         """One prompt, one decode and the first CUDA graphs: everything has run once before the first request."""
-        self.engine.launch(first_step(capacity, self.block_size)).read()
-        self.engine.launch(decode_step()).read()
-        self._advance()
+        with self._stage("first_steps_seconds"):
+            self.engine.launch(first_step(capacity, self.block_size)).read()
+            self.engine.launch(decode_step()).read()
+            self._advance()
         if self.engine.graphs is not None:
-            self.engine.graphs.capture_first()
+            with self._stage("graphs_seconds"):
+                self.engine.graphs.capture_first()
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize()
