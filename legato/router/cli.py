@@ -192,6 +192,7 @@ def scheduler_limits(
         max_unused_blocks=found.max_unused_blocks if found.HasField("max_unused_blocks") else None,
         max_prompt_tokens=sizes.max_prompt_tokens,
         max_mixed_tokens=sizes.mixed_tokens,
+        most_mixed_tokens=sizes.most_mixed_tokens,
         mixed_step_time=sizes.mixed_time,
         queue_timeout=options.queue_timeout,
         request_timeout=options.request_timeout,

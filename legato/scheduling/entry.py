@@ -206,9 +206,7 @@ class InFlight:
 
     plan: StepPlan
     planned: list[PlannedRow] = field(default_factory=list)
-    # Prompt tokens that it computes beside decodes; 0 if it has only one of the two.
-    num_mixed: int = 0
-    # Tokens before the first of these.
-    context_len: int = 0
+    # What its prompt tokens come to beside decodes, in tokens without a context; 0 if it has only one of the two.
+    mixed_units: float = 0.0
     # What was spent on admissions, in blocks that were looked up.
     work: int = 0

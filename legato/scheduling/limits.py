@@ -35,8 +35,10 @@ class SchedulerLimits:
     max_unused_blocks: int | None = None
     # Prompt tokens of any step, if that is less.
     max_prompt_tokens: int | None = None
-    # Prompt tokens of a step in which others decode, and the seconds it should take at most (`budget.py`).
+    # Prompt tokens of a step in which others decode, those that steps may grow to, and the seconds such a step should
+    # take at most (`budget.py`).
     max_mixed_tokens: int | None = None
+    most_mixed_tokens: int | None = None
     mixed_step_time: float | None = None
     # Seconds until a request must have a row, and until it must have ended. 0: no limit.
     queue_timeout: float = 0
@@ -78,4 +80,7 @@ class SchedulerLimits:
         if self.has_whole_prompts:  # a whole prompt must fit, also beside decodes
             return StepSizes(self.max_step_tokens, self.max_step_tokens)
         mixed = self.max_step_tokens if self.max_mixed_tokens is None else self.max_mixed_tokens
-        return StepSizes(self.max_step_tokens, mixed, self.mixed_step_time, max_prompt_tokens=self.max_prompt_tokens)
+        return StepSizes(
+            self.max_step_tokens, mixed, self.mixed_step_time, max_prompt_tokens=self.max_prompt_tokens,
+            most_mixed_tokens=self.most_mixed_tokens,
+        )  # fmt: skip

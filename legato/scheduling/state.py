@@ -10,6 +10,8 @@ from msgspec import Struct
 
 from legato.scheduling.adapters import NO_ADAPTER, Placement
 
+# Where a shard has no guess at a token.
+NO_PROPOSAL = 2**32 - 1
 # 0 is served first.
 LAST_PRIORITY = 9
 DEFAULT_PRIORITY = 5
@@ -71,6 +73,8 @@ class GenerationRequest(Struct, frozen=True):
     tenant: str = ""
     # The number of its LoRA adapter; 0: none.
     adapter: int = NO_ADAPTER
+    # A grammar says what may follow: where that is only one text, a shard can tell.
+    has_grammar: bool = False
     # W3C trace context of the span that its prompt chunks belong to; empty if it is not traced.
     traceparent: str = ""
 

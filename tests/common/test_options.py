@@ -75,6 +75,7 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     # TGI refuses the 129th request. A queue costs little, and a refused user costs a user.
     "max-concurrent-requests": 4096,
     "http-workers": None,
+    "speculate-model": None,
     "ssl-certfile": None,
     "ssl-keyfile": None,
     "max-queued-tokens": 2_000_000,
