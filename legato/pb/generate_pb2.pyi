@@ -408,20 +408,22 @@ class WarmupRequest(_message.Message):
     def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., max_input_tokens: _Optional[int] = ..., max_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "num_blocks", "max_rows", "max_unused_blocks")
+    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "num_blocks", "max_rows", "max_unused_blocks", "max_step_ms")
     MAX_SUPPORTED_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     MAX_UNUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     max_supported_total_tokens: int
     max_input_tokens: int
     max_total_tokens: int
     num_blocks: int
     max_rows: int
     max_unused_blocks: int
-    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_unused_blocks: _Optional[int] = ...) -> None: ...
+    max_step_ms: int
+    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_unused_blocks: _Optional[int] = ..., max_step_ms: _Optional[int] = ...) -> None: ...
 
 class PrepareGrammarRequest(_message.Message):
     __slots__ = ("grammar", "grammar_type")

@@ -97,7 +97,8 @@ async def serve(
             metrics.step(step)
             history.add(step)
 
-        steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
+        hang_timeout = max(options.hang_timeout, limits.longest_step)
+        steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=hang_timeout, traces=traces)
         with response_store(options.response_store, options.response_store_size) as stored:
             settings = replace(settings_for(options, info, api_keys, model), response_store=stored)
             adapters = AdapterRegistry(steps, info.adapters, adapter_rules(options), settings.base_names)

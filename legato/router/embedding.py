@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 STEP_TOKENS = {"cuda": 32768, "cpu": 2048}
 # Texts of a step. They take no memory of their own.
 MAX_ROWS = 512
+# What a step may take of the time that warm-up estimates: attention over long texts takes longer than that over short
+# ones, and a CPU may have other work.
+SLOWER = 4.0
 # Limits of generation.
 NO_EFFECT = {"max_total_tokens", "max_batch_total_tokens"}
 # Texts that one request may have, unless --max-client-batch-size says otherwise: the limit of OpenAI's API.
@@ -50,6 +53,7 @@ async def warm_up_embedding(
         vocab_size=info.vocab_size,
         block_size=info.block_size,
         has_encoder=True,
+        longest_step=SLOWER * found.max_step_ms / 1e3,
     )
     scheduler = Scheduler(
         SchedulerLimits(

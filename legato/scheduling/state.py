@@ -38,6 +38,8 @@ class ModelLimits:
     eos_token_ids: frozenset[int] = frozenset()
     # An encoder reads the prompt: the answer is a text of its own, not the prompt's continuation.
     has_encoder: bool = False
+    # Seconds that the largest step may take, where they are known to be many.
+    longest_step: float = 0.0
 
 
 class PromptSpan(Struct, frozen=True, array_like=True):

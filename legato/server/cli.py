@@ -40,6 +40,8 @@ def serve(options: ServerOptions) -> None:
         raise OptionError(f"--rank ({options.rank}) must be less than --world-size ({options.world_size})")
     if not options.fake and (options.fake_step_ms or options.fake_token_ms or options.fake_script):
         raise OptionError("--fake-step-ms, --fake-token-ms and --fake-script are for a fake shard: add --fake")
+    if options.fake and options.task == "embed":
+        raise OptionError("--fake generates made-up tokens: it does not go together with --task embed")
     claim_socket(f"{options.uds_path}-{options.rank}", "--uds-path")
     files = open_model(options)
     files.config()

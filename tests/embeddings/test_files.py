@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from legato.common.errors import LegatoError, ModelFileError, OptionError, UnsupportedModel
+from legato.common.options import ServerOptions
 from legato.modelfiles.embedding import EmbeddingFiles
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.index import _main_file
 from legato.models.encoders.batch import EncodedText
 from legato.models.encoders.registry import load_encoder
+from legato.server.embedding.loading import refuse_options
 from tests.embeddings.tiny_encoders import tiny_encoder, token_vectors, write_modules
 
 CPU = torch.device("cpu")
@@ -118,6 +120,21 @@ def test_other_architectures_are_refused_with_those_that_are_supported(folder: P
     write(folder, "config.json", {"model_type": "mpnet"})
     with pytest.raises(LegatoError, match=r"'mpnet' is not supported with --task embed; supported: bert"):
         load_encoder(ModelFiles.open(folder), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"quantize": "int8"}, "--quantize int8"),
+        ({"world_size": 2}, "--num-shard 1"),
+        ({"lora_adapters": "a"}, "--lora-adapters"),
+        ({"speculate": 2}, "--speculate"),
+        ({"rope_factor": 2.0}, "--rope-factor"),
+    ],
+)
+def test_options_of_generation_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        refuse_options(ServerOptions(task="embed", **options))
 
 
 def test_a_package_may_have_modules_below_the_model(tmp_path: Path) -> None:

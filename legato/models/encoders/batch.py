@@ -55,6 +55,7 @@ class TextBatch:
         self.device = device
         self.ends = list(accumulate(self.lengths))
         self.groups = self._groups(SIMILAR if device.type == "cuda" else 1.0)
+        self._masks: dict[tuple[int, bool, bool], torch.Tensor] = {}  # all layers with a window have the same
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +97,24 @@ class TextBatch:
         """The text of each token."""
         counts = torch.tensor(self.lengths)
         return torch.repeat_interleave(torch.arange(len(self.lengths)), counts).to(self.device)
+
+    def mask(self, group: TextGroup, causal: bool, window: int) -> torch.Tensor | None:
+        """[texts or 1, 1, tokens or 1, tokens]: who sees whom. None: everybody, or, with `causal`, all before."""
+        narrows = 0 < window < group.length
+        if not narrows and (group.is_token is None or causal):
+            return None  # what pads a text stands behind all of its tokens
+        key = group.start, causal, narrows
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(group, causal, window if narrows else 0)
+        return self._masks[key]
+
+    def _make_mask(self, group: TextGroup, causal: bool, window: int) -> torch.Tensor:
+        place = torch.arange(group.length, device=self.device)
+        mask = torch.ones_like(place, dtype=torch.bool)[None]
+        if window:
+            distance = place[:, None] - place
+            mask = (distance.abs() < window) & (distance >= 0 if causal else mask)
+        return mask if group.is_token is None else mask & group.is_token[:, None, None]
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """[T, size] -> [texts, size], in float32."""
@@ -146,7 +165,7 @@ def attend(
     out = torch.empty(q.shape[0], q.shape[1] * v.shape[2], dtype=q.dtype, device=q.device)
     shares_heads = q.shape[1] != k.shape[1]
     for group in batch.groups:
-        mask = _mask(group, causal, window, q.device)
+        mask = batch.mask(group, causal, window)
         attended = F.scaled_dot_product_attention(
             *(_gather(x, group) for x in (q, k, v)),
             attn_mask=mask,
@@ -170,18 +189,3 @@ def _scatter(out: torch.Tensor, attended: torch.Tensor, group: TextGroup) -> Non
         out[group.places[group.is_token]] = attended[group.is_token]
     else:
         out[group.start : group.start + group.count * group.length] = attended.flatten(0, 1)
-
-
-def _mask(group: TextGroup, causal: bool, window: int, device: torch.device) -> torch.Tensor | None:
-    """[texts or 1, 1, tokens or 1, tokens]: who sees whom. None: everybody, or, with `causal`, all before."""
-    narrows = window and group.length > window
-    if not narrows and (group.is_token is None or causal):
-        return None  # what pads a text stands behind all of its tokens
-    mask = torch.ones(1, 1, 1, group.length, dtype=torch.bool, device=device)
-    if narrows:
-        place = torch.arange(group.length, device=device)
-        distance = place[:, None] - place[None]
-        mask = mask & (distance.abs() < window)
-        if causal:
-            mask = mask & (distance >= 0)
-    return mask if group.is_token is None else mask & group.is_token[:, None, None]

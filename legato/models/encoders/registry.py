@@ -89,8 +89,8 @@ def load_encoder(
         raise UnsupportedModel(
             f"model_type '{model_type}' is not supported with --task embed; supported: {', '.join(sorted(ENCODERS))}"
         )
-    if files.quantization() is not None:
-        raise UnsupportedModel("quantized checkpoints are not supported with --task embed")
+    if files.quantization() is not None or files.weight_format == "gguf":
+        raise UnsupportedModel("quantized checkpoints and GGUF files are not supported with --task embed")
     config = ModelConfig.from_hf(files.config())
     weights = DummyWeights(dtype, device) if dummy else Weights(open_source(files), dtype, device, None, progress)
     module, _, name = ENCODERS[model_type].partition(":")

@@ -16,6 +16,9 @@ from legato.server.loading import FINE_STEP, STEP, LoadProgress, choose_device, 
 
 logger = logging.getLogger(__name__)
 
+# Options of the KV cache and of sampling.
+NO_EFFECT = {"kv_cache_dtype", "cuda_graphs", "block_size", "prefix_cache_mb", "watermark_gamma", "watermark_delta"}
+
 
 def load(
     files: ModelFiles, options: ServerOptions, advance: Callable[[], None] = lambda: None
@@ -53,5 +56,7 @@ def refuse_options(options: ServerOptions) -> None:
         raise OptionError(f"--quantize {options.quantize} is not supported with --task embed; --dtype is")
     if options.lora_adapters or options.lora_allow_runtime:
         raise OptionError("--lora-adapters and --lora-allow-runtime are not supported with --task embed")
-    if options.speculate:
-        raise OptionError("--speculate is for generation: leave it out with --task embed")
+    if options.speculate or options.rope is not None:
+        raise OptionError("--speculate, --rope-scaling and --rope-factor are not supported with --task embed")
+    for name in sorted(NO_EFFECT & options.given):
+        logger.warning("--%s has no effect with --task embed", name.replace("_", "-"))

@@ -42,6 +42,7 @@ T = TypeVar("T")
 # How long the device may take for next to nothing, while it has nothing else to do.
 DEVICE_SECONDS = 10.0
 RESERVED_BLOCKS = 1
+CPU_WARMUP_TOKENS = 512
 NOT_FINITE = "the vector has numbers that are not finite; --dtype float32 or bfloat16 has a larger range than float16"
 
 
@@ -88,12 +89,12 @@ class EmbeddingService(StepStreamService):
         )
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
-        """Computes the largest step that may come."""
+        """Computes the largest step that may come; on a CPU, where that may take minutes, a part of it."""
         self._refuse_while_streaming("Warmup")
         model = self._model
         longest = min(request.max_input_tokens or model.max_tokens, model.encoder.max_tokens)
         logger.info(WARMING_UP)
-        await self._on_engine("Warmup", lambda: self._largest_step(longest, request.max_prefill_tokens))
+        seconds = await self._on_engine("Warmup", lambda: self._largest_step(longest, request.max_prefill_tokens))
         if self._reports is not None:
             self._reports.done()
         freeze_gc()
@@ -107,12 +108,18 @@ class EmbeddingService(StepStreamService):
             # Each request has one, and each running one may ask for another.
             num_blocks=2 * rows + RESERVED_BLOCKS,
             max_rows=rows,
+            max_step_ms=int(seconds * 1e3),
         )
 
-    def _largest_step(self, longest: int, most: int) -> None:
-        counts = [longest] * max(1, most // longest)
+    def _largest_step(self, longest: int, most: int) -> float:
+        """An estimate of the seconds that it takes."""
+        share = min(1.0, CPU_WARMUP_TOKENS / most) if self._model.device.type == "cpu" and most else 1.0
+        length = max(1, int(longest * share))
+        counts = [length] * max(1, int(most * share) // length)
+        started = time.perf_counter()
         try:
             self._model.vectors([EncodedText([0] * count) for count in counts])
+            return (time.perf_counter() - started) / share
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

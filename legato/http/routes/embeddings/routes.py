@@ -13,7 +13,6 @@ from msgspec import UNSET
 
 from legato.api.embeddings import (
     Direction,
-    EmbeddingList,
     EmbeddingObject,
     EmbeddingsRequest,
     EmbeddingsUsage,
@@ -28,7 +27,7 @@ from legato.http.exchange import Exchange
 from legato.http.inference import Inference
 from legato.http.routes.embeddings.errors import EmptyBatch, WrongHead
 from legato.http.routes.embeddings.texts import RawText, Side, TextReader
-from legato.http.routes.embeddings.vectors import VectorCall, Vectors, check_dimensions, shaped
+from legato.http.routes.embeddings.vectors import VectorCall, Vectors, check_dimensions, encoded, shaped
 from legato.ipc.settings import EmbeddingSettings
 
 T = TypeVar("T")
@@ -81,20 +80,22 @@ class EmbeddingRoutes:
 
     # ---- embeddings -----------------------------------------------------------------------------------------------
 
-    async def _embeddings(self, request: EmbeddingsRequest, call: VectorCall) -> EmbeddingList:
+    async def _embeddings(self, request: EmbeddingsRequest, call: VectorCall) -> dict[str, Any]:
+        """An `EmbeddingList`."""
         if self._settings.labels is not None:
             raise InvalidRequest("the model is not an embedding model but a classifier: /predict serves it", "model")
         check_dimensions(request.dimensions, self._settings.size)
         texts = self._reader.listed(request.input, "input")
         vectors = await call.vectors(texts, "input", prompt=self._reader.prompt(None))
         found = shaped(vectors, request.dimensions, self._settings.normalized)
-        encoded: Sequence[Any]
-        encoded = [_base64(each) for each in found] if request.encoding_format == "base64" else found.tolist()
-        return EmbeddingList(
-            data=[EmbeddingObject(index=index, embedding=vector) for index, vector in enumerate(encoded)],
-            model=self._inference.settings.model_id,
-            usage=EmbeddingsUsage(prompt_tokens=call.num_tokens, total_tokens=call.num_tokens),
-        )
+        as_text = request.encoding_format == "base64"
+
+        def item(index: int, vector: Vectors) -> EmbeddingObject:
+            return EmbeddingObject(index=index, embedding=_base64(vector) if as_text else vector.tolist())
+
+        usage = EmbeddingsUsage(prompt_tokens=call.num_tokens, total_tokens=call.num_tokens)
+        model = self._inference.settings.model_id
+        return {"object": "list", "data": await encoded(found, item), "model": model, "usage": usage}
 
     async def _embed(self, request: EmbedRequest, call: VectorCall) -> Any:
         if self._settings.labels is not None:
@@ -106,7 +107,8 @@ class EmbeddingRoutes:
         texts = self._reader.listed(request.inputs, "inputs")
         prompt, side = self._reader.prompt(request.prompt_name), _side(request.truncation_direction)
         vectors = await call.vectors(texts, "inputs", prompt=prompt, truncate=bool(request.truncate), side=side)
-        return shaped(vectors, request.dimensions, request.normalize is not False).tolist()
+        found = shaped(vectors, request.dimensions, request.normalize is not False)
+        return await encoded(found, lambda _, vector: vector.tolist())
 
     # ---- classes and ranks ----------------------------------------------------------------------------------------
 

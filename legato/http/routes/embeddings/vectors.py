@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +22,9 @@ from legato.scheduling.state import DEFAULT_PRIORITY, GenerationRequest, Output
 from legato.telemetry.metrics import Timings
 
 Vectors = npt.NDArray[np.float32]
+# Numbers that are written down in one turn of the event loop: a few milliseconds.
+NUMBERS_PER_TURN = 1 << 15
+_encode = msgspec.json.Encoder().encode
 _LITTLE_ENDIAN = np.dtype("<f4")
 
 
@@ -125,6 +129,18 @@ class VectorCall:
             "x-queue-time": _milliseconds(timings.queue),
             "x-inference-time": _milliseconds(timings.inference),
         }
+
+
+async def encoded(vectors: Vectors, item: Callable[[int, Vectors], Any]) -> list[msgspec.Raw]:
+    """JSON of what `item` makes of each vector and its number. Others have their turn in between: an answer may have
+    millions of numbers."""
+    found: list[msgspec.Raw] = []
+    per_turn = max(1, NUMBERS_PER_TURN // vectors.shape[1])
+    for index, vector in enumerate(vectors):
+        found.append(msgspec.Raw(_encode(item(index, vector))))
+        if len(found) % per_turn == 0:
+            await asyncio.sleep(0)
+    return found
 
 
 def check_dimensions(dimensions: int | None, size: int) -> None:
