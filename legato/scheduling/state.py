@@ -71,6 +71,8 @@ class GenerationRequest(Struct, frozen=True):
     adapter: int = NO_ADAPTER
     # W3C trace context of the span that its prompt chunks belong to; empty if it is not traced.
     traceparent: str = ""
+    # Tokens that another server has generated already: it goes on after them, as after a preemption.
+    emitted_ids: list[int] = []
 
 
 class Output(Struct, gc=False):
@@ -99,6 +101,8 @@ class Output(Struct, gc=False):
     retry_after: int = 0
     # The error is that its adapter is not loaded any more.
     is_unknown: bool = False
+    # The error is that this server computes nothing any more: another one may go on.
+    is_lost: bool = False
 
 
 class PromptChunk(Struct, frozen=True, array_like=True):
