@@ -19,6 +19,7 @@ from legato.balancer.probing import Probes
 from legato.balancer.replicas import Replica, ReplicaSet
 from legato.balancer.replies import Reply
 from legato.balancer.selection import Selection
+from legato.balancer.upstream import ReplicaLost
 from legato.http.exchange import Exchange
 from legato.telemetry.metrics import CONTENT_TYPE
 
@@ -143,20 +144,15 @@ class Balancer:
     async def _broadcast(self, call: ClientCall, reply: Reply) -> int:
         """To every replica that is available. The answer is that of the first that does not agree, if one does not."""
         head, body = call.encode(None)
-        replicas = self.replicas.available(self._loop.time())
-        if not replicas:
-            raise NoReplica("no replica is ready")
         answers = []
-        for replica in replicas:
-            connection = await replica.pool.take(fresh=True)
+        for replica in self.replicas.available(self._loop.time()):
             try:
-                await connection.send(head, body)
-                pieces = []
-                while more := await connection.read():
-                    pieces += more
-                answers.append((connection.status, connection.headers, b"".join(pieces)))
-            finally:
-                replica.pool.give_back(connection)
+                answers.append(await replica.pool.exchange(head, body))
+            except ReplicaLost as error:
+                replica.lost(str(error))
+                raise NoReplica(f"{replica.url} was lost; other replicas may have made the change: ask again") from None
+        if not answers:
+            raise NoReplica("no replica is ready")
         status, headers, content = next((each for each in answers if each[0] != 200), answers[0])
         await reply.respond(status, headers, content)
         return status

@@ -181,7 +181,7 @@ class Forwarding:
         if status == 200 and (connection.header(b"content-type") or b"").startswith(b"text/event-stream"):
             self.status = status
             return await self._pass_events(replica, connection, is_marked=route == _marked)
-        body = await _whole(connection)
+        body = await connection.read_all()
         if status in (429, 503) or route == _lost or (status == 404 and self._is_elsewhere):
             self._refusal = (status, headers, body)
             if route == _lost:
@@ -238,10 +238,3 @@ class Forwarding:
     def _remember(self, replica: Replica, data: bytes) -> None:
         if self._call.path == RESPONSES and (found := _RESPONSE_ID.search(data[:4096])):
             self._selection.remember(found[1].decode(), replica)
-
-
-async def _whole(connection: Upstream) -> bytes:
-    pieces: list[bytes] = []
-    while more := await connection.read():
-        pieces += more
-    return b"".join(pieces)

@@ -89,15 +89,8 @@ class Probes:
         headers: Headers = [(b"host", replica.url.host.encode()), (b"connection", b"close")]
         if self._key is not None:
             headers.append((KEY_HEADER.encode(), self._key.encode()))
-        connection = await replica.pool.take(fresh=True)
-        try:
-            await connection.send(request_head("GET", path, headers, 0), b"")
-            pieces = []
-            while more := await connection.read():
-                pieces += more
-            return connection.status, b"".join(pieces)
-        finally:
-            replica.pool.give_back(connection)
+        status, _, body = await replica.pool.exchange(request_head("GET", path, headers, 0), b"")
+        return status, body
 
     def _warn(self, replica: Replica) -> None:
         if not replica.is_up or replica.url in self._warned or (replica.state is not None and replica.state.resumes):

@@ -83,6 +83,12 @@ class Upstream(asyncio.Protocol):
             self._transport.resume_reading()
         return pieces
 
+    async def read_all(self) -> bytes:
+        pieces: list[bytes] = []
+        while more := await self.read():
+            pieces += more
+        return b"".join(pieces)
+
     async def _wait(self) -> None:
         if self._error is not None:
             raise ReplicaLost(self._error, is_stale=self.num_requests > 1 and not self._has_headers)
@@ -198,6 +204,15 @@ class ConnectionPool:
             raise ReplicaLost(f"cannot connect: {error}") from None
         self._in_use.add(connection)
         return connection
+
+    async def exchange(self, head: bytes, body: bytes) -> tuple[int, Headers, bytes]:
+        """Status, headers and body of an answer, on a connection of its own. ReplicaLost."""
+        connection = await self.take(fresh=True)
+        try:
+            await connection.send(head, body)
+            return connection.status, connection.headers, await connection.read_all()
+        finally:
+            self.give_back(connection)
 
     def give_back(self, connection: Upstream) -> None:
         self._in_use.discard(connection)
