@@ -4,7 +4,8 @@ RequestError
 ├── MalformedBody      400   not JSON
 ├── NotFound           404
 │   ├── UnknownAdapterId     no such LoRA adapter is loaded
-│   └── UnknownModel         the same, in OpenAI's API
+│   ├── UnknownModel         the same, in OpenAI's API
+│   └── WrongTask            a route of servers that do something else with texts
 ├── MethodNotAllowed   405
 ├── PayloadTooLarge    413
 ├── CompressedBody     415
@@ -70,6 +71,15 @@ class UnknownModel(NotFound):
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model {model!r} does not exist")
+
+
+class WrongTask(NotFound):
+    """`task` is the one that the route needs."""
+
+    def __init__(self, path: str, task: str) -> None:
+        is_generation = task == "generate"
+        does, needs = ("embeds texts", "generates text") if is_generation else ("generates text", "embeds texts")
+        super().__init__(f"This server {does}: {path} needs one that {needs}, started with --task {task}")
 
 
 class MethodNotAllowed(RequestError):

@@ -18,7 +18,11 @@ class RequestOptions(Options):
     max_best_of: int = option(2, "Maximum `best_of`.", minimum=1)
     max_stop_sequences: int = option(4, "Maximum stop sequences per request.")
     max_top_n_tokens: int = option(5, "Maximum `top_n_tokens`.")
-    max_client_batch_size: int = option(4, "Maximum prompts per completions request.", minimum=1)
+    max_client_batch_size: int | None = option(
+        None,
+        "Maximum prompts per completions request, or texts per embeddings request. Default: 4, or 2048.",
+        minimum=1,
+    )
     max_image_fetch_size: int = option(1 << 30, "Maximum size of a fetched image, in bytes.")
     max_image_bytes: int = option(1 << 24, "Maximum size of an image, sent or fetched, in bytes.", minimum=1)
     max_image_pixels: int = option(1 << 24, "Maximum size of an image, in pixels.", minimum=1)

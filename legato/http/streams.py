@@ -287,7 +287,7 @@ class Stream:
                     self._arrived = outputs[i:]
                     break
                 self._ended = True
-                raise _error_of(output)
+                raise error_of(output)
             pieces.append(self.transcript.add(output))
             self.num_drafts += output.is_draft
             if self.transcript.finish_reason is not None:
@@ -309,7 +309,7 @@ class Stream:
         ]
 
 
-def _error_of(output: Output) -> RequestError:
+def error_of(output: Output) -> RequestError:
     assert output.error is not None
     if output.retry_after:
         return Overloaded(output.retry_after)

@@ -98,6 +98,7 @@ class ValidRequest:
             priority=self.priority if priority is None else priority,
             tenant=tenant,
             adapter=NO_ADAPTER if self.adapter is None else self.adapter.number,
+            has_grammar=bool(self.parameters.grammar),
         )
 
     def with_grammar(self, grammar: Grammar) -> ValidRequest:

@@ -29,6 +29,7 @@ from legato.server.memory.allocator import release_blocks, return_freed_memory, 
 from legato.server.memory.budget import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
 from legato.server.memory.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
 from legato.server.memory.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
+from legato.server.speculation.draft_model import MOST_TOKENS
 from legato.vision.rules import image_rules
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ WARMUP_BLOCKS = 2
 MB = 10**6
 # What cached prefixes may take on a CPU beside the smallest models.
 LEAST_PREFIX_CACHE = 128 * MB
+# Guesses of a draft model, each of which it has to compute.
+DEFAULT_DRAFTS = 4
 CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -93,7 +96,7 @@ class Model:
             dtype=f"torch.{str(self.loaded.dtype)[6:]}",
             device_type=self.loaded.device.type,
             speculate=self.speculate,
-            num_proposals=0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens,
+            num_proposals=self.num_proposals,
             support_chunking=not has_encoder,
             use_prefix_caching=self.options.prefix_caching and not has_encoder,
             attention_impl="paged",
@@ -111,14 +114,26 @@ class Model:
     @property
     def speculate(self) -> int:
         """Drafts of a row in a step, at most: as many as a speculator can guess, unless fewer are asked for."""
-        heads = 0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens
-        return heads if self.options.speculate is None else self.options.speculate
+        return self.num_proposals if self.options.speculate is None else self.options.speculate
+
+    @property
+    def num_proposals(self) -> int:
+        """Guesses that the shard can make itself behind a sampled token."""
+        if self.loaded.draft is not None:
+            return DEFAULT_DRAFTS if self.options.speculate is None else min(self.options.speculate, MOST_TOKENS)
+        return 0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens
 
     @property
     def kv_shape(self) -> KVShape:
         """The model's, with the dtype of `--kv-cache-dtype`."""
         shape, chosen = self.loaded.model.kv_shape, self.options.kv_cache_dtype
         return shape if chosen is None else replace(shape, dtype=CACHE_DTYPES[chosen])
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the KV cache, for each token, with what the draft model has of it."""
+        draft = self.loaded.draft
+        return self.kv_shape.bytes_per_token + (0 if draft is None else draft.bytes_per_token)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -141,18 +156,21 @@ class Model:
         self._engine = self._capacity = None
         request = self._with_defaults(request)
         max_positions = self.loaded.model.config.max_positions
-        requested = RequestedLimits(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
+        token_bytes = self.token_bytes
+        requested = RequestedLimits(request, max_positions, self.block_size, token_bytes)
         # Shards agree on what the one with the least memory can hold.
-        token_bytes = self.kv_shape.bytes_per_token
         budget = self.loaded.shard.least(self._budget(requested) // token_bytes, self.loaded.device) * token_bytes
         capacity = requested.fit(budget)
         if isinstance(self.loaded.model, LimitedModel):
             self.loaded.model.limit(capacity.max_total_tokens)
-        size = gib(capacity.num_blocks * self.block_size * self.kv_shape.bytes_per_token)
+        if self.loaded.draft is not None:
+            self.loaded.draft.limit(capacity.max_total_tokens)
+        size = gib(capacity.num_blocks * self.block_size * token_bytes)
         with refused_for_memory(f"no {size} for the KV cache; lower --cuda-memory-fraction", self.loaded.device):
             self._engine = self._make_engine(capacity.num_blocks, requested, capacity.max_total_tokens)
         if self.loaded.device.type == "cpu":
-            use_small_pages(self.engine.cache)
+            for cache in self.engine.caches:
+                use_small_pages(cache)
         self._first_steps(capacity)
         self._capacity = capacity
         self.release_blocks(range(RESERVED_BLOCKS, capacity.num_blocks))
@@ -169,7 +187,7 @@ class Model:
     @property
     def max_unused_blocks(self) -> int | None:
         """What `--prefix-cache-mb` allows. By default prefixes on a CPU take about as much memory as the weights."""
-        given, block_bytes = self.options.prefix_cache_mb, self.kv_shape.bytes_per_token * self.block_size
+        given, block_bytes = self.options.prefix_cache_mb, self.token_bytes * self.block_size
         if given is None and self.loaded.device.type != "cpu":
             return None
         room = LEAST_PREFIX_CACHE if given is None else given * MB
@@ -182,7 +200,8 @@ class Model:
         if not all(RESERVED_BLOCKS <= block < self.capacity.num_blocks for block in blocks):
             raise RequestRefused(f"blocks: they must be from {RESERVED_BLOCKS} to {self.capacity.num_blocks - 1}")
         if self.loaded.device.type == "cpu":
-            release_blocks(self.engine.cache, blocks)
+            for cache in self.engine.caches:
+                release_blocks(cache, blocks)
             return_freed_memory()
 
     def _with_defaults(self, request: pb.WarmupRequest) -> pb.WarmupRequest:
@@ -261,7 +280,8 @@ class Model:
             self.loaded.shard,
             self.image_rules,
             self.loaded.speculator,
-            drafts=self.speculate > 0,
+            self.loaded.draft,
+            drafts=self.num_proposals or self.speculate,
             adapters=self.adapters,
         )
 

@@ -13,6 +13,8 @@
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 
+#define PREFETCH(address) __builtin_prefetch(address, 0, 2)  // into the second level cache
+
 INLINE int32_t load_i32(const int8_t *p) {
     int32_t v;
     memcpy(&v, p, 4);
@@ -64,34 +66,9 @@ typedef __m512i inputs;
 INLINE inputs inputs_at(const int8_t *x) { return _mm512_set1_epi32(load_i32(x)); }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
-INLINE u8_acc u8_begin(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
+INLINE u8_acc u8_begin(int32_t base) { return _mm512_set1_epi32(base); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
-
-// out[j][i] = rows[i][j], 16 by 16.
-INLINE void turn(vf a[LANES], float *out, int64_t stride) {
-    vf b[LANES];
-    for (int i = 0; i < 8; i++) {
-        b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
-    }
-#define AS_PD(v) _mm512_castps_pd(v)
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 2; j++) {  // a[4 i + c]: columns c, 4 + c, 8 + c, 12 + c of rows 4 i to 4 i + 3
-            a[4 * i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(AS_PD(b[4 * i + j]), AS_PD(b[4 * i + j + 2])));
-            a[4 * i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(AS_PD(b[4 * i + j]), AS_PD(b[4 * i + j + 2])));
-        }
-#undef AS_PD
-    for (int c = 0; c < 4; c++) {
-        vf low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88), high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
-        vf odd_low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
-        vf odd_high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
-        vf_store(out + c * stride, _mm512_shuffle_f32x4(low, high, 0x88));
-        vf_store(out + (8 + c) * stride, _mm512_shuffle_f32x4(low, high, 0xdd));
-        vf_store(out + (4 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
-        vf_store(out + (12 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
-    }
-}
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
@@ -182,7 +159,7 @@ INLINE vi dot4(vi acc, vb w, inputs x) {
 INLINE u4_acc u4_begin(void) { return vi_set1(0); }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
-INLINE u8_acc u8_begin(int32_t sum) { return vi_set1(-128 * sum); }
+INLINE u8_acc u8_begin(int32_t base) { return vi_set1(base); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
 #else
@@ -195,7 +172,7 @@ INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) {
 }
 INLINE vi u4_sum(u4_acc a) { return EACH(vi, _mm256_madd_epi16, _mm256_set1_epi16(1)); }
 // Signs move from the weights to the inputs: |w| <= 127, so that pairs fit into 16 bits.
-INLINE u8_acc u8_begin(int32_t sum) { return (void)sum, u4_begin(); }
+INLINE u8_acc u8_begin(int32_t base) { return (void)base, u4_begin(); }
 INLINE __m256i signed_dot(__m256i acc, __m256i w, __m256i x) {
     __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
@@ -291,19 +268,9 @@ INLINE vi dot4(vi acc, vb w, inputs x) {
 INLINE u4_acc u4_begin(void) { LOOP(vi, 0); }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
-INLINE u8_acc u8_begin(int32_t sum) { LOOP(vi, -128 * sum); }
+INLINE u8_acc u8_begin(int32_t base) { LOOP(vi, base); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
-#endif
-
-#if !defined(__AVX512VNNI__)
-INLINE void turn(vf a[LANES], float *out, int64_t stride) {
-    for (int i = 0; i < LANES; i++) {
-        float row[LANES];
-        vf_store(row, a[i]);
-        for (int j = 0; j < LANES; j++) out[j * stride + i] = row[j];
-    }
-}
 #endif
 
 // exp for x <= about 80: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; below -87 about 1e-38.
