@@ -26,9 +26,9 @@ DEFAULT_ROWS = 128
 LOW_MEMORY = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
-    """Of one replica."""
+    """Of one replica. Not frozen: one is made for every replica and request, and that takes twice as long."""
 
     # Requests that run or wait, ours and those of others.
     num_requests: int = 0
@@ -39,16 +39,21 @@ class Load:
     free_share: float = 1.0
 
 
-def cost(load: Load, prompt_tokens: int, cached_tokens: int) -> float:
-    waiting = max(0, load.num_requests + 1 - load.max_rows)
-    if load.free_share < LOW_MEMORY and load.num_requests:
-        waiting += 1
-    new = max(0, prompt_tokens - cached_tokens)
-    return new + load.pending_tokens + DECODE_COST * load.num_requests + QUEUE_COST * waiting
+def cost(load: Load, prompt_tokens: int, cached_tokens: int) -> int:
+    num, new = load.num_requests, prompt_tokens - cached_tokens
+    found = load.pending_tokens + DECODE_COST * num + (new if new > 0 else 0)
+    if num >= load.max_rows:
+        found += QUEUE_COST * (num + 1 - load.max_rows)
+    if load.free_share < LOW_MEMORY and num:
+        found += QUEUE_COST
+    return found
 
 
 def cheapest(loads: Sequence[Load], prompt_tokens: int, cached_tokens: Sequence[int], first: int = 0) -> int:
     """The index of the cheapest; among equals the first one from `first` on, so that they take turns."""
     costs = [cost(load, prompt_tokens, cached) for load, cached in zip(loads, cached_tokens, strict=True)]
-    order = [(first + i) % len(loads) for i in range(len(loads))]
-    return min(order, key=costs.__getitem__)
+    least = min(costs)
+    try:
+        return costs.index(least, first)
+    except ValueError:
+        return costs.index(least)
