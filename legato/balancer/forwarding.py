@@ -203,7 +203,7 @@ class Forwarding:
     async def _pass_events(self, replica: Replica, connection: Upstream, *, is_marked: bool) -> Outcome:
         marks, reply = self._call.marks, self._reply
         await reply.start(connection.status, connection.headers)
-        is_first = True
+        is_first, self._last_words = True, b""
         while pieces := await connection.read():
             if is_first:
                 is_first = False

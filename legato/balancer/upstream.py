@@ -52,6 +52,7 @@ class Upstream(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._num_bytes = 0
         self._is_paused = False
+        self._keeps_alive = False
         self.is_complete = False
         # The answer to HEAD has the headers of a body, and no body.
         self._has_no_body = False
@@ -104,7 +105,7 @@ class Upstream(asyncio.Protocol):
     @property
     def is_reusable(self) -> bool:
         is_open = self._error is None and self._transport is not None
-        return self.is_complete and is_open and not self._has_no_body and self._parser.should_keep_alive()
+        return self.is_complete and is_open and not self._has_no_body and self._keeps_alive
 
     def abort(self, cause: str = "the connection was aborted") -> None:
         if self._error is None:
@@ -167,6 +168,7 @@ class Upstream(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.is_complete = self._has_headers
+        self._keeps_alive = self._parser.should_keep_alive()  # the parser forgets it with the message
 
     def _add(self, piece: bytes) -> None:
         self._pieces.append(piece)
