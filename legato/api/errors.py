@@ -12,6 +12,7 @@ RequestError
 ├── InvalidRequest     422   JSON, but not a request we can serve
 │   └── TooLong              more tokens than the model takes
 ├── GenerationFailed   424   a shard failed under it
+│   └── ServerLost           this server computes nothing any more
 ├── Overloaded         429
 ├── InternalError      500   a bug of ours
 ├── Unhealthy          503
@@ -131,6 +132,12 @@ class GenerationFailed(RequestError):
 
     def __init__(self, cause: str) -> None:
         super().__init__(f"Request failed during generation: {cause}")
+
+
+class ServerLost(GenerationFailed):
+    """The balancer in front of several servers looks for the header, and goes on with another one."""
+
+    headers: ClassVar = {"x-legato-route": "lost"}
 
 
 class Overloaded(RequestError):

@@ -28,11 +28,12 @@ from legato.api.errors import (
 from legato.api.native import Info, TokenizeRequest
 from legato.chat.tools.tooling import ChatRenderer
 from legato.http.auth import OPEN_PATHS, RequireKey
-from legato.http.exchange import DIRECT_SEND, ROUTE, Exchange
+from legato.http.exchange import DIRECT_SEND, ROUTE, ROUTED, Exchange
 from legato.http.inference import Inference
 from legato.http.openapi import document
 from legato.http.pages.docs import PAGE
 from legato.http.pages.routes import PageRoutes
+from legato.http.routed import RouteKey
 from legato.http.routes.anthropic import errors as anthropic_errors
 from legato.http.routes.anthropic.messages import MessageRoutes
 from legato.http.routes.embeddings import errors as embedding_errors
@@ -48,11 +49,13 @@ from legato.http.routes.openai.token_names import TokenNames
 from legato.http.routes.platforms.kserve import KServeRoutes
 from legato.http.routes.platforms.sagemaker import SageMakerRoutes
 from legato.http.routes.platforms.vertex import VertexRoutes
+from legato.http.routes.replica import replica_state
 from legato.http.routes.responses.routes import ResponseRoutes
 from legato.http.scheduler import SchedulerClient
 from legato.http.telemetry import request_log
 from legato.http.telemetry.tracing import TracedRequests
 from legato.http.throttle import AcceptThrottle
+from legato.ipc.routed import STATE_PATH
 from legato.ipc.settings import EmbeddingSettings, RouterSettings
 from legato.scheduling.state import ModelLimits
 from legato.telemetry import metrics as prometheus
@@ -91,7 +94,8 @@ def create_app(
     )
     # TGI has no route with a slash at its end, and a redirect would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
-    return Shortcut(app) if spans is None else TracedRequests(Shortcut(app), spans)
+    shortcut = Shortcut(app, None if settings.route_key is None else RouteKey(settings.route_key))
+    return shortcut if spans is None else TracedRequests(shortcut, spans)
 
 
 def _middleware(settings: RouterSettings) -> list[Middleware]:
@@ -109,15 +113,18 @@ def _middleware(settings: RouterSettings) -> list[Middleware]:
 
 
 class Shortcut:
-    """Outermost: remembers the server's own `send`, so that tokens do not pass through every layer that follows, and
-    lets work in a little at a time."""
+    """Outermost: remembers the server's own `send`, so that tokens do not pass through every layer that follows, tells
+    a balancer's requests from others, and lets work in a little at a time."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, route_key: RouteKey | None = None) -> None:
         self._app = app
+        self._route_key = route_key
         self._throttle = AcceptThrottle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault(DIRECT_SEND, send)
+        if self._route_key is not None:
+            scope[ROUTED] = self._route_key.read(scope)
         if scope.get("method") == "POST":
             await self._throttle.enter()
         await self._app(scope, receive, send)
@@ -132,9 +139,12 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ROUTE] = self._name
+        exchange = Exchange(scope, receive, send)
+        if exchange.routed is not None:
+            exchange.routed.enter()
         try:
             # A task of its own, because waking one that waits inside ten layers of framework wakes every layer.
-            await asyncio.create_task(self._handler(Exchange(scope, receive, send)))
+            await asyncio.create_task(self._handler(exchange))
         except ClientGone:
             request_log.dropped(self._name)
 
@@ -196,6 +206,7 @@ def _shared_routes(inference: Inference, health: HealthRoutes, info: bytes) -> l
         Route("/readyz", health.ready),
         Route("/startupz", health.startup),
         Route("/drain", Endpoint(health.drain), methods=["POST"]),
+        Route(STATE_PATH, replica_state(scheduler, settings)),
         Route("/info", page(info, JSON)),
         Route("/metrics", show_metrics),
         Route("/docs", page(PAGE.encode(), "text/html")),

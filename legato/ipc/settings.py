@@ -66,6 +66,8 @@ class RouterSettings:
     cors_allow_origin: tuple[str, ...] = ()
     # Keys for the routes that are not open; without any, no key is needed. Never shown.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    # What a balancer shows to be told which tokens its clients have got, and to go on after them; None: nobody is.
+    route_key: str | None = field(default=None, repr=False)
     # The best priority that the holder of a key may ask for, by tenant, where it is not the default.
     best_priorities: dict[str, int] = field(default_factory=dict)
     # Whether requests may name LoRA adapters, whether these may change at run time, and for which tenants.

@@ -301,6 +301,7 @@ def settings_for(
         ssl_keyfile=_absolute(options.ssl_keyfile),
         cors_allow_origin=options.cors_allow_origin,
         api_keys=tuple(api_keys),
+        route_key=options.route_key,
         best_priorities={tenant_of(key): rights.priority for key, rights in api_keys.items()},
         adapter_tenants=frozenset(tenant_of(key) for key, rights in api_keys.items() if rights.adapters),
         takes_adapters=info.num_adapter_pages > 0,

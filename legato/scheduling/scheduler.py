@@ -360,7 +360,7 @@ class Scheduler:
         tokens.append(token)
         entry.tenant.served += 1
         output = result.output(index)
-        if len(tokens) == entry.num_prompt + 1:
+        if len(tokens) == entry.first_len:
             entry.tell_about_prompt(output)
         if token in entry.end_ids or len(tokens) >= entry.max_len:
             output.finish_reason = entry.finish_reason(token, self.limits.eos_token_ids)

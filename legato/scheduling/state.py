@@ -77,6 +77,8 @@ class GenerationRequest(Struct, frozen=True):
     has_grammar: bool = False
     # W3C trace context of the span that its prompt chunks belong to; empty if it is not traced.
     traceparent: str = ""
+    # Tokens that another server has generated already: it goes on after them, as after a preemption.
+    emitted_ids: list[int] = []
 
 
 class Output(Struct, gc=False):
@@ -105,6 +107,8 @@ class Output(Struct, gc=False):
     retry_after: int = 0
     # The error is that its adapter is not loaded any more.
     is_unknown: bool = False
+    # The error is that this server computes nothing any more: another one may go on.
+    is_lost: bool = False
     # What shards that embed texts made of it, as 32-bit floats; the token means nothing then.
     vector: bytes | None = None
 
