@@ -207,7 +207,7 @@ soak: setup ## mixed load for an hour (MINUTES=2 for less): memory, descriptors,
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --out benchmarks/results/soak.json
 
 drafts: setup ## 10,000 requests with and without drafts: the same texts
-	OMP_NUM_THREADS=1 DRAFT_REQUESTS=10000 $(BIN)/pytest tests/server/test_speculation.py -k "with_and_without_drafts and 5-"
+	OMP_NUM_THREADS=1 DRAFT_REQUESTS=10000 $(BIN)/pytest tests/server/test_speculation.py --timeout=1800 -k "with_and_without_drafts and 5-"
 
 sim: setup ## 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)

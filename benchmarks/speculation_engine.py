@@ -10,8 +10,8 @@ Random weights say nothing that a prompt could have in it. So the model is one t
 
     edits       300 tokens of "code" in the prompt. The answer repeats them in runs of 12 tokens on average, and between
                 two runs it says one or two others (lengths are geometric: `--run`, `--change`). So a match is right for
-                10 tokens and then there is none for 3, as with SmolLM2-135M-Instruct on HumanEval and the instruction of
-                `benchmarks/speculation.py`: right for 9.8 tokens, none or a wrong one for 2.9.
+                10 tokens and then there is none for 3, as with SmolLM2-135M-Instruct on HumanEval with the instruction
+                of `benchmarks/speculation.py`: right for 9.8 tokens, none or a wrong one for 2.9.
     new         the answer has nothing of the prompt, and repeats nothing
 
 Everything else is what a server does: suffix matches, cost model, graphs, verification. Runs with and without drafts

@@ -25,6 +25,8 @@ MOST_ROWS = 128
 MOST_NEW = 4
 # Tokens that a request may be ahead of its index and still be read one by one.
 MOST_UNREAD = 256
+# A request without a match for so many tokens is not looked at in every step: its text is read some tokens at a time.
+PATIENCE, TOKENS_AT_ONCE = 24, 8
 # Matches of this length and more are alike.
 LONGEST = 16
 # What happened long ago counts less.
@@ -44,11 +46,20 @@ class RequestDrafts:
     text: TextMatch
     num_right: float = 4.0
     num_expected: float = 4.0
+    # Tokens in a row before which there was no match.
+    num_unmatched: int = 0
     # What the shards guess, from token `proposed_at` of its text on.
     proposed_ids: list[int] = field(default_factory=list)
     proposed_at: int = 0
     # How often a shard had guesses when it was asked.
     proposal_share: float = 1.0
+
+    # How long the text will be when it is read again.
+    read_at: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_unmatched >= PATIENCE and not self.proposed_ids
 
     @property
     def factor(self) -> float:
@@ -122,7 +133,7 @@ class Drafter:
                 found = result.proposed_ids[first : first + count]
                 known = list(takewhile(lambda token: token != NO_PROPOSAL, found))  # a shard may have none for a row
                 drafts = self._read(entry)
-                drafts.proposed_ids, drafts.proposed_at = known, len(entry.tokens)
+                drafts.proposed_ids, drafts.proposed_at, drafts.read_at = known, len(entry.tokens), 0
                 drafts.proposal_share += (1 - FORGETTING) * (bool(known) - drafts.proposal_share)
             first += count if samples else 0
 
@@ -179,6 +190,9 @@ class Drafter:
         ranked: list[tuple[float, int]] = []
         num_new = 0
         for entry in entries:
+            known = entry.drafts
+            if known is not None and len(entry.tokens) < known.read_at:
+                continue
             if self._is_new(entry):
                 num_new += 1
                 if num_new > MOST_NEW:
@@ -213,15 +227,19 @@ class Drafter:
             text = TextMatch(entry.tokens, len(entry.tokens), self._answers.of(entry.request.tenant))
             drafts = entry.drafts = RequestDrafts(text)
         text = drafts.text
+        if drafts.is_idle:
+            text.skip()
         for _ in range(text.unread()):
             if drafts.proposed_ids:
                 self._judge_proposal(entry, drafts, len(entry.tokens) - text.unread())
             length = text.length
             was_right = text.read()
+            drafts.num_unmatched = 0 if text.length else drafts.num_unmatched + 1
             if was_right is not None:
                 drafts.num_right = FORGETTING * drafts.num_right + was_right
                 drafts.num_expected = FORGETTING * drafts.num_expected + self._chances[length]
                 self._chances.learn(length, was_right)
+        drafts.read_at = len(entry.tokens) + TOKENS_AT_ONCE if drafts.is_idle else 0
         return drafts
 
     def _judge_proposal(self, entry: Entry, drafts: RequestDrafts, place: int) -> None:

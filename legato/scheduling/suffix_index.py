@@ -173,6 +173,15 @@ class TextMatch:
         self._own.add(key)
         return None if guess is None else guess == token
 
+    def skip(self) -> None:
+        """Index all tokens but the last, without looking where they occurred before. There is no match."""
+        tokens, last, add = self._tokens, len(self._tokens) - 1, self._own.add
+        before = tokens[self._num_read - 1] if self._num_read else 0
+        for token in tokens[self._num_read : last]:
+            add((before * _FACTOR + token) & _MASK)
+            before = token
+        self._num_read = max(self._num_read, last)
+
     def guess(self, count: int) -> list[int]:
         """What comes next. A match with the end of the text itself is a loop, and goes on in what was guessed."""
         if not self.length:

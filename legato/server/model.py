@@ -29,7 +29,7 @@ from legato.server.memory.allocator import release_blocks, return_freed_memory, 
 from legato.server.memory.budget import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
 from legato.server.memory.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
 from legato.server.memory.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
-from legato.server.speculation.draft_model import MOST_TOKENS
+from legato.server.speculation.draft_model import MOST_TOKENS, num_spare_blocks
 from legato.vision.rules import image_rules
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,8 @@ class Model:
         token_bytes = self.token_bytes
         requested = RequestedLimits(request, max_positions, self.block_size, token_bytes)
         # Shards agree on what the one with the least memory can hold.
-        budget = self.loaded.shard.least(self._budget(requested) // token_bytes, self.loaded.device) * token_bytes
+        room = self._budget(requested) - self._spare_bytes(requested)
+        budget = self.loaded.shard.least(room // token_bytes, self.loaded.device) * token_bytes
         capacity = requested.fit(budget)
         if isinstance(self.loaded.model, LimitedModel):
             self.loaded.model.limit(capacity.max_total_tokens)
@@ -258,6 +259,13 @@ class Model:
             },
         )
         return cache_budget(reading, fraction, graphs)
+
+    def _spare_bytes(self, requested: RequestedLimits) -> int:
+        """What a draft model keeps beside the router's blocks."""
+        if self.loaded.draft is None:
+            return 0
+        tokens = requested.max_rows * num_spare_blocks(self.num_proposals, self.block_size) * self.block_size
+        return tokens * self.loaded.draft.kv_shape.bytes_per_token
 
     def _run_largest_steps(self, requested: RequestedLimits) -> None:
         """The largest step that a router may send, and some common ones, in a temporary engine. The common ones launch

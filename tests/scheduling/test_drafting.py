@@ -72,6 +72,21 @@ def test_a_prompt_with_digests_of_images_is_indexed() -> None:
     assert TextMatch(tokens, 8, None).guess(2) == [8, 6]
 
 
+def test_a_match_is_found_after_a_long_text_without_any() -> None:
+    """Such a text is read some tokens at a time: the match may be found some tokens late, and is the same."""
+    rng = random.Random(3)
+    text = array("q", [rng.randrange(10_000) for _ in range(50)])
+    match, every = TextMatch(text, 50, None), TextMatch(text, 50, None)
+    fresh = [rng.randrange(10_000) for _ in range(100)]
+    for token in [*fresh, *fresh[20:30]]:
+        text.append(token)
+        every.read()
+    match.skip()
+    match.read()
+    assert match.unread() == 0 and match.length == every.length >= 10
+    assert match.guess(5) == every.guess(5) == fresh[30:35]
+
+
 def test_a_token_takes_a_few_microseconds() -> None:
     rng = random.Random(2)
     prompt = [rng.randrange(3000) for _ in range(4000)]

@@ -35,6 +35,11 @@ MOST_TOKENS = 16
 NOT_GUESSED = -1
 
 
+def num_spare_blocks(num_tokens: int, block_size: int) -> int:
+    """Blocks of each row behind the router's, for the token that was sampled last and so many guesses."""
+    return -(-num_tokens // block_size) + 1
+
+
 @dataclass(slots=True)
 class DraftRow:
     """What the draft model has read of a row's text, and what it guessed last, from `guessed_at` on. The row had blocks
@@ -70,7 +75,7 @@ class DraftModel:
         guesser.attach(base.num_blocks * base.block_size)
         self._rows, self._sampler, self._device = rows, sampler, rows.device
         self._block_size = base.block_size
-        self._num_spare = -(-num_tokens // base.block_size) + 1
+        self._num_spare = num_spare_blocks(num_tokens, base.block_size)
         self._first_spare = base.num_blocks
         num_rows, num_blocks = rows.padding, base.num_blocks + rows.padding * self._num_spare
         self.cache = KVCache(guesser.kv_shape, num_blocks, base.block_size, self._device)

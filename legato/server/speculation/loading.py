@@ -30,6 +30,8 @@ def load_draft(
     """Every shard has all of it: it is small, and all shards see the same tokens."""
     if options.speculate_model is None:
         return None
+    if base.config.decoder_start_token_id is not None:
+        raise OptionError(f"{FLAG} is not supported for encoder-decoder models")
     if has_speculator:
         raise OptionError(f"{FLAG}: --model-id names a speculator, which guesses already; give only one of them")
     if options.speculate == 0:
