@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -187,6 +187,18 @@ faults: setup ## the fault tests with as many cases as they are meant to have
 	FAULTS=full $(BIN)/pytest tests/faults
 
 # Without a device these tests would be skipped or run in the interpreter, and pass.
+# Other processors than this one, emulated: Debian's gcc-aarch64-linux-gnu and qemu-user.
+NEON := .neon
+ARM_CC := aarch64-linux-gnu-gcc -O3 -std=gnu11 -Wall -Wextra -Werror -fno-math-errno -ffp-contract=off -Ilegato/cpu/src
+
+test-neon: ## NEON kernels against plain C, bit for bit, in an emulator
+	mkdir -p $(NEON)
+	$(ARM_CC) -march=armv8.2-a+dotprod -DSUFFIX=neon -c legato/cpu/src/kernels.c -o $(NEON)/neon.o
+	$(ARM_CC) -DSUFFIX=plain -c legato/cpu/src/kernels.c -o $(NEON)/plain.o
+	$(ARM_CC) -DHAS_NEON -DSOURCES_DIGEST='"emulated"' legato/cpu/src/model.c legato/cpu/src/pack.c legato/cpu/src/pool.c \
+		tests/cpu/instruction_sets.c $(NEON)/neon.o $(NEON)/plain.o -static -lm -lpthread -o $(NEON)/check
+	$(or $(shell command -v qemu-aarch64),qemu-aarch64-static) $(NEON)/check neon plain
+
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch finds no CUDA device')"
 	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
@@ -267,6 +279,9 @@ bench-embeddings: setup ## texts per second over HTTP beside sentence-transforme
 
 bench-seeds: setup ## the same seed, alone and among 15 others: the same text
 	$(BIN)/python -m benchmarks.seeds
+
+bench-neighbours: setup ## speed on a CPU beside a busy process and limited to 1.5 CPUs
+	$(BIN)/python -m benchmarks.neighbours --json benchmarks/results/cpu-neighbours-smollm2-135m.json
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(KUBERNETES) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -100,7 +100,7 @@ struct kernels {
     void (*best)(const float *logits, int64_t size, int64_t *id, float *logprob);
 };
 
-extern const struct kernels kernels_plain, kernels_avx2, kernels_avxvnni, kernels_avx512;
+extern const struct kernels kernels_plain, kernels_neon, kernels_avx2, kernels_avxvnni, kernels_avx512;
 const struct kernels *chosen_kernels(void);
 
 // Runs work(context, piece) for each piece in [0, count), on the calling thread and those of the pool. Pieces are

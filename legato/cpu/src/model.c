@@ -4,6 +4,13 @@
 
 #include "legato.h"
 
+#if defined(HAS_NEON) && defined(__linux__)
+#include <sys/auxv.h>
+#ifndef HWCAP_ASIMDDP
+#define HWCAP_ASIMDDP (1 << 20)
+#endif
+#endif
+
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define CEIL(a, b) (((a) + (b) - 1) / (b))
@@ -31,6 +38,12 @@ EXPORT const char *legato_choose(const char *name) {
 #endif
         found[count++] = &kernels_avx2;
     }
+#endif
+#ifdef HAS_NEON
+#ifdef __linux__
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP)  // others that it is compiled for always have it
+#endif
+        found[count++] = &kernels_neon;
 #endif
     found[count++] = &kernels_plain;
     for (int i = 0; i < count; i++)

@@ -8,7 +8,7 @@
 
 // ---------------------------------------------------------------------------------------------------- quantization
 
-// A group, and what rounding leaves of it in turn. Scales of numbers that are not finite are NaN, so that the result is.
+// A group, and what rounding leaves of it in turn. If a number is not finite the scale is NaN, and so is the result.
 INLINE void quantize_group(vf a, vf b, struct quants *out, int64_t row, int64_t group) {
     for (int64_t part = 0; part < out->parts; part++) {
         int64_t at = (row * out->parts + part) * out->groups + group;
