@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from legato.api.errors import Overloaded
-from legato.balancer.admission import Admission
+from legato.balancer.admission import KeyShares
 from legato.balancer.app import Balancer
 from legato.balancer.options import RouteOptions
 from legato.balancer.probing import DnsDiscovery
@@ -266,7 +266,7 @@ def test_a_client_that_hangs_up_takes_its_request_with_it() -> None:
 
 
 def test_one_key_cannot_take_all_places_of_all_replicas() -> None:
-    admission = Admission(None)
+    admission = KeyShares(None)
     admission.set_capacity(100)
     for key in (b"greedy", b"modest"):
         admission.accepted(key)
