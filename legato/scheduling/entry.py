@@ -35,6 +35,7 @@ class Entry:
     tokens: array[int]  # 64 bits each: digests of images are larger than any token id
     num_prompt: int
     max_len: int  # of prompt and answer
+    first_len: int  # with the first token that is generated here
     end_ids: frozenset[int]  # tokens that may end it
     num_known: int = 0
     num_scheduled: int = 0
@@ -63,26 +64,27 @@ class Entry:
         request: GenerationRequest,
         rank: Rank,
         tenant: Tenant,
-        model_ends: frozenset[int],
-        start: int | None,
+        limits: SchedulerLimits,
         now: float,
     ) -> Entry:
-        """`model_ends` are the tokens with which the model ends an answer, `start` is the one with which the decoder of
-        an encoder-decoder model begins: it stands behind what the encoder reads, all at once."""
-        tokens = array("q", request.input_ids)
-        if start is not None:
-            tokens.append(start)
+        """The token with which the decoder of an encoder-decoder model begins stands behind what the encoder reads."""
+        tokens, model_ends = array("q", request.input_ids), limits.eos_token_ids
+        if limits.decoder_start_token_id is not None:
+            tokens.append(limits.decoder_start_token_id)
+        num_prompt = len(tokens)
+        tokens.extend(request.emitted_ids)
         return cls(
             request=request,
             id=request.id,
             rank=rank,
             tenant=tenant,
             tokens=tokens,
-            num_prompt=len(tokens),
-            max_len=len(tokens) + request.max_new_tokens,
+            num_prompt=num_prompt,
+            max_len=num_prompt + request.max_new_tokens,
+            first_len=len(tokens) + 1,
             end_ids=request.stop_token_ids if request.ignore_eos else model_ends | request.stop_token_ids,
             num_known=len(tokens),
-            num_whole=1 if start is None else len(tokens),
+            num_whole=num_prompt if limits.has_whole_prompts else 1,
             queued_at=now,
         )
 
@@ -179,7 +181,7 @@ class Entry:
 
     def tell_about_prompt(self, output: Output) -> None:
         """Comes with the first token."""
-        output.num_cached, output.queue_time = self.num_cached, self.queue_time
+        output.num_cached, output.queue_time = min(self.num_cached, self.num_prompt), self.queue_time
         if self.request.prompt_logprobs:  # nothing predicts what an encoder reads
             unknown = len(self.request.input_ids) - len(self.prompt_logprobs)
             output.prompt_logprobs = self.prompt_logprobs + [None] * unknown

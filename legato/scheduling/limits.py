@@ -39,8 +39,10 @@ class SchedulerLimits:
     max_unused_blocks: int | None = None
     # Prompt tokens of any step, if that is less.
     max_prompt_tokens: int | None = None
-    # Prompt tokens of a step in which others decode, and the seconds it should take at most (`budget.py`).
+    # Prompt tokens of a step in which others decode, those that steps may grow to, and the seconds such a step should
+    # take at most (`budget.py`).
     max_mixed_tokens: int | None = None
+    most_mixed_tokens: int | None = None
     mixed_step_time: float | None = None
     # Seconds until a request must have a row, and until it must have ended. 0: no limit.
     queue_timeout: float = 0
@@ -57,6 +59,8 @@ class SchedulerLimits:
     vocab_size: int = 1 << 31
     # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
     decoder_start_token_id: int | None = None
+    # The shards embed texts: prompts are computed whole, too.
+    embeds: bool = False
     # What the device holds of LoRA adapters.
     num_adapter_pages: int = 0
     # Slots in host memory for blocks of evicted prefixes.
@@ -73,8 +77,16 @@ class SchedulerLimits:
         return min(max(self.max_rows, FEWEST_SAMPLED), self.max_step_tokens)
 
     @property
+    def has_whole_prompts(self) -> bool:
+        """Whether one step must compute all of a prompt, because each of its tokens sees all others."""
+        return self.embeds or self.decoder_start_token_id is not None
+
+    @property
     def step_sizes(self) -> StepSizes:
-        if self.decoder_start_token_id is not None:  # a whole prompt must fit, also beside decodes
+        if self.has_whole_prompts:  # a whole prompt must fit, also beside decodes
             return StepSizes(self.max_step_tokens, self.max_step_tokens)
         mixed = self.max_step_tokens if self.max_mixed_tokens is None else self.max_mixed_tokens
-        return StepSizes(self.max_step_tokens, mixed, self.mixed_step_time, max_prompt_tokens=self.max_prompt_tokens)
+        return StepSizes(
+            self.max_step_tokens, mixed, self.mixed_step_time, max_prompt_tokens=self.max_prompt_tokens,
+            most_mixed_tokens=self.most_mixed_tokens,
+        )  # fmt: skip

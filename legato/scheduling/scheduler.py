@@ -37,7 +37,7 @@ _rank = attrgetter("rank")
 class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         assert limits.max_step_tokens >= limits.max_rows, "every running request must fit in a step"
-        assert limits.decoder_start_token_id is None or not limits.prefix_caching, "what an encoder made is not shared"
+        assert not (limits.has_whole_prompts and limits.prefix_caching), "what an encoder made is not shared"
         self.queue: Queue[Entry] = Queue()
         self.stats = SchedulerStats()
         self.adapters = AdapterSlots(limits.num_adapter_pages)
@@ -80,7 +80,7 @@ class Scheduler:
             self._retry.restart(now)
         order = rank(now, request.priority, next(self._arrivals))
         tenant = self._tenants.enter(request.tenant)
-        entry = Entry.of(request, order, tenant, limits.eos_token_ids, limits.decoder_start_token_id, now)
+        entry = Entry.of(request, order, tenant, limits, now)
         if not entry.fits(limits):
             self._tenants.leave(tenant)
             self.shares.give_back(request, is_queued=True)
@@ -363,8 +363,8 @@ class Scheduler:
         token, tokens = result.token_ids[index], entry.tokens
         tokens.append(token)
         entry.tenant.served += 1
-        output = Output(token, result.logprobs[index], result.top_tokens.get(index) if result.top_tokens else None)
-        if len(tokens) == entry.num_prompt + 1:
+        output = result.output(index)
+        if len(tokens) == entry.first_len:
             entry.tell_about_prompt(output)
         if token in entry.end_ids or len(tokens) >= entry.max_len:
             output.finish_reason = entry.finish_reason(token, self.limits.eos_token_ids)

@@ -38,6 +38,7 @@ from legato.server.memory.budget import (
 from legato.server.memory.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
 from legato.server.memory.offload import HostBlockStore
 from legato.server.memory.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
+from legato.server.speculation.draft_model import MOST_TOKENS, num_spare_blocks
 from legato.vision.rules import image_rules
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ WARMUP_BLOCKS = 2
 MB = 10**6
 # What cached prefixes may take on a CPU beside the smallest models.
 LEAST_PREFIX_CACHE = 128 * MB
+# Guesses of a draft model, each of which it has to compute.
+DEFAULT_DRAFTS = 4
 CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -105,7 +108,7 @@ class Model:
             dtype=f"torch.{str(self.loaded.dtype)[6:]}",
             device_type=self.loaded.device.type,
             speculate=self.speculate,
-            num_proposals=0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens,
+            num_proposals=self.num_proposals,
             support_chunking=not has_encoder,
             use_prefix_caching=self.options.prefix_caching and not has_encoder,
             attention_impl="paged",
@@ -123,14 +126,26 @@ class Model:
     @property
     def speculate(self) -> int:
         """Drafts of a row in a step, at most: as many as a speculator can guess, unless fewer are asked for."""
-        heads = 0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens
-        return heads if self.options.speculate is None else self.options.speculate
+        return self.num_proposals if self.options.speculate is None else self.options.speculate
+
+    @property
+    def num_proposals(self) -> int:
+        """Guesses that the shard can make itself behind a sampled token."""
+        if self.loaded.draft is not None:
+            return DEFAULT_DRAFTS if self.options.speculate is None else min(self.options.speculate, MOST_TOKENS)
+        return 0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens
 
     @property
     def kv_shape(self) -> KVShape:
         """The model's, with the dtype of `--kv-cache-dtype`."""
         shape, chosen = self.loaded.model.kv_shape, self.options.kv_cache_dtype
         return shape if chosen is None else replace(shape, dtype=CACHE_DTYPES[chosen])
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the KV cache, for each token, with what the draft model has of it."""
+        draft = self.loaded.draft
+        return self.kv_shape.bytes_per_token + (0 if draft is None else draft.bytes_per_token)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -155,19 +170,23 @@ class Model:
         self._open_host_blocks()
         request = self._with_defaults(request)
         max_positions = self.loaded.model.config.max_positions
-        requested = RequestedLimits(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
+        token_bytes = self.token_bytes
+        requested = RequestedLimits(request, max_positions, self.block_size, token_bytes)
         # Shards agree on what the one with the least memory can hold.
-        token_bytes = self.kv_shape.bytes_per_token
-        budget = self.loaded.shard.least(self._budget(requested) // token_bytes, self.loaded.device) * token_bytes
+        room = self._budget(requested) - self._spare_bytes(requested)
+        budget = self.loaded.shard.least(room // token_bytes, self.loaded.device) * token_bytes
         capacity = requested.fit(budget)
         if isinstance(self.loaded.model, LimitedModel):
             self.loaded.model.limit(capacity.max_total_tokens)
-        size = gib(capacity.num_blocks * self.block_size * self.kv_shape.bytes_per_token)
+        if self.loaded.draft is not None:
+            self.loaded.draft.limit(capacity.max_total_tokens)
+        size = gib(capacity.num_blocks * self.block_size * token_bytes)
         refused = f"no {size} for the KV cache; lower --cuda-memory-fraction"
         with refused_for_memory(refused, self.loaded.device), self._stage("allocate_seconds"):
             self._engine = self._make_engine(capacity.num_blocks, requested, capacity.max_total_tokens)
         if self.loaded.device.type == "cpu":
-            use_small_pages(self.engine.cache)
+            for cache in self.engine.caches:
+                use_small_pages(cache)
         self._first_steps(capacity)
         self._capacity = capacity
         self.release_blocks(range(RESERVED_BLOCKS, capacity.num_blocks))
@@ -193,7 +212,7 @@ class Model:
     @property
     def max_unused_blocks(self) -> int | None:
         """What `--prefix-cache-mb` allows. By default prefixes on a CPU take about as much memory as the weights."""
-        given, block_bytes = self.options.prefix_cache_mb, self.kv_shape.bytes_per_token * self.block_size
+        given, block_bytes = self.options.prefix_cache_mb, self.token_bytes * self.block_size
         if given is None and self.loaded.device.type != "cpu":
             return None
         room = LEAST_PREFIX_CACHE if given is None else given * MB
@@ -206,7 +225,8 @@ class Model:
         if not all(RESERVED_BLOCKS <= block < self.capacity.num_blocks for block in blocks):
             raise RequestRefused(f"blocks: they must be from {RESERVED_BLOCKS} to {self.capacity.num_blocks - 1}")
         if self.loaded.device.type == "cpu":
-            release_blocks(self.engine.cache, blocks)
+            for cache in self.engine.caches:
+                release_blocks(cache, blocks)
             return_freed_memory()
 
     def _with_defaults(self, request: pb.WarmupRequest) -> pb.WarmupRequest:
@@ -223,6 +243,8 @@ class Model:
         gigabytes, shard = self.options.kv_offload_gb, self.loaded.shard
         if not gigabytes or self.host_blocks is not None or self.decoder_start_token_id is not None:
             return
+        if self.loaded.draft is not None:  # whose own keys and values would not come back with a block
+            raise RequestRefused("--kv-offload-gb cannot be combined with a draft model; leave out one of them")
         num_bytes = int(gigabytes * 1e9) // shard.world_size
         refused = f"no {gib(num_bytes)} of host memory for blocks of evicted prefixes; lower --kv-offload-gb"
         if num_bytes > available_ram():
@@ -263,6 +285,13 @@ class Model:
         )
         return cache_budget(reading, fraction, graphs)
 
+    def _spare_bytes(self, requested: RequestedLimits) -> int:
+        """What a draft model keeps beside the router's blocks."""
+        if self.loaded.draft is None:
+            return 0
+        tokens = requested.max_rows * num_spare_blocks(self.num_proposals, self.block_size) * self.block_size
+        return tokens * self.loaded.draft.kv_shape.bytes_per_token
+
     def _run_largest_steps(self, requested: RequestedLimits) -> None:
         """The largest step that a router may send, and some common ones, in a temporary engine. The common ones launch
         no kernels the first time, where these can be compiled meanwhile."""
@@ -299,7 +328,8 @@ class Model:
             self.loaded.shard,
             self.image_rules,
             self.loaded.speculator,
-            drafts=self.speculate > 0,
+            self.loaded.draft,
+            drafts=self.num_proposals or self.speculate,
             adapters=self.adapters,
             host_blocks=self.host_blocks,
         )

@@ -24,6 +24,7 @@ from legato.server.adapters import ShardAdapters
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars
 from legato.server.memory.offload import HostBlockStore
+from legato.server.speculation.guessers import Guesser
 
 # `make test-gpu` runs the same tests on a GPU.
 DEVICE = torch.device(os.environ.get("LEGATO_TEST_DEVICE", "cpu"))
@@ -43,13 +44,13 @@ class LocalServer:
         self, model: CausalModel, *, num_blocks: int = 256, block_size: int = 16, max_rows: int = 16,
         step_tokens: int = 512, prefix_caching: bool = True, eos: frozenset[int] = frozenset(),
         load_trie: Callable[[], TokenTrie] = no_grammars, speculate: int = 0, speculator: Speculator | None = None,
-        adapters: ShardAdapters | None = None, host_bytes: int = 0,
+        adapters: ShardAdapters | None = None, draft: Guesser | None = None, host_bytes: int = 0,
     ) -> None:  # fmt: skip
         start = model.config.decoder_start_token_id
         limits = SchedulerLimits(
             num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching and start is None,
             decoder_start_token_id=start, speculate=speculate, vocab_size=model.config.vocab_size,
-            num_proposals=0 if speculator is None else speculator.num_tokens,
+            num_proposals=speculate if draft is not None else 0 if speculator is None else speculator.num_tokens,
             num_adapter_pages=0 if adapters is None else adapters.device.num_pages,
             num_host_blocks=host_bytes // (model.kv_shape.bytes_per_token * block_size),
         )  # fmt: skip
@@ -61,6 +62,8 @@ class LocalServer:
             adapters=adapters,
             host_blocks=HostBlockStore(model.kv_shape, block_size, host_bytes, DEVICE) if host_bytes else None,
             speculator=speculator,
+            draft=draft,
+            drafts=speculate,
         )  # fmt: skip
         self.outputs: dict[int, list[Output]] = {}
         self._waiting: list = []
@@ -80,11 +83,13 @@ class LocalServer:
             self.outputs[request_id].append(output)
         return True
 
-    def run(self, requests: list[GenerationRequest], arrivals: random.Random | None = None) -> dict[int, list[int]]:
-        """All at once, or a few at random times while others are running."""
+    def run(
+        self, requests: list[GenerationRequest], arrivals: random.Random | None = None, rate: float = 0.2
+    ) -> dict[int, list[int]]:
+        """All at once, or at random times while others are running: the chance that another comes before a step."""
         todo = list(requests)
         while todo or self.scheduler.running or self.scheduler.queue or self._waiting:
-            while todo and (arrivals is None or arrivals.random() < 0.2):
+            while todo and (arrivals is None or arrivals.random() < rate):
                 self.submit(todo.pop(0))
             self.step()
         return {request.id: self.tokens(request.id) for request in requests}
