@@ -132,7 +132,7 @@ class ComputeOptions(Options):
     kv_offload_gb: float = option(
         0.0,
         "Gigabytes of host memory, of all shards together, for KV cache blocks of prefixes that were evicted: they are"
-        " copied back instead of computed again. 0 disables it.",
+        " copied back instead of computed again. 0 disables it; not with a draft model.",
         minimum=0,
     )
     watermark_gamma: float | None = option(
