@@ -27,9 +27,15 @@ IMAGES = """\
 ## Images
 
 Architectures with a tick in the last column take images in chats, in native prompts and in chunks of the unary
-`Prefill` call. All others take text alone. Gemma 3's vision tower is not loaded. Videos are not read.
+`Prefill` call. All others take text alone, and so do GGUF files. Videos are not read.
 
-The tokens that Idefics2, Idefics3 and SmolVLM have between the parts of an image count as tokens of the image.
+The tokens that Gemma 3, Idefics2, Idefics3 and SmolVLM have around an image or between its parts count as tokens of the
+image.
+
+The tokens of an image in Gemma 3 see each other, and so do all tokens of a prompt in PaliGemma: one step computes them.
+PaliGemma's prompts are therefore limited by `--max-batch-prefill-tokens` and not kept in the prefix cache. A prompt of
+PaliGemma is written as in its training: images, `<bos>`, text, the end of a line. Gemma 3's crops of very wide or tall
+images (`do_pan_and_scan`) are not made.
 """
 
 ENCODER_DECODERS = """\
@@ -83,7 +89,7 @@ on one shard. EXAONE 4, GLM, Granite MoE, OLMoE, Persimmon and StableLM are test
 
 Refused with the reason: models with state besides keys and values (state spaces, linear attention, convolutions), with
 bidirectional attention, and with windows that attention does not know of. Of TGI's models these are Mamba, Idefics
-(the first), Llama 4, Mllama and PaliGemma.
+(the first), Llama 4 and Mllama.
 
 Code that comes with a model is fetched and run only with `--trust-remote-code`.
 """

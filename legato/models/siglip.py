@@ -1,4 +1,7 @@
-"""SigLIP's tower, as Idefics has it: learned positions on a grid of patches, and no token for the whole image."""
+"""SigLIP's tower: learned positions on a grid of patches, and no token for the whole image.
+
+Gemma's images are squares of one size. Those of Idefics may be smaller: patches then have the nearest positions.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,8 @@ class SiglipShape:
 
 
 class SiglipTower:
+    is_fractional = True  # also where an image has all patches, whose places are then found by rounding
+
     def __init__(self, shape: SiglipShape, weights: Weights, name: str) -> None:
         self.shape = shape
         kernel = (shape.width, 3, shape.patch, shape.patch)
@@ -53,6 +58,7 @@ class SiglipTower:
         self.layers = [tower_layer(shape, weights, f"{name}.encoder.layers.{i}") for i in range(shape.num_layers)]
         self.norm = weights.layer_norm(f"{name}.post_layernorm", shape.width, shape.eps)
         weights.skip(f"{name}.embeddings.position_ids")
+        weights.skip_below(f"{name}.head")
 
     def __call__(self, tiles: torch.Tensor) -> torch.Tensor:
         """tiles [n, 3, height, width] -> [n, patches, width of the tower]"""
@@ -71,6 +77,8 @@ class SiglipTower:
         In float32 and by these operations: what is exactly between two places falls where it fell in training.
         """
         side = self.shape.side
+        if rows == columns == side and not self.is_fractional:
+            return torch.arange(side**2, device=self.places.device)
         edges = torch.arange(1 / side, 1.0, 1 / side)
         down, across = (
             torch.bucketize((torch.arange(count).float() * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6), edges,

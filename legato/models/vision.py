@@ -60,6 +60,17 @@ class WithImageTokens(Protocol):
     image_rules: ImageRules | None  # written by the server, whose tokenizer they know
 
 
+@runtime_checkable
+class MutualModel(Protocol):
+    """A `VisionModel` with tokens that see those behind them: one step must compute them together."""
+
+    whole_prompts: bool  # all tokens of a prompt do; else the tokens of each image
+
+    def groups(self, num_prompt: int, images: Sequence[ImageSpan]) -> list[tuple[int, int]]:
+        """[begin, end) of the tokens of a prompt that see each other."""
+        ...
+
+
 class TowerAttention:
     """Full attention between the patches of an image, or of a part of it."""
 

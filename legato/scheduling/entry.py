@@ -52,7 +52,7 @@ class Entry:
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_tokens: list[list[tuple[int, float]]] = field(default_factory=list)
     done: bool = False
-    num_whole: int = 1  # leading tokens that one step must compute together
+    wholes: tuple[tuple[int, int], ...] = ()  # [begin, end) of tokens that one step must compute together, in order
     num_losses: int = 0  # of the shards, in a row, in steps that would have given it the token after `lost_at` others
     lost_at: int = 0
     drafts: RequestDrafts | None = None  # what guesses at its next tokens are made of; only with speculation
@@ -63,15 +63,17 @@ class Entry:
         request: GenerationRequest,
         rank: Rank,
         tenant: Tenant,
-        model_ends: frozenset[int],
-        start: int | None,
+        limits: SchedulerLimits,
         now: float,
     ) -> Entry:
-        """`model_ends` are the tokens with which the model ends an answer, `start` is the one with which the decoder of
-        an encoder-decoder model begins: it stands behind what the encoder reads, all at once."""
+        """The token with which the decoder of an encoder-decoder model begins stands behind what the encoder reads."""
         tokens = array("q", request.input_ids)
-        if start is not None:
-            tokens.append(start)
+        if limits.decoder_start_token_id is not None:
+            tokens.append(limits.decoder_start_token_id)
+        wholes: tuple[tuple[int, int], ...] = ((0, len(tokens)),) if limits.has_whole_prompts else ()
+        if limits.whole_images:
+            wholes = tuple((image.start, image.start + image.num_tokens) for image in request.images)
+        model_ends = limits.eos_token_ids
         return cls(
             request=request,
             id=request.id,
@@ -82,7 +84,7 @@ class Entry:
             max_len=len(tokens) + request.max_new_tokens,
             end_ids=request.stop_token_ids if request.ignore_eos else model_ends | request.stop_token_ids,
             num_known=len(tokens),
-            num_whole=1 if start is None else len(tokens),
+            wholes=wholes,
             queued_at=now,
         )
 
@@ -122,7 +124,16 @@ class Entry:
         takes its place."""
         longest = len(self.request.input_ids) + self.request.max_new_tokens
         room = limits.max_step_tokens - limits.max_rows + 1  # beside all decodes
-        return longest <= limits.max_tokens and self.num_whole <= room
+        return longest <= limits.max_tokens and max((end - begin for begin, end in self.wholes), default=1) <= room
+
+    def cut(self, start: int, count: int, room: int) -> int:
+        """How many of `count` tokens from `start` on a step may compute without cutting what must be whole: fewer, or
+        more if there is `room` for them. 0: it has to wait for a step with more."""
+        end = start + count
+        for first, last in self.wholes:
+            if first < end < last:
+                return first - start if first > start else last - start if last - start <= room else 0
+        return count
 
     def take_row(self, row: int, node: Node, blocks: list[int], limits: SchedulerLimits) -> None:
         """It begins to run, with what the tree has of its tokens, down to `node`."""
@@ -214,3 +225,5 @@ class InFlight:
     context_len: int = 0
     # What was spent on admissions, in blocks that were looked up.
     work: int = 0
+    # Tokens that fit into the step beyond its budget, for what must not be cut.
+    spare: int = 0

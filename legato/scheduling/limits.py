@@ -51,8 +51,11 @@ class SchedulerLimits:
     # Guesses that the shards can make themselves, behind what they have sampled.
     num_proposals: int = 0
     vocab_size: int = 1 << 31
-    # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
+    # Of an encoder-decoder model: what its decoder sees first.
     decoder_start_token_id: int | None = None
+    # Whether prompts are computed whole and never shared, and whether the images in them are computed whole.
+    whole_prompts: bool = False
+    whole_images: bool = False
     # What the device holds of LoRA adapters.
     num_adapter_pages: int = 0
 
@@ -62,13 +65,18 @@ class SchedulerLimits:
         return (self.num_blocks - RESERVED_BLOCKS) * self.block_size
 
     @property
+    def has_whole_prompts(self) -> bool:
+        """An encoder reads a prompt at once, too."""
+        return self.whole_prompts or self.decoder_start_token_id is not None
+
+    @property
     def max_sampled(self) -> int:
         """Positions at which one step may sample: warm-up has measured the memory for a token of every row."""
         return min(max(self.max_rows, FEWEST_SAMPLED), self.max_step_tokens)
 
     @property
     def step_sizes(self) -> StepSizes:
-        if self.decoder_start_token_id is not None:  # a whole prompt must fit, also beside decodes
+        if self.has_whole_prompts:  # one must fit, also beside decodes
             return StepSizes(self.max_step_tokens, self.max_step_tokens)
         mixed = self.max_step_tokens if self.max_mixed_tokens is None else self.max_mixed_tokens
         return StepSizes(self.max_step_tokens, mixed, self.mixed_step_time, max_prompt_tokens=self.max_prompt_tokens)

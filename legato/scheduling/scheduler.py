@@ -42,7 +42,7 @@ MAX_LOSSES = 2
 class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         assert limits.max_step_tokens >= limits.max_rows, "every running request must fit in a step"
-        assert limits.decoder_start_token_id is None or not limits.prefix_caching, "what an encoder made is not shared"
+        assert not (limits.has_whole_prompts and limits.prefix_caching), "what depends on a whole prompt is not shared"
         self.queue: Queue[Entry] = Queue()
         self.stats = SchedulerStats()
         self.adapters = AdapterSlots(limits.num_adapter_pages)
@@ -84,7 +84,7 @@ class Scheduler:
             self._retry.restart(now)
         order = rank(now, request.priority, next(self._arrivals))
         tenant = self._tenants.enter(request.tenant)
-        entry = Entry.of(request, order, tenant, limits.eos_token_ids, limits.decoder_start_token_id, now)
+        entry = Entry.of(request, order, tenant, limits, now)
         if not entry.fits(limits):
             self._tenants.leave(tenant)
             self.shares.give_back(request, is_queued=True)
@@ -148,7 +148,9 @@ class Scheduler:
         if self.limits.speculate and first is None and not (self.queue and self._free_rows):
             num_spare = self.pool.available + self.tree.num_evictable - len(running)
             drafts = self._drafter.draft(step.plan, running, self.limits, num_spare)
-        budget = rest = self._budget.prompt_tokens(num_decodes + sum(map(len, drafts.values())), step.context_len)
+        others = num_decodes + sum(map(len, drafts.values()))
+        budget = rest = self._budget.prompt_tokens(others, step.context_len)
+        step.spare = self.limits.max_step_tokens - others - budget
         if first is not None:  # a prompt has begun: requests of a better rank come first
             rest = self._plan_admissions(step, rest, first.rank)
         rest = self._plan_running(step, running, wanted, rest, drafts)
@@ -166,7 +168,9 @@ class Scheduler:
         """Best rank first. Every decode gets its token; prompt chunks share the budget. Returns the rest of it."""
         for entry, num_wanted in zip(running, wanted, strict=True):
             count = 1 if num_wanted == 1 else min(num_wanted, budget)
-            if count == 0 or entry.row is None:  # no row: preempted by a better one in this very loop
+            if entry.wholes and num_wanted > 1:
+                count = entry.cut(entry.num_scheduled, max(count, 0), budget + step.spare)
+            if count <= 0 or entry.row is None:  # no row: preempted by a better one in this very loop
                 continue
             guesses = drafts.get(entry.id, []) if drafts else []
             first_new, total = len(entry.blocks), count + len(guesses)
@@ -179,12 +183,12 @@ class Scheduler:
         """Rows for those who wait, as far as the budget goes. With `before` only for those of a better rank: they leave
         a block to every running request and are behind none but decodes, so that none takes their blocks in this plan.
         """
-        if not (self.queue and budget and self._free_rows):
+        if not (self.queue and budget > 0 and self._free_rows):
             return budget
         size = self.limits.block_size if self.limits.prefix_caching else 0
         filling = {entry.next_block(entry.node, entry.num_indexed, size) for entry in self.running}
         passed: list[Entry] = []
-        while budget and self._free_rows and len(passed) < LOOK_AHEAD and step.work < MAX_ADMISSION_WORK:
+        while budget > 0 and self._free_rows and len(passed) < LOOK_AHEAD and step.work < MAX_ADMISSION_WORK:
             entry = self.queue.call()
             if entry is None:
                 break
@@ -200,11 +204,13 @@ class Scheduler:
             if is_early or self.adapters.is_overtaken(entry.request.adapter, self._now - entry.queued_at):
                 passed.append(entry)
                 continue
-            has_room = entry.num_whole <= budget and self.adapters.has_room(entry.request.adapter)
+            begin, room = len(blocks) * self.limits.block_size, budget + step.spare
+            count = entry.cut(begin, min(entry.num_known - begin, budget), room) if entry.wholes else budget
+            has_room = count > 0 and self.adapters.has_room(entry.request.adapter)
             if not has_room or not self._admit(step.plan, entry, node, blocks):
                 passed.append(entry)
                 break  # it waits for memory, or for a step with room for it, and no other overtakes it there
-            count = min(entry.num_to_compute, budget)
+            count = min(entry.num_to_compute, count)
             first_new = len(entry.blocks)
             fits = self._grow(entry, count)
             assert fits, "_admit counted the blocks"

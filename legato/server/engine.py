@@ -122,6 +122,8 @@ class Engine:
             self._configure_sampler(admission)
             if self.vision_encoder is not None:
                 self.vision_encoder.admit(admission)
+        if self.vision_encoder is not None:
+            parts = self.vision_encoder.keep_whole(parts)
         if self.adapters is not None:
             self.adapters.place(request.adapters)
         self.rows.write_blocks()

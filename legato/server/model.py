@@ -17,6 +17,7 @@ from legato.common.progress import WARMED_UP, WARMING_UP
 from legato.kernels.precompile import can_compile_ahead
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.models.registry import LimitedModel
+from legato.models.vision import MutualModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
 from legato.server.adapters import open_adapters
@@ -29,6 +30,7 @@ from legato.server.memory.allocator import release_blocks, return_freed_memory, 
 from legato.server.memory.budget import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
 from legato.server.memory.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
 from legato.server.memory.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
+from legato.vision.gemma import SquareRules
 from legato.vision.rules import image_rules
 
 logger = logging.getLogger(__name__)
@@ -79,14 +81,24 @@ class Model:
         return self.loaded.model.config.decoder_start_token_id
 
     @property
+    def whole_prompts(self) -> bool:
+        """An encoder reads a prompt at once, and so does a model whose tokens of a prompt see each other: every state
+        depends on all of them."""
+        model = self.loaded.model
+        return self.decoder_start_token_id is not None or (isinstance(model, MutualModel) and model.whole_prompts)
+
+    @property
+    def _whole_image_tokens(self) -> int:
+        rules = self.image_rules
+        return len(rules.ids) if isinstance(self.loaded.model, MutualModel) and isinstance(rules, SquareRules) else 0
+
+    @property
     def alone(self) -> bool:
         """Whether this shard is the whole model: then it need not stay in sync with others."""
         return self.loaded.shard.world_size == 1
 
     def info(self) -> pb.InfoResponse:
         config = self.loaded.model.config
-        # An encoder reads a prompt at once: every state depends on all tokens.
-        has_encoder = config.decoder_start_token_id is not None
         graphs = None if self._engine is None else self._engine.graphs
         return pb.InfoResponse(
             requires_padding=False,
@@ -94,8 +106,9 @@ class Model:
             device_type=self.loaded.device.type,
             speculate=self.speculate,
             num_proposals=0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens,
-            support_chunking=not has_encoder,
-            use_prefix_caching=self.options.prefix_caching and not has_encoder,
+            support_chunking=not self.whole_prompts,
+            use_prefix_caching=self.options.prefix_caching and not self.whole_prompts,
+            whole_image_tokens=self._whole_image_tokens,
             attention_impl="paged",
             block_size=self.block_size,
             eos_token_ids=self.eos_token_ids,

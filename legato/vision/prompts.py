@@ -97,7 +97,7 @@ class Images:
     def in_text(self, text: str) -> tuple[str, list[ImageSource]]:
         """A prompt with the model's placeholders instead of its images, and those images."""
         sources = [ImageSource(url, "inputs") for url in _MARKDOWN.findall(text)]
-        return _MARKDOWN.sub(lambda _: self.rules.marker, text), sources
+        return self.rules.written(_MARKDOWN.sub(lambda _: self.rules.marker, text)), sources
 
     async def read(self, sources: list[ImageSource], max_tokens: int) -> list[CheckedImage]:
         """Fetch and check images one after the other, until they exceed `max_tokens`."""

@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 
 from legato.common.errors import ModelFileError
 from legato.modelfiles.files import ModelFiles, read_json
+from legato.vision.gemma import Gemma3Rules, PaliGemmaRules, SquareRules
 from legato.vision.idefics import Idefics2Rules, IdeficsRules
 from legato.vision.sizes import PixelNormalization as PixelNormalization
+from legato.vision.sizes import PromptText
 from legato.vision.sizes import Size as Size
 from legato.vision.sizes import UnsupportedImageShape as UnsupportedImageShape
 
@@ -22,7 +24,7 @@ LLAVA_RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008
 
 
 @dataclass(frozen=True, slots=True)
-class QwenRules:
+class QwenRules(PromptText):
     """Qwen2-VL: the aspect ratio is kept. Sides become multiples of a cell, and each cell is one token."""
 
     token_id: int
@@ -81,7 +83,7 @@ class QwenRules:
 
 
 @dataclass(frozen=True, slots=True)
-class LlavaNextRules:
+class LlavaNextRules(PromptText):
     """LLaVA-NeXT: an image is fitted into the best of a few resolutions, which consist of square tiles."""
 
     token_id: int
@@ -142,13 +144,15 @@ class LlavaNextRules:
         return max(self.resolutions, key=lambda resolution: resolution.height * resolution.width)
 
 
-ImageRules = QwenRules | LlavaNextRules | IdeficsRules | Idefics2Rules
+ImageRules = QwenRules | LlavaNextRules | IdeficsRules | Idefics2Rules | SquareRules
 
 
-# Families whose images have tokens of text among theirs.
-WITH_TOKENS: dict[str, type[IdeficsRules] | type[Idefics2Rules]] = {
+# Families whose images have tokens of text among theirs, or whose prompts are written around them.
+WITH_TOKENS: dict[str, type[IdeficsRules] | type[Idefics2Rules] | type[Gemma3Rules] | type[PaliGemmaRules]] = {
+    "gemma3": Gemma3Rules,
     "idefics2": Idefics2Rules,
     "idefics3": IdeficsRules,
+    "paligemma": PaliGemmaRules,
     "smolvlm": IdeficsRules,
 }
 
@@ -179,7 +183,7 @@ def image_rules(files: ModelFiles) -> ImageRules | None:
     }
     kind = str(config.get("model_type"))
     family = families.get(kind)
-    if family is None and kind not in WITH_TOKENS:
+    if family is None and (kind not in WITH_TOKENS or (kind == "gemma3" and not config.get("vision_config"))):
         return None
     processor = read_json(files.path / "preprocessor_config.json", optional=True)
     if not processor:

@@ -24,6 +24,7 @@ from legato.vision.files import decode
 from legato.vision.prompts import PromptImage
 from legato.vision.rules import ImageRules, Size, image_rules
 from tests.generation import admission_of, generation
+from tests.models import tiny_gemma_vision as gemma
 from tests.models import tiny_vision as tiny
 from tests.models.shards import ShardProcesses
 from tests.server.local import DEVICE, LocalServer, load
@@ -79,6 +80,9 @@ FAMILIES = {
     "qwen2-vl": Family(tiny.tiny_qwen2_vl, tiny.qwen_oracle),
     "qwen2-5-vl": Family(tiny.tiny_qwen2_5_vl, tiny.qwen_oracle),
     "qwen3-vl": Family(tiny.tiny_qwen3_vl, tiny.qwen_oracle),
+    "gemma3": Family(gemma.tiny_gemma3_images, gemma.gemma3_oracle),
+    "paligemma": Family(gemma.tiny_paligemma, gemma.paligemma_oracle),
+    "paligemma2": Family(gemma.tiny_paligemma2, gemma.paligemma_oracle),
     "idefics2": Family(tiny.tiny_idefics2, tiny.idefics2_oracle),
     "idefics3": Family(tiny.tiny_idefics3, tiny.idefics_oracle),
     "smolvlm": Family(tiny.tiny_smolvlm, tiny.idefics_oracle),
@@ -313,3 +317,26 @@ def test_a_mistral_may_be_the_language_model(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     model: Any = load(folder)
     assert {layer.attention.attention.scoring.window for layer in model.layers} == {8}
+
+
+@pytest.mark.parametrize("step_tokens", [512, 40])
+def test_images_that_see_themselves_are_never_cut(step_tokens: int, tmp_path: Path) -> None:
+    """Steps of 40 tokens have room for one image at a time, beside the decodes of the others. Blocks end within an
+    image, so that the second time a part of it is in the prefix cache."""
+    seeing = make("gemma3", tmp_path)
+    requests = prompts(seeing)
+    server = seeing.server(step_tokens=step_tokens, block_size=4)
+    expected = [seeing.expected(request)[0] for request in requests]
+    assert [server.run(requests)[request.id] for request in requests] == expected
+    again = seeing.request(9, 1, 20, tiny.BEGIN, tiny.picture(130, 90, 1), 70, 71)
+    assert server.run([again])[9] == seeing.expected(again)[0]
+    assert server.outputs[9][0].num_cached == 20
+
+
+def test_a_prompt_that_sees_itself_is_computed_at_once_and_again_after_preemption(tmp_path: Path) -> None:
+    seeing = make("paligemma2", tmp_path)
+    requests = prompts(seeing)
+    longest = max(len(request.input_ids) for request in requests) + NUM_TOKENS
+    tight = seeing.server(num_blocks=longest // 8 + 3, block_size=8, step_tokens=longest + MAX_ROWS)
+    assert tight.run(requests) == {request.id: seeing.expected(request)[0] for request in requests}
+    assert tight.scheduler.stats.preemptions > 0

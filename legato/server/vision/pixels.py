@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from legato.vision.gemma import SquareRules
 from legato.vision.idefics import Idefics2Rules, IdeficsRules
 from legato.vision.rules import ImageRules, LlavaNextRules, PixelNormalization, QwenRules, Size
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 
 def pixels_of(image: Image, rules: ImageRules) -> np.ndarray:
+    if isinstance(rules, SquareRules):
+        return square(image, rules)
     if isinstance(rules, IdeficsRules):
         return idefics_tiles(image, rules)
     if isinstance(rules, Idefics2Rules):
@@ -26,6 +29,8 @@ def pixels_of(image: Image, rules: ImageRules) -> np.ndarray:
 
 def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
     """Shape of what `pixels_of` makes of an image that has this shape in the language model."""
+    if isinstance(rules, SquareRules):
+        return 1, 3, rules.side, rules.side
     if isinstance(rules, IdeficsRules):
         return shape.height * shape.width + 1, 3, rules.tile, rules.tile
     if isinstance(rules, Idefics2Rules):
@@ -88,6 +93,14 @@ def idefics2_parts(image: Image, rules: Idefics2Rules) -> np.ndarray:
         resized = np.asarray(image.crop(box).resize((part.width, part.height), Resampling.BILINEAR))
         pixels[i, :, : part.height, : part.width] = _numbers(resized, rules.normalization).transpose(2, 0, 1)
     return pixels
+
+
+def square(image: Image, rules: SquareRules) -> np.ndarray:
+    """[1, 3, side, side] float32"""
+    from PIL.Image import Resampling
+
+    resized = np.asarray(image.resize((rules.side, rules.side), Resampling(rules.resample)))
+    return np.ascontiguousarray(_numbers(resized, rules.normalization).transpose(2, 0, 1))[None]
 
 
 def _resized(image: Image, size: Size) -> np.ndarray:

@@ -44,7 +44,10 @@ class PromptReader:
         if not ids:
             spelled = "".join(marker if chunk.HasField("image") else chunk.text for chunk in chunks)
             text = spelled if images else request.inputs or spelled
-            ids = self._tokenizer.encode(self._splitter.marked(text), add_special_tokens=request.add_special_tokens).ids
+            special = request.add_special_tokens
+            if self._rules is not None:
+                text, special = self._rules.written(text), special and self._rules.adds_special_tokens
+            ids = self._tokenizer.encode(self._splitter.marked(text), add_special_tokens=special).ids
         prompt = UnaryPrompt(ids) if self._rules is None else _placed(request, ids, images, self._rules)
         if not request.truncate or len(prompt.input_ids) <= request.truncate:
             return prompt
