@@ -259,7 +259,8 @@ class Validator:
 
     def _check_known(self, ids: list[int]) -> None:
         """A tokenizer may have tokens that were added after the model was made: they would fail the whole step."""
-        strangers = [token_id for token_id in ids if token_id >= self.limits.vocab_size]
+        known = None if self.images is None else self.images.rules.token_id  # never generated, but embedded
+        strangers = [token_id for token_id in ids if token_id >= self.limits.vocab_size and token_id != known]
         if strangers:
             token = self._tokenizer.id_to_token(strangers[0])
             raise InvalidRequest(f"`inputs` holds {token!r}, a token of the tokenizer that the model does not have")

@@ -50,6 +50,25 @@ class MutualTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossTokens:
+    """Tokens of text that attend to slots [begin, end) of their sequence, in which there are images."""
+
+    first: int  # of the step's tokens
+    count: int
+    begin: int
+    end: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class CrossImages:
+    groups: tuple[CrossTokens, ...]
+    # [max_rows, max_blocks] int32: the step's own begin with the text.
+    block_tables: torch.Tensor
+    sees: torch.Tensor | None  # [T, 1], 1 for tokens that see an image and else 0; None: no token does
+
+
+@dataclass(frozen=True, slots=True)
 class ImageEmbeddings:
     """The images of a step: embeddings that replace those of some tokens, and positions on three axes."""
 
@@ -57,6 +76,7 @@ class ImageEmbeddings:
     embeddings: torch.Tensor | None  # [k, hidden_size]
     positions: torch.Tensor | None  # [3, T] int64; None for models whose images have the positions of text
     mutual: tuple[MutualTokens, ...] = ()
+    cross: CrossImages | None = None  # of models whose images are beside the text
 
     def insert_into(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size], the embeddings of the tokens; overwritten where there are images."""

@@ -19,7 +19,7 @@ from legato.models.decoder import Layer
 from legato.models.gemma import Gemma, Gemma2, Gemma3, language_prefix
 from legato.models.keys import Keys
 from legato.models.llama import Llama, LlamaParts, LlamaShape
-from legato.models.siglip import SiglipShape, SiglipTower
+from legato.models.siglip import PatchTowerShape, SiglipTower
 from legato.models.vision import ImageSpan
 from legato.models.weights import Weights
 from legato.vision.gemma import SquareRules
@@ -131,10 +131,10 @@ class PaliGemma(GemmaWithImages, Gemma2):
         return [(0, num_prompt)]
 
 
-def tower_shape(keys: Keys, side: int) -> SiglipShape:
-    return SiglipShape.of(Keys({**TOWER, "image_size": side, **keys.raw}, keys.path))
+def tower_shape(keys: Keys, side: int) -> PatchTowerShape:
+    return PatchTowerShape.of(keys.over(**TOWER, image_size=side))
 
 
-def tower(shape: SiglipShape, weights: Weights, name: str) -> SquareTower:
+def tower(shape: PatchTowerShape, weights: Weights, name: str) -> SquareTower:
     inner = f"{name}.vision_model"
     return SquareTower(shape, weights, inner if f"{inner}.post_layernorm.weight" in weights else name)

@@ -16,7 +16,9 @@ from legato.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
-class SiglipShape:
+class PatchTowerShape:
+    """Of SigLIP's tower and of CLIP's; the defaults are SigLIP's."""
+
     width: int
     num_heads: int
     num_layers: int
@@ -27,7 +29,7 @@ class SiglipShape:
     activation: str
 
     @classmethod
-    def of(cls, keys: Keys) -> SiglipShape:
+    def of(cls, keys: Keys) -> PatchTowerShape:
         return cls(
             width=keys.count("hidden_size", default=1152),
             num_heads=keys.count("num_attention_heads", default=16),
@@ -48,7 +50,7 @@ class SiglipShape:
 class SiglipTower:
     is_fractional = True  # also where an image has all patches, whose places are then found by rounding
 
-    def __init__(self, shape: SiglipShape, weights: Weights, name: str) -> None:
+    def __init__(self, shape: PatchTowerShape, weights: Weights, name: str) -> None:
         self.shape = shape
         kernel = (shape.width, 3, shape.patch, shape.patch)
         self.patches = weights.tensor(f"{name}.embeddings.patch_embedding.weight", kernel).flatten(1)
@@ -88,7 +90,7 @@ class SiglipTower:
         return (down[:, None] * side + across).flatten().to(self.places.device)
 
 
-def tower_layer(shape: SiglipShape, weights: Weights, name: str) -> TowerLayer:
+def tower_layer(shape: PatchTowerShape, weights: Weights, name: str) -> TowerLayer:
     width = shape.width
     return TowerLayer(
         weights.layer_norm(f"{name}.layer_norm1", width, shape.eps),

@@ -126,13 +126,13 @@ class Entry:
         room = limits.max_step_tokens - limits.max_rows + 1  # beside all decodes
         return longest <= limits.max_tokens and max((end - begin for begin, end in self.wholes), default=1) <= room
 
-    def cut(self, start: int, count: int, room: int) -> int:
-        """How many of `count` tokens from `start` on a step may compute without cutting what must be whole: fewer, or
-        more if there is `room` for them. 0: it has to wait for a step with more."""
-        end = start + count
+    def cut(self, start: int, wanted: int, budget: int, spare: int) -> int:
+        """How many of the `wanted` tokens from `start` on a step may compute: `budget`, or fewer so that what must be
+        whole is not cut, or more if they are `spare`. 0 or less: it has to wait for another step."""
+        count = min(wanted, budget)
         for first, last in self.wholes:
-            if first < end < last:
-                return first - start if first > start else last - start if last - start <= room else 0
+            if first < start + count < last:
+                return first - start if first > start else last - start if last - start <= budget + spare else 0
         return count
 
     def take_row(self, row: int, node: Node, blocks: list[int], limits: SchedulerLimits) -> None:

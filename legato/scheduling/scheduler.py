@@ -31,8 +31,7 @@ from legato.scheduling.state import GenerationRequest, Output, SchedulerStats, S
 
 # Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
 LOOK_AHEAD = 32
-# What one plan may spend on admissions, in blocks that are looked up: some 3 ms. Requests with long cached prefixes are
-# admitted over several plans, instead of holding up the router's event loop and every token that is on its way.
+# What one plan may spend on admissions, in blocks that are looked up: some 3 ms. More would hold up all tokens.
 MAX_ADMISSION_WORK = 4096
 ENTRY_WORK = 24  # of each request that is considered, besides its blocks
 # Losses of the shards in a row, without a token in between, that a request survives: it may be what they die of.
@@ -48,9 +47,8 @@ class Scheduler:
         self.adapters = AdapterSlots(limits.num_adapter_pages)
         self._drafter = Drafter()
         self._use(limits)
-        self._tenants = Tenants()
+        self._tenants, self._retry = Tenants(), RetryEstimate()
         self.shares = RequestShares(limits.max_requests, limits.max_queued_tokens)
-        self._retry = RetryEstimate()
         self._now = 0.0  # as callers told last
         queue = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
         self._deadlines = RequestDeadlines(queue, Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG))
@@ -167,9 +165,7 @@ class Scheduler:
     ) -> int:
         """Best rank first. Every decode gets its token; prompt chunks share the budget. Returns the rest of it."""
         for entry, num_wanted in zip(running, wanted, strict=True):
-            count = 1 if num_wanted == 1 else min(num_wanted, budget)
-            if entry.wholes and num_wanted > 1:
-                count = entry.cut(entry.num_scheduled, max(count, 0), budget + step.spare)
+            count = 1 if num_wanted == 1 else entry.cut(entry.num_scheduled, num_wanted, budget, step.spare)
             if count <= 0 or entry.row is None:  # no row: preempted by a better one in this very loop
                 continue
             guesses = drafts.get(entry.id, []) if drafts else []
@@ -204,13 +200,11 @@ class Scheduler:
             if is_early or self.adapters.is_overtaken(entry.request.adapter, self._now - entry.queued_at):
                 passed.append(entry)
                 continue
-            begin, room = len(blocks) * self.limits.block_size, budget + step.spare
-            count = entry.cut(begin, min(entry.num_known - begin, budget), room) if entry.wholes else budget
+            count = entry.cut(begin := len(blocks) * size, len(entry.tokens) - begin, budget, step.spare)
             has_room = count > 0 and self.adapters.has_room(entry.request.adapter)
             if not has_room or not self._admit(step.plan, entry, node, blocks):
                 passed.append(entry)
                 break  # it waits for memory, or for a step with room for it, and no other overtakes it there
-            count = min(entry.num_to_compute, count)
             first_new = len(entry.blocks)
             fits = self._grow(entry, count)
             assert fits, "_admit counted the blocks"

@@ -11,13 +11,14 @@ from dataclasses import replace
 import grpc
 import torch
 
+from legato.common.errors import OptionError
 from legato.common.gc import unfreeze_gc
 from legato.common.options import ServerOptions
 from legato.common.progress import WARMED_UP, WARMING_UP
 from legato.kernels.precompile import can_compile_ahead
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.models.registry import LimitedModel
-from legato.models.vision import MutualModel
+from legato.models.vision import CrossModel, MutualModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
 from legato.server.adapters import open_adapters
@@ -30,6 +31,7 @@ from legato.server.memory.allocator import release_blocks, return_freed_memory, 
 from legato.server.memory.budget import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
 from legato.server.memory.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
 from legato.server.memory.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
+from legato.vision.cross import ALIGNMENT
 from legato.vision.gemma import SquareRules
 from legato.vision.rules import image_rules
 
@@ -58,6 +60,8 @@ class Model:
         self.eos_token_ids = loaded.files.eos_token_ids()
         self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
         self.image_rules = image_rules(loaded.files)
+        if isinstance(loaded.model, CrossModel) and ALIGNMENT % options.block_size:
+            raise OptionError(f"--block-size is {options.block_size}: for this model it must divide {ALIGNMENT}")
         self.adapters = open_adapters(loaded, options)
         self._engine: Engine | None = None
         self._capacity: Capacity | None = None

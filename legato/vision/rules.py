@@ -6,14 +6,15 @@ The router needs the counts to know the length of a prompt; the server resizes a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from legato.common.errors import ModelFileError
 from legato.modelfiles.files import ModelFiles, read_json
+from legato.vision.cross import CrossRules, FlamingoRules, MllamaRules
 from legato.vision.gemma import Gemma3Rules, PaliGemmaRules, SquareRules
 from legato.vision.idefics import Idefics2Rules, IdeficsRules
+from legato.vision.llama4 import Llama4Rules
 from legato.vision.sizes import PixelNormalization as PixelNormalization
 from legato.vision.sizes import PromptText
 from legato.vision.sizes import Size as Size
@@ -144,30 +145,20 @@ class LlavaNextRules(PromptText):
         return max(self.resolutions, key=lambda resolution: resolution.height * resolution.width)
 
 
-ImageRules = QwenRules | LlavaNextRules | IdeficsRules | Idefics2Rules | SquareRules
+ImageRules = QwenRules | LlavaNextRules | IdeficsRules | Idefics2Rules | SquareRules | CrossRules | Llama4Rules
 
 
+TokenizerRules = IdeficsRules | Idefics2Rules | Gemma3Rules | PaliGemmaRules | FlamingoRules | Llama4Rules
 # Families whose images have tokens of text among theirs, or whose prompts are written around them.
-WITH_TOKENS: dict[str, type[IdeficsRules] | type[Idefics2Rules] | type[Gemma3Rules] | type[PaliGemmaRules]] = {
+WITH_TOKENS: dict[str, type[TokenizerRules]] = {
     "gemma3": Gemma3Rules,
+    "idefics": FlamingoRules,
     "idefics2": Idefics2Rules,
     "idefics3": IdeficsRules,
+    "llama4": Llama4Rules,
     "paligemma": PaliGemmaRules,
     "smolvlm": IdeficsRules,
 }
-
-
-def expand_placeholders(ids: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """A prompt with each placeholder `token_id` repeated once per token of its image, and their start positions."""
-    expanded: list[int] = []
-    starts: list[int] = []
-    for number in ids:
-        if number != token_id:
-            expanded.append(number)
-            continue
-        starts.append(len(expanded))
-        expanded += [token_id] * counts[len(starts) - 1]
-    return expanded, starts
 
 
 def image_rules(files: ModelFiles) -> ImageRules | None:
@@ -175,7 +166,8 @@ def image_rules(files: ModelFiles) -> ImageRules | None:
     if files.weight_format != "safetensors":
         return None  # the vision encoder of a GGUF model is in a second file
     config = files.config()
-    families: dict[str, type[QwenRules] | type[LlavaNextRules]] = {
+    families: dict[str, type[QwenRules] | type[LlavaNextRules] | type[MllamaRules]] = {
+        "mllama": MllamaRules,
         "qwen2_vl": QwenRules,
         "qwen2_5_vl": QwenRules,
         "qwen3_vl": QwenRules,

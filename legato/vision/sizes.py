@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -53,3 +54,21 @@ class PromptText:
     def written(self, text: str) -> str:
         """`text` has the family's marker for each image."""
         return text
+
+    def placed(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt whose images have `counts` tokens, and where each image begins."""
+        token_id: int = self.token_id  # type: ignore[attr-defined]
+        return expand_placeholders(ids, token_id, counts)
+
+
+def expand_placeholders(ids: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """A prompt with each placeholder `token_id` repeated once per token of its image, and their start positions."""
+    expanded: list[int] = []
+    starts: list[int] = []
+    for number in ids:
+        if number != token_id:
+            expanded.append(number)
+            continue
+        starts.append(len(expanded))
+        expanded += [token_id] * counts[len(starts) - 1]
+    return expanded, starts

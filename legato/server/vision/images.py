@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from legato.layers.kv_cache import KVCache
 from legato.layers.step import ImageEmbeddings, MutualTokens, Step
 from legato.models.vision import ImageSpan, MutualModel, VisionModel, WithImageTokens
 from legato.pb import generate_pb2 as pb
 from legato.pb import unpack_token_ids
-from legato.server.rows import RowStep, to_device
+from legato.server.rows import Rows, RowStep, to_device
 from legato.server.vision.pixels import num_pixels, pixels_of
 from legato.vision.files import decode
 from legato.vision.rules import ImageRules, Size
@@ -131,7 +132,11 @@ class VisionEncoder:
         self._rows[row] = RowImages(num_tokens, images, positions, shift, groups)
         self._shifts[row] = shift
 
-    def add_images(self, step: Step, parts: Sequence[RowStep]) -> Step:
+    def store_images(self, parts: list[RowStep], rows: Rows, cache: KVCache) -> list[RowStep]:
+        """For images that are beside the text: those of the step enter the cache. Returns what is left to compute."""
+        return parts
+
+    def add_images(self, step: Step, parts: Sequence[RowStep], block_size: int) -> Step:
         """The step with the images of its rows; `parts` are in its order."""
         rows = [self._rows.get(part.row, RowImages(0, [], None)) for part in parts]
         places: list[np.ndarray] = []

@@ -13,7 +13,7 @@ from legato.pb import generate_pb2 as pb
 from legato.server.interceptor import RequestRefused
 from legato.text.galactica import SequenceSplitter
 from legato.vision.files import InvalidImage, decode, has_decoder
-from legato.vision.rules import ImageRules, Size, UnsupportedImageShape, expand_placeholders
+from legato.vision.rules import ImageRules, Size, UnsupportedImageShape
 
 # Of one image: the default of --max-image-pixels.
 MAX_PIXELS = 1 << 24
@@ -67,7 +67,7 @@ def _placed(request: pb.Request, ids: list[int], images: list[pb.Image], rules: 
             " the token that stands for an image, or `input_ids` does not have one for each"
         )
     counts = [_num_tokens(request, number, image, rules) for number, image in enumerate(images)]
-    placed, starts = expand_placeholders(ids, rules.token_id, counts)
+    placed, starts = rules.placed(ids, counts)
     admitted = [
         pb.AdmittedImage(image=image, start=start, num_tokens=count)
         for image, start, count in zip(images, starts, counts, strict=True)
