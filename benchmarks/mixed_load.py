@@ -146,6 +146,18 @@ class Server:
         found = self.processes()
         return bool(found["shard"] and found["router"]) and len(found["worker"]) == NUM_WORKERS and self.is_ready()
 
+    def generates(self) -> bool:
+        """Whether a token comes. `/readyz` may be 200 for the moment until the router has noticed a shard's death."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=REQUEST_SECONDS)
+        try:
+            body = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 1}})
+            connection.request("POST", "/generate", body, {"content-type": "application/json"})
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
     def all_processes(self) -> dict[str, list[psutil.Process]]:
         return {"launcher": [self._launcher], **self.processes()}
 

@@ -174,12 +174,13 @@ def candidates(rows: int, operand: Operand, x: Tensor) -> Iterator[tuple[str, Ca
     dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(kernel)
     shapes = (
         ((16, 8, 1), (32, 8, 2), (64, 8, 4)) if rows <= 8 else ((32, 16, 2), (64, 16, 4)) if rows <= 16
-        else ((64, 32, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8), (128, 256, 8))
+        else ((64, 32, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8)) if rows <= 64
+        else ((64, 128, 4), (128, 128, 4), (128, 128, 8), (64, 256, 4), (128, 256, 8), (256, 128, 8))
     )  # fmt: skip
     chosen = tiled_config(rows, operand, 2 if dtype is None else 1, limits_of(x))
     splits = sorted({1, 2, chosen.split_k, min(8, 2 * chosen.split_k)})
     for tile_rows, tile, num_warps in shapes:
-        for num_stages in (3, 4, 5, 6):
+        for num_stages in (3, 4, 5) if rows <= 64 else (3, 4):
             for split in splits:
                 config = TiledConfig(tile_rows, tile, num_warps, num_stages, split)
                 yield str(config), partial(_tiled, x, config, dtype)
@@ -220,7 +221,7 @@ def run_engine(name: str, workloads: list[str], clock: Clock) -> dict[str, float
     with TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         words = [word for workload in workloads for word in ("--workload", workload)]
-        command = ["bench", "engine", "--model", "llama-8b", "--repeat", "2", *words, "--json", str(path)]
+        command = ["bench", "engine", "--model", "llama-8b", "--repeat", "3", *words, "--json", str(path)]
         shard = [] if name == "bf16" else ["--", "--quantize", FORMATS[name]]
         limit = min(clock.left, WORKLOAD_SECONDS * len(workloads))
         done = subprocess.run(

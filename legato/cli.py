@@ -29,7 +29,12 @@ class _Group(click.Group):
         return cast(click.Command, import_module(self._programs[name]).COMMAND)
 
 
-COMMANDS = {"serve": "legato.launcher.cli", "plan": "legato.plan.cli", "doctor": "legato.doctor.cli"}
+COMMANDS = {
+    "serve": "legato.launcher.cli",
+    "plan": "legato.plan.cli",
+    "doctor": "legato.doctor.cli",
+    "route": "legato.balancer.cli",
+}
 
 
 @with_version

@@ -4,13 +4,15 @@ RequestError
 ├── MalformedBody      400   not JSON
 ├── NotFound           404
 │   ├── UnknownAdapterId     no such LoRA adapter is loaded
-│   └── UnknownModel         the same, in OpenAI's API
+│   ├── UnknownModel         the same, in OpenAI's API
+│   └── WrongTask            a route of servers that do something else with texts
 ├── MethodNotAllowed   405
 ├── PayloadTooLarge    413
 ├── CompressedBody     415
 ├── InvalidRequest     422   JSON, but not a request we can serve
 │   └── TooLong              more tokens than the model takes
 ├── GenerationFailed   424   a shard failed under it
+│   └── ServerLost           this server computes nothing any more
 ├── Overloaded         429
 ├── InternalError      500   a bug of ours
 ├── Unhealthy          503
@@ -71,6 +73,15 @@ class UnknownModel(NotFound):
         super().__init__(f"The model {model!r} does not exist")
 
 
+class WrongTask(NotFound):
+    """`task` is the one that the route needs."""
+
+    def __init__(self, path: str, task: str) -> None:
+        is_generation = task == "generate"
+        does, needs = ("embeds texts", "generates text") if is_generation else ("generates text", "embeds texts")
+        super().__init__(f"This server {does}: {path} needs one that {needs}, started with --task {task}")
+
+
 class MethodNotAllowed(RequestError):
     status, error_type = 405, "method_not_allowed"
 
@@ -121,6 +132,12 @@ class GenerationFailed(RequestError):
 
     def __init__(self, cause: str) -> None:
         super().__init__(f"Request failed during generation: {cause}")
+
+
+class ServerLost(GenerationFailed):
+    """The balancer in front of several servers looks for the header, and goes on with another one."""
+
+    headers: ClassVar = {"x-legato-route": "lost"}
 
 
 class Overloaded(RequestError):

@@ -14,12 +14,15 @@ from legato.common.frontend import HttpOptions
 def command_line_warnings(words: Sequence[str] | None = None) -> list[str]:
     """About secrets in the command line of this process, which every user of the machine can read."""
     words = sys.argv if words is None else words
-    if any(word == "--api-key" or word.startswith("--api-key=") for word in words):
-        return [
-            "--api-key is on the command line, where other users of this machine can read it (ps):"
-            " set the environment variable API_KEY or use --api-key-file"
-        ]
-    return []
+    remedies = {
+        "--api-key": "set the environment variable API_KEY or use --api-key-file",
+        "--route-key": "set the environment variable ROUTE_KEY",
+    }
+    return [
+        f"{flag} is on the command line, where other users of this machine can read it (ps): {remedy}"
+        for flag, remedy in remedies.items()
+        if any(word == flag or word.startswith(f"{flag}=") for word in words)
+    ]
 
 
 def exposure_warnings(options: HttpOptions) -> list[str]:

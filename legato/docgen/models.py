@@ -51,6 +51,14 @@ them (`max_position_embeddings`). The answer begins with `decoder_start_token_id
 as in TGI.
 """
 
+EMBEDDINGS = """\
+## Embeddings and classifiers
+
+With `--task embed` ([docs/embeddings.md](embeddings.md)): BERT (`bert`), RoBERTa (`roberta`), XLM-RoBERTa
+(`xlm-roberta`), ModernBERT (`modernbert`), and decoders that embed (`qwen3`, `qwen2`, `mistral`, `llama`), such as
+Qwen3-Embedding; each with or without a head for sequence classification.
+"""
+
 TOKENIZERS = """\
 ## Tokenizers
 
@@ -117,6 +125,7 @@ def reference_page() -> str:
             "",
             IMAGES,
             ENCODER_DECODERS,
+            EMBEDDINGS,
             _tokenizers(),
             LONG_CONTEXTS,
             OTHERS,

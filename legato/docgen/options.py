@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from legato.balancer.options import RouteOptions
 from legato.common.option import Option, groups, table
 from legato.common.options import PROGRAMS, LauncherOptions
 from legato.common.program import metavar, shown_default
@@ -26,6 +27,11 @@ Options marked as not available in this version are refused with an error that n
 | 2 | an invalid command line |
 | 130 | interrupted twice, or before anything was started |
 """
+ROUTE = """\
+# Options of legato route
+
+One endpoint for several servers: [scaling.md](scaling.md).
+"""
 
 
 def reference_page() -> str:
@@ -38,6 +44,8 @@ def reference_page() -> str:
             f"## {heading}\n\n| flag | variable | default | meaning | also taken by |\n|---|---|---|---|---|"
         )
         sections[-1] += "\n" + "\n".join(rows) + "\n"
+    rows = [_row(option, []).removesuffix(" |") for option in table(RouteOptions)]
+    sections.append(f"{ROUTE}\n| flag | variable | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
     return "\n".join(sections)
 
 

@@ -33,6 +33,10 @@ class Matcher:
             if self._has_json:
                 self.scanner.feed(trie.bytes_of(token_id))
 
+    def forced(self) -> list[int]:
+        """Tokens of the text that must follow, if only one can."""
+        return [] if self.error is not None else list(self.position.compute_ff_tokens())
+
     def fail(self, message: str) -> None:
         self.error = self.error or message
 

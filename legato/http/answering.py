@@ -6,13 +6,14 @@ A route brings a `Job`, which knows the fields of its API, and a `StreamErrors`,
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from legato.api.errors import ClientGone, Draining, InternalError, Overloaded, RequestError
+from legato.api.errors import ClientGone, Draining, InternalError, InvalidRequest, Overloaded, RequestError
 from legato.http import sse
 from legato.http.exchange import ClientConnection, Exchange
 from legato.http.inference import Inference
@@ -21,6 +22,8 @@ from legato.http.telemetry import request_log
 from legato.http.telemetry.request_log import logger
 from legato.http.telemetry.tracing import HandlerTrace
 from legato.http.validation import ValidRequest
+from legato.ipc.routed import HEAD_HEADER, MARKED, SentTokens
+from legato.scheduling.state import FinishReason
 from legato.telemetry.metrics import Timings
 
 
@@ -144,6 +147,7 @@ class _Answer:
         self._headers = {"x-compute-type": inference.settings.compute_type}
         self._started = False
         self._writer: Writer | None = None
+        self._routed = exchange.routed
         # Set for a request that is traced.
         self.trace: HandlerTrace | None = None
 
@@ -152,6 +156,8 @@ class _Answer:
     async def whole(self) -> None:
         inference = self._inference
         with inference.counted():
+            if self._routed is not None and self._routed.sent:
+                raise InvalidRequest("only a stream can go on after tokens that were sent")
             job = self._make_job()
             num_sequences = job.num_prompts * job.num_sequences
             with inference.concurrency.held(num_sequences, self._exchange.tenant), self._exchange.client() as client:
@@ -171,6 +177,8 @@ class _Answer:
 
     async def stream(self, errors: StreamErrors) -> None:
         """The status goes out with the first event, so a request that is refused says so in its status."""
+        if self._routed is not None:
+            self._headers[HEAD_HEADER] = MARKED
         try:
             with self._inference.counted():
                 await self._events(self._make_job())
@@ -187,7 +195,8 @@ class _Answer:
             if self.trace is not None:
                 self.trace.failed(answered)
             tell = errors.error_event if self._writer is None else self._writer.fail
-            await self._write(tell(answered))
+            line = b"" if self._routed is None else self._routed.failure_mark(answered)
+            await self._write(line + tell(answered))
         await self._exchange.end()
 
     async def _events(self, job: Job) -> None:
@@ -203,21 +212,43 @@ class _Answer:
         writer = self._writer = job.writer(choices)
         # Waking any of the streams wakes the group.
         keep_alive = sse.KeepAlive(choices[0].stream, self._inference.settings.keep_alive)
+        self._replay(writer, choices)
         try:
             while not group.ended:
                 news = await group.read()
-                data = b"".join([writer.write(choices[number], pieces) for number, pieces in news])
+                # The writer takes the pieces, so the mark is made first.
+                line = b"" if self._routed is None else self._mark(choices, news, ended=group.ended)
+                data = line + b"".join([writer.write(choices[number], pieces) for number, pieces in news])
                 if group.ended:
                     data += writer.end()
                     self._succeeded(job, request, choices)
                     await job.record()
                 elif not news:
-                    data = writer.silence()
+                    data += writer.silence()
                 if data:  # a token may have no text
                     await self._write(data)
                     keep_alive.sent()
         finally:
             keep_alive.close()
+
+    def _mark(self, choices: list[Choice], news: list[tuple[int, list[Piece]]], *, ended: bool) -> bytes:
+        assert self._routed is not None
+        found = [
+            (number, [piece.token.id for piece in pieces], choices[number].stream.transcript.finish_reason)
+            for number, pieces in news
+        ]
+        return self._routed.mark(found, ended=ended)
+
+    def _replay(self, writer: Writer, choices: list[Choice]) -> None:
+        """Brings the writer to where another server has stopped; what it says meanwhile was sent."""
+        sent = [] if self._routed is None else self._routed.sent
+        for choice, before in zip(choices, sent, strict=False):
+            pieces = iter(choice.pieces)
+            # A choice that has ended says all at once that it has.
+            sizes = [len(choice.pieces)] if before.finish_reason else before.sizes
+            for size in sizes:
+                if group := list(itertools.islice(pieces, size)):
+                    writer.write(choice, group)
 
     async def _write(self, data: bytes) -> None:
         if not self._started:
@@ -254,12 +285,26 @@ class _Answer:
         """Choices 0 to `num_sequences` - 1 are of the first prompt, and so on."""
         choices: list[Choice] = []
         make = Stream if self.trace is None else self.trace.stream
+        sent = self._sent(job, requests)
         for prompt, request in enumerate(requests):
             for number in range(job.num_sequences):
-                stream = self._inference.stream(request, job.seed(number), client.tenant, make)
-                choices.append(Choice(len(choices), prompt, stream, job.prompt_only))
+                before = sent[len(choices)] if sent else SentTokens()
+                stream = self._inference.stream(request, job.seed(number), client.tenant, make, before.token_ids)
+                choice = Choice(len(choices), prompt, stream, job.prompt_only)
+                if before.token_ids:
+                    reason = None if before.finish_reason is None else FinishReason(before.finish_reason)
+                    choice.pieces = stream.replay(before.token_ids, reason)
+                choices.append(choice)
         with self._inference.running([choice.stream for choice in choices], client):
             yield choices
+
+    def _sent(self, job: Job, requests: list[ValidRequest]) -> list[SentTokens]:
+        """What the client has got of each choice from another server; empty if it has got nothing."""
+        if self._routed is None or not self._routed.sent:
+            return []
+        limits = [request.max_new_tokens for request in requests for _ in range(job.num_sequences)]
+        self._routed.check_sent(limits, self._inference.scheduler.limits.vocab_size)
+        return self._routed.sent
 
 
 def _figures(choices: list[Choice], timings: Timings) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,17 +23,21 @@ from legato.api.errors import (
     MethodNotAllowed,
     NotFound,
     RequestError,
+    WrongTask,
 )
 from legato.api.native import Info, TokenizeRequest
 from legato.chat.tools.tooling import ChatRenderer
 from legato.http.auth import OPEN_PATHS, RequireKey
-from legato.http.exchange import DIRECT_SEND, ROUTE, Exchange
+from legato.http.exchange import DIRECT_SEND, ROUTE, ROUTED, Exchange
 from legato.http.inference import Inference
 from legato.http.openapi import document
 from legato.http.pages.docs import PAGE
 from legato.http.pages.routes import PageRoutes
+from legato.http.routed import RouteKey
 from legato.http.routes.anthropic import errors as anthropic_errors
 from legato.http.routes.anthropic.messages import MessageRoutes
+from legato.http.routes.embeddings import errors as embedding_errors
+from legato.http.routes.embeddings.operations import needed_task
 from legato.http.routes.health import HealthRoutes
 from legato.http.routes.native import GenerateRoutes
 from legato.http.routes.openai import errors as openai_errors
@@ -44,12 +49,14 @@ from legato.http.routes.openai.token_names import TokenNames
 from legato.http.routes.platforms.kserve import KServeRoutes
 from legato.http.routes.platforms.sagemaker import SageMakerRoutes
 from legato.http.routes.platforms.vertex import VertexRoutes
+from legato.http.routes.replica import replica_state
 from legato.http.routes.responses.routes import ResponseRoutes
 from legato.http.scheduler import SchedulerClient
 from legato.http.telemetry import request_log
 from legato.http.telemetry.tracing import TracedRequests
 from legato.http.throttle import AcceptThrottle
-from legato.ipc.settings import RouterSettings
+from legato.ipc.routed import STATE_PATH
+from legato.ipc.settings import EmbeddingSettings, RouterSettings
 from legato.scheduling.state import ModelLimits
 from legato.telemetry import metrics as prometheus
 from legato.telemetry.export import SpanExport
@@ -81,13 +88,14 @@ def create_app(
         middleware=_middleware(settings),
         exception_handlers={
             RequestError: _on_request_error,
-            HTTPException: _on_http_exception,
+            HTTPException: partial(_on_http_exception, settings),
             Exception: _on_bug,
         },
     )
     # TGI has no route with a slash at its end, and a redirect would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
-    return Shortcut(app) if spans is None else TracedRequests(Shortcut(app), spans)
+    shortcut = Shortcut(app, None if settings.route_key is None else RouteKey(settings.route_key))
+    return shortcut if spans is None else TracedRequests(shortcut, spans)
 
 
 def _middleware(settings: RouterSettings) -> list[Middleware]:
@@ -105,15 +113,18 @@ def _middleware(settings: RouterSettings) -> list[Middleware]:
 
 
 class Shortcut:
-    """Outermost: remembers the server's own `send`, so that tokens do not pass through every layer that follows, and
-    lets work in a little at a time."""
+    """Outermost: remembers the server's own `send`, so that tokens do not pass through every layer that follows, tells
+    a balancer's requests from others, and lets work in a little at a time."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, route_key: RouteKey | None = None) -> None:
         self._app = app
+        self._route_key = route_key
         self._throttle = AcceptThrottle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault(DIRECT_SEND, send)
+        if self._route_key is not None:
+            scope[ROUTED] = self._route_key.read(scope)
         if scope.get("method") == "POST":
             await self._throttle.enter()
         await self._app(scope, receive, send)
@@ -128,25 +139,46 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ROUTE] = self._name
+        exchange = Exchange(scope, receive, send)
+        if exchange.routed is not None:
+            exchange.routed.enter()
         try:
             # A task of its own, because waking one that waits inside ten layers of framework wakes every layer.
-            await asyncio.create_task(self._handler(Exchange(scope, receive, send)))
+            await asyncio.create_task(self._handler(exchange))
         except ClientGone:
             request_log.dropped(self._name)
 
 
 def _routes(inference: Inference) -> list[Route]:
+    if inference.settings.embedding is not None:
+        return _embedding_routes(inference, inference.settings.embedding)
     settings, scheduler = inference.settings, inference.scheduler
     generate, health = GenerateRoutes(inference), HealthRoutes(scheduler, has_keys=bool(settings.api_keys))
     names = TokenNames(inference.tokenizer, inference.vocabulary)
-    completions, chat, models = (
-        CompletionRoutes(inference, names),
-        ChatRoutes(inference, names),
-        ModelRoutes(settings, scheduler),
-    )
+    completions, chat = CompletionRoutes(inference, names), ChatRoutes(inference, names)
     adapters = AdapterRoutes(settings, scheduler)
     messages = MessageRoutes(inference)
-    info = msgspec.json.encode(_info(settings, scheduler.limits))
+    return [
+        *_platform_routes(inference, generate, chat, completions, health.health),
+        Route("/", Endpoint(generate.compat), methods=["POST"]),
+        Route("/generate", Endpoint(generate.generate), methods=["POST"]),
+        Route("/generate_stream", Endpoint(generate.generate_stream), methods=["POST"]),
+        Route("/v1/chat/completions", Endpoint(chat.chat_completions), methods=["POST"]),
+        Route("/v1/messages", Endpoint(messages.messages), methods=["POST"]),
+        Route("/v1/messages/count_tokens", Endpoint(messages.count_tokens), methods=["POST"]),
+        *_response_routes(ResponseRoutes(inference, names)),
+        Route("/v1/completions", Endpoint(completions.completions), methods=["POST"]),
+        Route("/v1/load_lora_adapter", Endpoint(adapters.load_adapter), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", Endpoint(adapters.unload_adapter), methods=["POST"]),
+        Route("/chat_tokenize", Endpoint(chat.chat_tokenize), methods=["POST"]),
+        *_shared_routes(inference, health, msgspec.json.encode(_info(settings, scheduler.limits))),
+    ]
+
+
+def _shared_routes(inference: Inference, health: HealthRoutes, info: bytes) -> list[Route]:
+    """Those of every server, whatever it does with texts."""
+    settings, scheduler = inference.settings, inference.scheduler
+    models = ModelRoutes(settings, scheduler)
     openapi = msgspec.json.encode(document(settings))
 
     async def tokenize(exchange: Exchange) -> None:
@@ -165,31 +197,37 @@ def _routes(inference: Inference) -> list[Route]:
         return show
 
     return [
-        *_platform_routes(inference, generate, chat, completions, health.health),
-        Route("/", Endpoint(generate.compat), methods=["POST"]),
-        Route("/generate", Endpoint(generate.generate), methods=["POST"]),
-        Route("/generate_stream", Endpoint(generate.generate_stream), methods=["POST"]),
-        Route("/v1/chat/completions", Endpoint(chat.chat_completions), methods=["POST"]),
-        Route("/v1/messages", Endpoint(messages.messages), methods=["POST"]),
-        Route("/v1/messages/count_tokens", Endpoint(messages.count_tokens), methods=["POST"]),
-        *_response_routes(ResponseRoutes(inference, names)),
-        Route("/v1/completions", Endpoint(completions.completions), methods=["POST"]),
-        Route("/v1/load_lora_adapter", Endpoint(adapters.load_adapter), methods=["POST"]),
-        Route("/v1/unload_lora_adapter", Endpoint(adapters.unload_adapter), methods=["POST"]),
         Route("/v1/models", models.models),
         Route("/v1/models/{model:path}", models.model),
         Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
-        Route("/chat_tokenize", Endpoint(chat.chat_tokenize), methods=["POST"]),
         *PageRoutes(health.health, scheduler.observe).routes,
         *(Route(path, health.health) for path in ("/health", "/ping")),
         Route("/livez", health.live),
         Route("/readyz", health.ready),
         Route("/startupz", health.startup),
         Route("/drain", Endpoint(health.drain), methods=["POST"]),
+        Route(STATE_PATH, replica_state(scheduler, settings)),
         Route("/info", page(info, JSON)),
         Route("/metrics", show_metrics),
         Route("/docs", page(PAGE.encode(), "text/html")),
         Route("/api-doc/openapi.json", page(openapi, JSON)),
+    ]
+
+
+def _embedding_routes(inference: Inference, settings: EmbeddingSettings) -> list[Route]:
+    from legato.http.routes.embeddings.info import server_info
+    from legato.http.routes.embeddings.routes import EmbeddingRoutes  # brings in numpy
+
+    routes = EmbeddingRoutes(inference, settings)
+    health = HealthRoutes(inference.scheduler, has_keys=bool(inference.settings.api_keys))
+    info = server_info(inference.settings, settings, inference.scheduler.limits)
+    return [
+        Route("/", Endpoint(routes.main), methods=["POST"]),
+        Route("/v1/embeddings", Endpoint(routes.embeddings), methods=["POST"]),
+        Route("/embed", Endpoint(routes.embed), methods=["POST"]),
+        Route("/rerank", Endpoint(routes.rerank), methods=["POST"]),
+        Route("/predict", Endpoint(routes.predict), methods=["POST"]),
+        *_shared_routes(inference, health, msgspec.json.encode(info)),
     ]
 
 
@@ -266,19 +304,23 @@ def _refuse(path: str, error: RequestError, headers: Mapping[str, str] | None, r
         status, body = anthropic_errors.status(error), anthropic_errors.body(error)
     elif path.startswith(OPENAI_PREFIX):
         status, body = openai_errors.status(error), openai_errors.body(error)
+    elif path in embedding_errors.TEI_PATHS:
+        status, body = embedding_errors.status(error), embedding_errors.body(error)
     else:
         status, body = error.status, error.body
     request_log.failed(route, error, status)
     return Response(body, status, headers, JSON)
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
+async def _on_http_exception(settings: RouterSettings, request: Request, error: Exception) -> Response:
     """What the framework itself refuses: an unknown path, or a known one with another method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=error.headers)
     if error.status_code == 405:
         refusal: RequestError = MethodNotAllowed(f"{request.url.path} does not take {request.method}")
+    elif (task := needed_task(request.url.path, settings)) is not None:
+        refusal = WrongTask(request.url.path, task)
     else:
         refusal = NotFound(f"There is no route {request.url.path}")
     return _refuse(request.url.path, refusal, error.headers)

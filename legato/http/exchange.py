@@ -18,6 +18,7 @@ from legato.api.errors import ClientGone, CompressedBody, InvalidRequest, Malfor
 from legato.common.exposure import is_loopback
 
 if TYPE_CHECKING:
+    from legato.http.routed import RoutedRequest
     from legato.http.telemetry.tracing import RequestTrace
 
 T = TypeVar("T")
@@ -34,6 +35,8 @@ TENANT = "legato.tenant"
 ROUTE = "legato.route"
 # ... and the trace that the request belongs to, if it is traced.
 TRACE = "legato.trace"
+# ... and what the balancer in front of us says of it, if it came through one that has our key.
+ROUTED = "legato.routed"
 # Headers of requests that a web page or a proxy sends for somebody else.
 INDIRECT = frozenset({b"origin", b"forwarded", b"x-forwarded-for"})
 # Seconds for a client to take what is sent to it. A write waits only when a few hundred kilobytes are on the way.
@@ -114,6 +117,7 @@ class Exchange:
         self.tenant: str = scope.get(TENANT, "")
         self.route: str = scope.get(ROUTE, "")
         self.trace: RequestTrace | None = scope.get(TRACE)
+        self.routed: RoutedRequest | None = scope.get(ROUTED)
         self._abort: Callable[[], None] | None = scope.get(ABORT)
         self._loop = asyncio.get_running_loop()
         # Bytes of the request's body, once it was read.
@@ -141,9 +145,10 @@ class Exchange:
 
     async def json(self, decoder: msgspec.json.Decoder[T], limit: int) -> T:
         """The request's body. No content type is asked for: curl's default says form data."""
-        return decode(await self._body(limit), decoder)
+        return decode(await self.body(limit), decoder)
 
-    async def _body(self, limit: int) -> bytes:
+    async def body(self, limit: int) -> bytes:
+        limit += 0 if self.routed is None else self.routed.resume_len
         self._check_headers(limit)
         chunks = []
         size = 0
@@ -158,7 +163,8 @@ class Exchange:
             chunks.append(chunk)
             if not message.get("more_body", False):
                 self.body_size = size
-                return b"".join(chunks)
+                body = b"".join(chunks)
+                return body if self.routed is None else self.routed.take_sent(body)
 
     def _check_headers(self, limit: int) -> None:
         """What can be refused before any of the body is read."""
@@ -200,7 +206,10 @@ class Exchange:
 
     async def start(self, headers: Mapping[str, str], *, status: int = 200) -> None:
         encoded = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        await self.start_raw(status, encoded)
+
+    async def start_raw(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
         self._writing_since = self._loop.time()

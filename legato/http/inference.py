@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 from tokenizers import Tokenizer
 
 from legato.api.errors import ClientGone, Draining, RequestError
@@ -111,8 +112,16 @@ class Inference:
         finally:
             cancel()
 
-    def stream(self, request: ValidRequest, seed: int, tenant: str, make: Callable[..., Stream] = Stream) -> Stream:
-        """`make` makes a stream of another kind, for a request that is traced."""
+    def stream(
+        self,
+        request: ValidRequest,
+        seed: int,
+        tenant: str,
+        make: Callable[..., Stream] = Stream,
+        emitted_ids: Sequence[int] = (),
+    ) -> Stream:
+        """`make` makes a stream of another kind, for a request that is traced; `emitted_ids` are tokens that another
+        server has generated."""
         transcript = Transcript(
             self.vocabulary,
             () if self.scheduler.limits.has_encoder else request.input_ids,
@@ -123,6 +132,8 @@ class Inference:
         )
         priority = max(request.priority, self.settings.best_priority(tenant))
         generation = request.generation(next(self.ids), seed, tenant, priority)
+        if emitted_ids:
+            generation = msgspec.structs.replace(generation, emitted_ids=list(emitted_ids))
         return make(self.scheduler, generation, transcript, seed if request.parameters.do_sample else None)
 
     def succeeded(self, streams: Sequence[Stream], arrived_at: float) -> Timings:

@@ -23,9 +23,10 @@ from legato.api.native import ErrorResponse
 from legato.api.openai.responses import OpenAIError
 from legato.chat.template import TemplateError
 from legato.http.auth import Unauthorized
-from legato.http.operations import OPERATIONS, Operation
+from legato.http.operations import Operation
 from legato.http.routes import health
 from legato.http.routes.anthropic import errors as anthropic_errors
+from legato.http.routes.embeddings.operations import operations
 from legato.http.routes.openai import errors as openai_errors
 from legato.http.routes.openai.adapters import AdapterForbidden
 from legato.ipc.settings import RouterSettings
@@ -66,20 +67,22 @@ _OPENAI_ERRORS = {
 
 
 def document(settings: RouterSettings) -> dict[str, Any]:
-    schemas = _Schemas()
+    served = operations(settings)
+    schemas = _Schemas(served)
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
+    for operation in served:
         if settings.api_keys and not operation.is_open:
             operation = replace(operation, errors=(*operation.errors, 401))
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schemas)
     components: dict[str, Any] = {"schemas": schemas.components}
     if settings.api_keys:
         components["securitySchemes"] = {_SECURITY: {"type": "http", "scheme": "bearer"}}
+    does = "Text generation" if settings.embedding is None else "Text embeddings"
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Legato",
-            "description": f"Text generation with {settings.model_id}.",
+            "description": f"{does} with {settings.model_id}.",
             "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
             "version": settings.version,
         },
@@ -91,9 +94,9 @@ def document(settings: RouterSettings) -> dict[str, Any]:
 class _Schemas:
     """JSON schemas of the structs, and references to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, served: list[Operation]) -> None:
         types: list[Any] = []
-        for operation in OPERATIONS:
+        for operation in served:
             for kind in (operation.request, *(operation.response or {}).values()):
                 types += kind if isinstance(kind, tuple) else [kind]
         types = [kind for kind in types if kind is not None] + [ErrorResponse, OpenAIError, AnthropicError]

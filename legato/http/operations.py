@@ -38,6 +38,7 @@ from legato.http.routes import health
 from legato.http.routes.openai.adapters import AdapterChange
 from legato.http.routes.platforms import kserve
 from legato.http.routes.platforms.vertex import VertexRequest, VertexResponse
+from legato.ipc.routed import STATE_PATH, ReplicaState
 
 _JSON, _EVENTS = "application/json", "text/event-stream"
 # How a stream of OpenAI's API ends. All other events are JSON.
@@ -315,6 +316,13 @@ OPERATIONS = [
         " programs on the server's machine may ask for it.",
         response={_JSON: health.DrainResponse},
         errors=(403,),
+    ),
+    Operation(
+        "get",
+        STATE_PATH,
+        "Load, for a balancer",
+        "Whether requests can be admitted, how many there are, and how much of the KV cache is free.",
+        response={_JSON: ReplicaState},
     ),
     Operation("get", "/info", "The model and the limits of this server", response={_JSON: Info}),
     Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": str}),

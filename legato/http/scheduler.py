@@ -106,6 +106,12 @@ class SchedulerClient:
         assert isinstance(answer.value, bytes)
         return answer.value
 
+    async def load(self) -> bytes:
+        """`ServerLoad`, as JSON."""
+        answer = await self._ask(msg.AskLoad)
+        assert isinstance(answer.value, bytes)
+        return answer.value
+
     def _ask(self, question: Callable[[int], msgspec.Struct]) -> asyncio.Future[msg.Answer]:
         number = next(self._numbers)
         asked: asyncio.Future[Any] = self._loop.create_future()

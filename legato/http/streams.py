@@ -12,7 +12,15 @@ from collections.abc import Callable, Container, Sequence
 
 from msgspec import Struct
 
-from legato.api.errors import ClientGone, GenerationFailed, NotFound, Overloaded, RequestError, TimedOut
+from legato.api.errors import (
+    ClientGone,
+    GenerationFailed,
+    NotFound,
+    Overloaded,
+    RequestError,
+    ServerLost,
+    TimedOut,
+)
 from legato.api.native import PrefillToken, Token
 from legato.http.scheduler import SchedulerClient
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
@@ -199,6 +207,8 @@ class Stream:
 
     def start(self) -> None:
         self.queued_at = time.monotonic()
+        if self._ended:  # by what was replayed
+            return
         self._scheduler.submit(self._request, self.receive)
 
     def receive(self, output: Output) -> None:
@@ -220,6 +230,15 @@ class Stream:
             self.cancel()
             if self.on_overrun is not None:
                 self.on_overrun()
+
+    def replay(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> list[Piece]:
+        """What the client has got from another server, before this one starts."""
+        pieces = [self.transcript.add(Output(token_id)) for token_id in token_ids[:-1]]
+        pieces += [self.transcript.add(Output(token_id, finish_reason=finish_reason)) for token_id in token_ids[-1:]]
+        self._ended = self.transcript.finish_reason is not None
+        if self._request.prompt_logprobs:  # they were sent, too
+            self.prompt_logprobs = [None] * self.input_len
+        return pieces
 
     # ---- the reader's end -----------------------------------------------------------------------------------------
 
@@ -268,7 +287,7 @@ class Stream:
                     self._arrived = outputs[i:]
                     break
                 self._ended = True
-                raise _error_of(output)
+                raise error_of(output)
             pieces.append(self.transcript.add(output))
             self.num_drafts += output.is_draft
             if self.transcript.finish_reason is not None:
@@ -290,12 +309,14 @@ class Stream:
         ]
 
 
-def _error_of(output: Output) -> RequestError:
+def error_of(output: Output) -> RequestError:
     assert output.error is not None
     if output.retry_after:
         return Overloaded(output.retry_after)
     if output.is_unknown:
         return NotFound(output.error)
+    if output.is_lost:
+        return ServerLost(output.error)
     return TimedOut(output.error) if output.timed_out else GenerationFailed(output.error)
 
 

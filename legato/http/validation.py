@@ -7,7 +7,6 @@ of the base model, and numbers that a float32 cannot hold are refused.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from tokenizers import Encoding, Tokenizer
 
 from legato.api.errors import InvalidRequest, TooLong, UnknownAdapterId, UnknownModel
 from legato.api.native import GenerateParameters, GenerateRequest, SimpleToken
+from legato.common.identity import random_seed
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
 from legato.http.checks import check_bias, check_priority, penalty, positive, probability, share
@@ -98,6 +98,7 @@ class ValidRequest:
             priority=self.priority if priority is None else priority,
             tenant=tenant,
             adapter=NO_ADAPTER if self.adapter is None else self.adapter.number,
+            has_grammar=bool(self.parameters.grammar),
         )
 
     def with_grammar(self, grammar: Grammar) -> ValidRequest:
@@ -105,10 +106,6 @@ class ValidRequest:
         self.parameters.grammar = grammar.value
         self.parameters.grammar_type = grammar_type(grammar)
         return self
-
-
-def random_seed() -> int:
-    return secrets.randbits(64)
 
 
 class Validator:

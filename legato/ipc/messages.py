@@ -48,6 +48,19 @@ class ServerState(Struct, tag=6, array_like=True, frozen=True):
     step_age: float = 0.0
 
 
+class ServerLoad(Struct, frozen=True, kw_only=True):
+    """What the scheduler has to do, for a balancer. Unused cached blocks count as free."""
+
+    # Another value says that the prefix cache has been emptied.
+    epoch: str
+    running: int
+    queued: int
+    max_rows: int
+    free_blocks: int
+    total_blocks: int
+    block_size: int
+
+
 class Serve(Struct, tag=1, array_like=True, frozen=True):
     """The model is ready: let clients in."""
 
@@ -150,6 +163,12 @@ class Scrape(Struct, tag=7, array_like=True, frozen=True):
     dashboard: bool = False
 
 
+class AskLoad(Struct, tag=11, array_like=True, frozen=True):
+    """Answered with `ServerLoad`, as JSON."""
+
+    number: int
+
+
 class Report(Struct, tag=8, array_like=True, frozen=True):
     """What this worker has counted so far."""
 
@@ -171,5 +190,5 @@ class ChangeAdapter(Struct, tag=10, array_like=True, frozen=True):
 
 # About the worker itself, and on behalf of its clients.
 WorkerStatus: TypeAlias = Loaded | Serving | Failed | Report | Alive
-ClientMessage: TypeAlias = Submit | Cancel | Prepare | BeginDrain | Scrape | ChangeAdapter
+ClientMessage: TypeAlias = Submit | Cancel | Prepare | BeginDrain | Scrape | AskLoad | ChangeAdapter
 ToScheduler: TypeAlias = WorkerStatus | ClientMessage

@@ -9,6 +9,25 @@ from legato.scheduling.state import DEFAULT_PRIORITY
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings:
+    """Of a server that embeds or classifies texts."""
+
+    # Dimensions of an embedding, or labels of a classifier.
+    size: int
+    pooling: str
+    dtype: str = "float32"
+    # Whether embeddings have the length one unless a request says otherwise.
+    normalized: bool = True
+    # Texts that may be put before a text, by name, and the one that is by default.
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    # Names of a classifier's outputs; None: the model embeds.
+    labels: tuple[str, ...] | None = None
+    # Texts of one request.
+    max_client_batch_size: int = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterSettings:
     model_id: str
     model_sha: str | None = None
@@ -47,12 +66,16 @@ class RouterSettings:
     cors_allow_origin: tuple[str, ...] = ()
     # Keys for the routes that are not open; without any, no key is needed. Never shown.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    # What a balancer shows to be told which tokens its clients have got, and to go on after them; None: nobody is.
+    route_key: str | None = field(default=None, repr=False)
     # The best priority that the holder of a key may ask for, by tenant, where it is not the default.
     best_priorities: dict[str, int] = field(default_factory=dict)
     # Whether requests may name LoRA adapters, whether these may change at run time, and for which tenants.
     takes_adapters: bool = False
     changes_adapters: bool = False
     adapter_tenants: frozenset[str] = frozenset()
+    # None: the server generates text.
+    embedding: EmbeddingSettings | None = None
     # Where Vertex AI asks for predictions and health, besides the usual paths.
     vertex_predict_route: str | None = None
     vertex_health_route: str | None = None

@@ -12,6 +12,7 @@ from legato.kernels.quantized.eight_bit import LARGEST, EightBitRows, empty_rows
 
 # A program holds one whole row in registers.
 MAX_HIDDEN_SIZE = 65536
+FEW_ROWS = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -183,14 +184,15 @@ def _launch(
         NUM_PARTS=num_parts,
         LARGEST=0.0 if rows is None else LARGEST[rows.numbers.dtype],
         BLOCK=block,
-        num_warps=_num_warps(block),
+        num_warps=_num_warps(block, num_rows),
         **launch_options(x),
     )
 
 
-def _num_warps(block: int) -> int:
-    """Two 16-byte loads of bf16 per thread: enough in flight, and few warps to wait for in the reduction."""
-    return min(max(block // 512, 1), 16)
+def _num_warps(block: int, num_rows: int) -> int:
+    """Two 16-byte loads of bf16 per thread: enough in flight, and few warps to wait for in the reduction. With a few
+    rows one load: a step of 8 rows of an 8B model on an H200 takes 4.16 instead of 4.19 ms."""
+    return min(max(block // (256 if 2 <= num_rows <= FEW_ROWS else 512), 1), 16)
 
 
 @jit

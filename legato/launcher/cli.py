@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from legato.common import logging as logs
+from legato.common.errors import OptionError
 from legato.common.exposure import command_line_warnings, tls_context
 from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
@@ -142,6 +143,10 @@ async def _log_shard_ready(rank: int, path: str, start: float) -> None:
 
 def _num_shards(options: LauncherOptions) -> int:
     devices = None
+    if options.task == "embed":
+        if options.sharded or (options.num_shard or 1) > 1:
+            raise OptionError("--task embed runs on one device: use --num-shard 1, and a server for each device")
+        return 1
     if options.num_shard is None and options.sharded is not False:
         devices = sizing.num_devices(os.environ, sizing.installed_gpus)
     return sizing.num_shards(options.sharded, options.num_shard, devices)

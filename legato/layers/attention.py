@@ -11,6 +11,7 @@ from legato.kernels.attention.chunk import chunk_attention
 from legato.kernels.attention.decode import decode_attention
 from legato.kernels.attention.paged import paged_attention
 from legato.kernels.attention.prompt import RepeatedLengths, prompt_attention
+from legato.kernels.attention.turned import suits, turned_attention
 from legato.kernels.paged_kv import PagedKV, Scoring
 from legato.kernels.rotary import rotary_and_store
 from legato.layers.kv_cache import LayerCache
@@ -101,6 +102,10 @@ class SelfAttention:
 
     def _with_kernels(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
         table = None if self.rotary is None else self.rotary.cos_sin
+        if step.chunks is None:
+            kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens, step.rows)
+            if table is not None and suits(qkv, table, kv, self.scoring):
+                return turned_attention(qkv, step.positions, table, kv, step.slots, self.scoring)
         rotary_and_store(qkv, step.positions, table, cache.keys, cache.values, step.slots)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         d, chunks = step.num_decodes, step.chunks

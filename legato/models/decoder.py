@@ -5,7 +5,7 @@ A family's constructor fills in a `Decoder` with these layers; it writes only wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -114,6 +114,24 @@ class ParallelLayer:
         return self.shard.all_reduce(attended.add_(self.mlp(normed))), residual
 
 
+class StateTap:
+    """Hands what enters some layers to whoever reads it: the states of all tokens of a forward, and their slots."""
+
+    def __init__(self, layers: Sequence[int], keep: Callable[[list[torch.Tensor], torch.Tensor], None]) -> None:
+        self._layers, self._keep = tuple(layers), keep
+        self._states: list[torch.Tensor] = []
+
+    def take(self, number: int, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> None:
+        """What layer `number` gets."""
+        if number not in self._layers:
+            return
+        whole = x if residual is None else residual + (x.sum(0) if is_in_parts(x, residual) else x)
+        self._states.append(whole)
+        if number == self._layers[-1]:
+            self._keep(self._states, step.slots)
+            self._states = []
+
+
 class Decoder:
     """A `CausalModel` whose attributes the family's constructor fills in."""
 
@@ -122,6 +140,7 @@ class Decoder:
     norm: Norm  # behind the last layer
     head: Head
     can_capture = True
+    tap: StateTap | None = None
 
     def __init__(self, config: ModelConfig, weights: Weights, heads: Heads) -> None:
         self.config = replace(config, num_kv_heads=heads.all_kv_heads)  # which config.json need not say
@@ -134,7 +153,9 @@ class Decoder:
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         x = self.embed(step)
         residual: torch.Tensor | None = None
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+        for number, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            if self.tap is not None:
+                self.tap.take(number, x, residual, step)
             if layer is self.layers[-1]:
                 step = replace(step, in_last_layer=True)
             x, residual = layer(x, residual, layer_cache, step)

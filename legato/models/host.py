@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeGuard, TypeVar
 
@@ -18,8 +19,8 @@ import torch
 
 from legato.cpu.library import (
     ACTIVATIONS,
-    BLOCK_ROWS,
     GROUP,
+    LANES,
     MAX_HEAD_DIM,
     MAX_SHARING_HEADS,
     LayerPointers,
@@ -28,6 +29,7 @@ from legato.cpu.library import (
     StepPointers,
     library,
 )
+from legato.kernels.attention.paged import PagedContext
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache
 from legato.layers.linear import Head, Linear, PackedEmbedding, RowLinear
@@ -147,11 +149,14 @@ class HostDecoder:
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         context = step.on_host
-        is_ours = cache.layers[0].keys.dtype == CACHE_DTYPE and not cache.block_size % BLOCK_ROWS
-        if context is None or not is_ours or step.adapters is not None:  # the library knows no adapters
-            # What torch computes in is float32, whatever the cache has.
-            context = None if context is None else replace(context, dtype=torch.float32)
-            return self._model.forward(replace(step, on_host=context), cache)
+        is_ours = cache.layers[0].keys.dtype == CACHE_DTYPE and not cache.block_size % LANES
+        if context is None:
+            return self._model.forward(step, cache)
+        if not is_ours:
+            return self._in_torch(step, context, cache)
+        if step.adapters is not None:  # the library knows no adapters
+            with torch_layout(cache, _blocks_of(context)):
+                return self._in_torch(step, context, cache)
         self._use(cache)
         x = self._embedding.rows(step.input_ids)
         counts = np.array(context.query_lens, dtype=np.int32)
@@ -179,6 +184,10 @@ class HostDecoder:
             raise MemoryError
         return out
 
+    def _in_torch(self, step: Step, context: PagedContext, cache: KVCache) -> torch.Tensor:
+        # What torch computes in is float32, whatever the cache has.
+        return self._model.forward(replace(step, on_host=replace(context, dtype=torch.float32)), cache)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if (lora := self._model.head.lora) is not None and lora.is_active:
             return self._model.logits(hidden)
@@ -195,6 +204,37 @@ class HostDecoder:
             for pointers, layer in zip(self._pointers, cache.layers, strict=True):
                 pointers.keys, pointers.values = layer.keys.data_ptr(), layer.values.data_ptr()
             self._cache = cache
+
+
+@contextmanager
+def torch_layout(cache: KVCache, blocks: torch.Tensor) -> Iterator[None]:
+    """Keys and values of some blocks [slots, heads, head_dim] while the block runs, as torch's attention reads them.
+    The library has them by 16 slots, keys [heads, head_dim, 16] and values [heads, 16, head_dim] (src/legato.h)."""
+    *_, num_heads, head_dim = cache.layers[0].keys.shape
+    theirs = (-1, LANES, num_heads, head_dim)  # of the library's tensors the first axis is the same
+    ours = {"keys": (-1, num_heads, head_dim, LANES), "values": (-1, num_heads, LANES, head_dim)}
+    to_torch = {"keys": (0, 3, 1, 2), "values": (0, 2, 1, 3)}
+    to_ours = {"keys": (0, 2, 3, 1), "values": (0, 2, 1, 3)}
+
+    def convert(shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[int, ...]]) -> None:
+        for layer in cache.layers:
+            for name in ("keys", "values"):
+                tensor: torch.Tensor = getattr(layer, name)
+                found = tensor[blocks]
+                tensor[blocks] = found.view(shapes[name]).permute(axes[name]).reshape(found.shape)
+
+    convert(ours, to_torch)
+    try:
+        yield
+    finally:
+        convert(dict.fromkeys(ours, theirs), to_ours)
+
+
+def _blocks_of(context: PagedContext) -> torch.Tensor:
+    """All blocks that a step reads or writes, each once: sequences may share them."""
+    counts = [-(-length // context.block_size) for length in context.context_lens]
+    used = [table[:count] for table, count in zip(context.block_tables, counts, strict=True)]
+    return torch.cat(used).long().unique()
 
 
 def on_host(model: CausalModel) -> CausalModel:

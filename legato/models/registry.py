@@ -27,6 +27,7 @@ from legato.models.methods import find_method, on_load
 from legato.models.sources import SafetensorsSource, TensorSource
 from legato.models.targets import AdapterTarget
 from legato.models.weights import Weights
+from legato.quantization.fp8_copies import keep_fp8_copies
 from legato.quantization.method import DENSE
 
 logger = logging.getLogger(__name__)
@@ -142,9 +143,11 @@ def get_model(
     quantize: str | None = None,
     packs: bool = False,
     targets: list[AdapterTarget] | None = None,
+    fp8_copy_fraction: float = 0.0,
 ) -> CausalModel:
     """Build this shard of the model that `config` describes and fill it from `files`. `quantize` is the method that
-    was asked for; `packs` is for a CPU: matrices are packed; `targets` gets the layers that adapters may change."""
+    was asked for; `packs` is for a CPU: matrices are packed; `targets` gets the layers that adapters may change;
+    `fp8_copy_fraction` is that of free device memory which copies of 4-bit matrices may take."""
     if config.model_type not in ARCHITECTURES:
         fallback = _fallback(files, trust_remote_code)
         if quantize is not None or files.quantization() is not None:
@@ -158,6 +161,7 @@ def get_model(
         built: CausalModel = architecture(config, made)
         check_rope_option(config)
         _note_targets(targets, made)
+        keep_fp8_copies(made.quantized, fp8_copy_fraction)
         return built
     source = open_source(files)
     method = find_method(files, source, quantize)
@@ -174,6 +178,7 @@ def get_model(
     _note_targets(targets, weights)
     if weights.kinds:
         logger.info("Quantized weights", extra={"fields": {"method": method.name, "layers": dict(weights.kinds)}})
+    keep_fp8_copies(weights.quantized, fp8_copy_fraction)
     return model
 
 

@@ -55,6 +55,15 @@ class CheckpointTensors:
         self._unused.discard(name)
         return self._source.read(name, ()).to(self._device, self._dtype, copy=True)
 
+    def integers(self, name: str, *shape: int) -> torch.Tensor:
+        if name not in self or self._source.shape(name) != shape:
+            raise ModelFileError(f"{self._files.path}: {name} is missing, or not {list(shape)}")
+        self._unused.discard(name)
+        return self._source.read(name, ()).to(self._device, torch.int64)
+
+    def skip(self, name: str) -> None:
+        self._unused.discard(name)
+
     def check_all_used(self) -> None:
         if self._unused:
             raise ModelFileError(

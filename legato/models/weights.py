@@ -36,7 +36,7 @@ from legato.quantization.dense import Weight, dense_weight
 from legato.quantization.host import HostWeight, host_weight
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.stored import MatrixSlice, Ranges
-from legato.quantization.weight import Matrix, kinds_of, weight_of
+from legato.quantization.weight import Matrix, kinds_of, quantized_in, weight_of
 
 
 class RowOptions(TypedDict, total=False):
@@ -267,6 +267,7 @@ class Weights(ExpertMatrices):
         biases = [self.tensor(f"{each.name}.bias", (each.out_features,), each.cut()) for each in wanted if bias]
         make = host_weight if packs else weight_of
         weight = make(matrices, torch.cat(biases) if biases else None, order)
+        self.quantized += quantized_in(weight)
         self.kinds.update(kinds_of(weight))
         return weight
 

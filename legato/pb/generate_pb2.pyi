@@ -44,7 +44,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "eos_token_ids", "vocab_size", "max_position_embeddings", "model_type", "decoder_start_token_id", "num_uncaptured", "num_steps", "num_proposals", "whole_image_tokens", "adapters", "num_adapter_pages")
+    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "eos_token_ids", "vocab_size", "max_position_embeddings", "model_type", "decoder_start_token_id", "num_uncaptured", "num_steps", "num_proposals", "whole_image_tokens", "adapters", "num_adapter_pages", "embedding")
     REQUIRES_PADDING_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class InfoResponse(_message.Message):
     WHOLE_IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_ADAPTER_PAGES_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     requires_padding: bool
     dtype: str
     device_type: str
@@ -85,7 +86,20 @@ class InfoResponse(_message.Message):
     whole_image_tokens: int
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
     num_adapter_pages: int
-    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., model_type: _Optional[str] = ..., decoder_start_token_id: _Optional[int] = ..., num_uncaptured: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_proposals: _Optional[int] = ..., whole_image_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., num_adapter_pages: _Optional[int] = ...) -> None: ...
+    embedding: EmbeddingInfo
+    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., model_type: _Optional[str] = ..., decoder_start_token_id: _Optional[int] = ..., num_uncaptured: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_proposals: _Optional[int] = ..., whole_image_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., num_adapter_pages: _Optional[int] = ..., embedding: _Optional[_Union[EmbeddingInfo, _Mapping]] = ...) -> None: ...
+
+class EmbeddingInfo(_message.Message):
+    __slots__ = ("size", "pooling", "is_classifier", "max_tokens")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    IS_CLASSIFIER_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    pooling: str
+    is_classifier: bool
+    max_tokens: int
+    def __init__(self, size: _Optional[int] = ..., pooling: _Optional[str] = ..., is_classifier: bool = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
     __slots__ = ("adapter_id", "path", "num_pages")
@@ -396,20 +410,22 @@ class WarmupRequest(_message.Message):
     def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., max_input_tokens: _Optional[int] = ..., max_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "num_blocks", "max_rows", "max_unused_blocks")
+    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "num_blocks", "max_rows", "max_unused_blocks", "max_step_ms")
     MAX_SUPPORTED_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     MAX_UNUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     max_supported_total_tokens: int
     max_input_tokens: int
     max_total_tokens: int
     num_blocks: int
     max_rows: int
     max_unused_blocks: int
-    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_unused_blocks: _Optional[int] = ...) -> None: ...
+    max_step_ms: int
+    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_unused_blocks: _Optional[int] = ..., max_step_ms: _Optional[int] = ...) -> None: ...
 
 class PrepareGrammarRequest(_message.Message):
     __slots__ = ("grammar", "grammar_type")
@@ -452,7 +468,7 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Admission(_message.Message):
-    __slots__ = ("row", "request_id", "input_ids", "num_generated", "num_cached", "blocks", "parameters", "top_n_tokens", "prompt_logprobs", "adapter_id", "images", "max_new_tokens", "adapter_slot")
+    __slots__ = ("row", "request_id", "input_ids", "num_generated", "num_cached", "blocks", "parameters", "top_n_tokens", "prompt_logprobs", "adapter_id", "images", "max_new_tokens", "adapter_slot", "second_start")
     ROW_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -466,6 +482,7 @@ class Admission(_message.Message):
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_SLOT_FIELD_NUMBER: _ClassVar[int]
+    SECOND_START_FIELD_NUMBER: _ClassVar[int]
     row: int
     request_id: int
     input_ids: bytes
@@ -479,7 +496,8 @@ class Admission(_message.Message):
     images: _containers.RepeatedCompositeFieldContainer[AdmittedImage]
     max_new_tokens: int
     adapter_slot: int
-    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[int] = ..., input_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., num_cached: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: bool = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[_Union[AdmittedImage, _Mapping]]] = ..., max_new_tokens: _Optional[int] = ..., adapter_slot: _Optional[int] = ...) -> None: ...
+    second_start: int
+    def __init__(self, row: _Optional[int] = ..., request_id: _Optional[int] = ..., input_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., num_cached: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: bool = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[_Union[AdmittedImage, _Mapping]]] = ..., max_new_tokens: _Optional[int] = ..., adapter_slot: _Optional[int] = ..., second_start: _Optional[int] = ...) -> None: ...
 
 class AdapterPlacement(_message.Message):
     __slots__ = ("adapter_id", "slot", "pages")
@@ -566,7 +584,7 @@ class RowError(_message.Message):
     def __init__(self, index: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("id", "token_ids", "logprobs", "top_tokens", "prompt_logprobs", "forward_ns", "total_ns", "error", "row_errors", "num_sampled", "proposed_ids")
+    __slots__ = ("id", "token_ids", "logprobs", "top_tokens", "prompt_logprobs", "forward_ns", "total_ns", "error", "row_errors", "num_sampled", "proposed_ids", "vectors")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -578,6 +596,7 @@ class StepResponse(_message.Message):
     ROW_ERRORS_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_IDS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
     id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -589,4 +608,5 @@ class StepResponse(_message.Message):
     row_errors: _containers.RepeatedCompositeFieldContainer[RowError]
     num_sampled: _containers.RepeatedScalarFieldContainer[int]
     proposed_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., error: _Optional[str] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., num_sampled: _Optional[_Iterable[int]] = ..., proposed_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    vectors: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., error: _Optional[str] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., num_sampled: _Optional[_Iterable[int]] = ..., proposed_ids: _Optional[_Iterable[int]] = ..., vectors: _Optional[_Iterable[bytes]] = ...) -> None: ...

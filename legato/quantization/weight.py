@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from legato.kernels.quantized.linear import KERNEL_TYPES, Gate, quantized_linear, row_type_of
+from legato.kernels.quantized.linear import FEW_ROWS, KERNEL_TYPES, Gate, quantized_linear, row_type_of
+from legato.kernels.quantized.operand import Operand
 from legato.quantization.dense import Weight, dense_weight
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.operands import describe, operand_on_gpu
@@ -25,6 +26,8 @@ class QuantizedWeight:
         self.matrix = matrix
         self.bias = bias
         self.operand = operand_on_gpu(matrix)
+        # The same in fp8, for more than a few rows; see `fp8_copies.py`.
+        self.fp8_copy: Operand | None = None
         self.product_name = "torch" if self.operand is None else describe(self.operand)
 
     @property
@@ -50,7 +53,8 @@ class QuantizedWeight:
                 product += self.bias
             return product if gate is None else gate.apply(product)
         order = self.matrix.groups.order
-        return quantized_linear(x if order is None else x.index_select(1, order), self.operand, self.bias, gate)
+        operand = self.operand if self.fp8_copy is None or x.shape[0] <= FEW_ROWS else self.fp8_copy
+        return quantized_linear(x if order is None else x.index_select(1, order), operand, self.bias, gate)
 
 
 class StackedWeight:
@@ -105,6 +109,13 @@ def stack(matrices: Sequence[Matrix]) -> Matrix | None:
 def row_type_of_weight(weight: object) -> torch.dtype | None:
     """In which type of 8 bits a weight wants many rows; None: as they are."""
     return weight.row_type if isinstance(weight, QuantizedWeight) else None
+
+
+def quantized_in(weight: object) -> list[QuantizedWeight]:
+    """The weight, or those of its parts that are quantized."""
+    if isinstance(weight, QuantizedWeight):
+        return [weight]
+    return [found for part in getattr(weight, "weights", ()) for found in quantized_in(part)]
 
 
 def kinds_of(weight: object) -> list[str]:

@@ -29,6 +29,7 @@ from legato.modelfiles.locate import cache_of, locate
 from legato.pb import generate_pb2 as pb
 from legato.router import model_info
 from legato.router.adapters import AdapterRegistry, AdapterRules
+from legato.router.embedding import embedding_settings, warm_up_embedding
 from legato.router.listening import Listeners
 from legato.router.monitoring.dashboard import StepHistory
 from legato.router.monitoring.metrics_listener import metrics_listener
@@ -49,6 +50,8 @@ from legato.telemetry.metrics import Metrics, StepFigures
 
 logger = logging.getLogger(__name__)
 
+# Prompts of one completions request, unless --max-client-batch-size says otherwise. TGI's.
+CLIENT_BATCH_SIZE = 4
 # Default maximum of HTTP workers: more would wait for the scheduler.
 MAX_WORKERS = 8
 
@@ -94,7 +97,8 @@ async def serve(
             metrics.step(step)
             history.add(step)
 
-        steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=options.hang_timeout, traces=traces)
+        hang_timeout = max(options.hang_timeout, limits.longest_step)
+        steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=hang_timeout, traces=traces)
         with response_store(options.response_store, options.response_store_size) as stored:
             settings = replace(settings_for(options, info, api_keys, model), response_store=stored)
             adapters = AdapterRegistry(steps, info.adapters, adapter_rules(options), settings.base_names)
@@ -127,6 +131,8 @@ async def reconnect(options: RouterOptions) -> ConnectedShards:
 
 
 async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOptions) -> tuple[Scheduler, ModelLimits]:
+    if info.HasField("embedding"):
+        return await warm_up_embedding(shards, info, options)
     started = time.perf_counter()
     sizes = step_sizes(info.device_type, options.max_batch_prefill_tokens)
     rows = min(options.max_batch_size or sizes.max_rows, options.max_concurrent_requests)
@@ -187,6 +193,7 @@ def scheduler_limits(
         max_unused_blocks=found.max_unused_blocks if found.HasField("max_unused_blocks") else None,
         max_prompt_tokens=sizes.max_prompt_tokens,
         max_mixed_tokens=sizes.mixed_tokens,
+        most_mixed_tokens=sizes.most_mixed_tokens,
         mixed_step_time=sizes.mixed_time,
         queue_timeout=options.queue_timeout,
         request_timeout=options.request_timeout,
@@ -280,7 +287,7 @@ def settings_for(
         max_best_of=options.max_best_of,
         max_stop_sequences=options.max_stop_sequences,
         max_top_n_tokens=options.max_top_n_tokens,
-        max_client_batch_size=options.max_client_batch_size,
+        max_client_batch_size=options.max_client_batch_size or CLIENT_BATCH_SIZE,
         validation_workers=options.validation_workers,
         grammar_support=not options.disable_grammar_support,
         schema_lenient=options.schema_lenient,
@@ -297,9 +304,11 @@ def settings_for(
         ssl_keyfile=_absolute(options.ssl_keyfile),
         cors_allow_origin=options.cors_allow_origin,
         api_keys=tuple(api_keys),
+        route_key=options.route_key,
         best_priorities={tenant_of(key): rights.priority for key, rights in api_keys.items()},
         adapter_tenants=frozenset(tenant_of(key) for key, rights in api_keys.items() if rights.adapters),
         takes_adapters=info.num_adapter_pages > 0,
+        embedding=embedding_settings(info, options, model),
         changes_adapters=options.lora_allow_runtime,
         vertex_predict_route=vertex_route(os.environ, "AIP_PREDICT_ROUTE"),
         vertex_health_route=vertex_route(os.environ, "AIP_HEALTH_ROUTE"),

@@ -60,6 +60,8 @@ class Port:
                 self._spawn(self._prepare(number, grammar))
             case msg.BeginDrain(number):
                 self._send(msg.Answer(number, self._drain()))
+            case msg.AskLoad(number):
+                self._send(msg.Answer(number, msgspec.json.encode(self._steps.load)))
             case msg.ChangeAdapter(number, name, source, revision):
                 self._spawn(self._change_adapter(number, name, source, revision))
             case msg.Scrape(number, dashboard):

@@ -335,6 +335,7 @@ def _from_pb(response: pb.StepResponse) -> StepResult:
         forward_ns=response.forward_ns,
         total_ns=response.total_ns,
         error=response.error if response.HasField("error") else None,
+        vectors=list(response.vectors),
     )
     for top in response.top_tokens:
         result.top_tokens[top.index] = list(zip(top.ids, top.logprobs, strict=True))

@@ -15,10 +15,12 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from secrets import token_hex
 from typing import Protocol
 
 from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
+from legato.ipc.messages import ServerLoad
 from legato.router.clock import MAX_LATENESS, Clock, LoopClock, Timer
 from legato.router.monitoring.tracing import StepTraces
 from legato.router.sent_step import SentStep
@@ -78,6 +80,8 @@ class StepLoop:
         self._on_step = on_step
         self._clock = LoopClock() if clock is None else clock
         self._traces = traces
+        # Another one with every prefix tree.
+        self._epoch = token_hex(8)
         self._receivers: dict[int, Receiver] = {}
         self._sent: deque[SentStep] = deque()
         self._last_arrival = 0.0
@@ -154,8 +158,21 @@ class StepLoop:
     def kv_usage(self) -> float:
         return self.scheduler.kv_usage
 
+    @property
+    def load(self) -> ServerLoad:
+        scheduler = self.scheduler
+        return ServerLoad(
+            epoch=self._epoch,
+            running=len(scheduler.running),
+            queued=len(scheduler.queue),
+            max_rows=scheduler.limits.max_rows,
+            free_blocks=scheduler.pool.available + scheduler.tree.num_evictable,
+            total_blocks=scheduler.pool.total,
+            block_size=scheduler.limits.block_size,
+        )
+
     def submit(self, request: GenerationRequest, receiver: Receiver) -> None:
-        refused = self.scheduler.submit(request, self._clock.now()) if self._lost is None else Output(error=self._lost)
+        refused = self.scheduler.submit(request, self._clock.now()) if self._lost is None else _lost(self._lost)
         if refused is not None:
             receiver.put(request.id, refused)
             return
@@ -221,6 +238,7 @@ class StepLoop:
     def resume(self, shards: Shards, scheduler_limits: SchedulerLimits, limits: ModelLimits) -> None:
         """Other shards take the place of those that were lost. Their stream opens when `run` goes on."""
         self.shards, self.limits = shards, limits
+        self._epoch = token_hex(8)
         self._sent.clear()
         if self._traces is not None:
             self._traces.clear()
@@ -369,4 +387,8 @@ class StepLoop:
             self._alarm.cancel()
         receivers, self._receivers = self._receivers, {}
         for request_id, receiver in receivers.items():
-            receiver.put(request_id, Output(error=reason))
+            receiver.put(request_id, _lost(reason))
+
+
+def _lost(reason: str) -> Output:
+    return Output(error=reason, is_lost=True)

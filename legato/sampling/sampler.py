@@ -34,7 +34,7 @@ from legato.sampling.logprobs import HUGE, LikeliestTokens, finite, top_tokens
 from legato.sampling.params import Column, Feature, RowParams
 from legato.sampling.penalties import TokenHistory
 from legato.sampling.randomness import STRIDE, uniform
-from legato.sampling.rows import BatchPart, Composition, RowTable
+from legato.sampling.rows import BatchPart, Composition, RowTable, on_device
 from legato.sampling.watermark import GreenLists
 
 
@@ -59,7 +59,7 @@ class Sampler:
         watermark_gamma: float = 0.5,
         watermark_delta: float = 2.0,
     ) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._table = RowTable(max_rows, device)
         self._history = TokenHistory(vocab_size, max_rows, device)
         self._greens = GreenLists(vocab_size, device, watermark_gamma, watermark_delta)
@@ -82,8 +82,8 @@ class Sampler:
         params = RowParams.read(parameters, top_n_tokens)
         for name, ids in (("token_bias", parameters.token_bias), ("end_token_ids", parameters.end_token_ids)):
             for token in ids:
-                if token >= self._vocab_size:
-                    raise ValueError(f"{name}: {token} is not in the vocabulary of {self._vocab_size} tokens")
+                if token >= self.vocab_size:
+                    raise ValueError(f"{name}: {token} is not in the vocabulary of {self.vocab_size} tokens")
         if Feature.REPETITION in params.features:
             self._history.begin_seen(row, np.concatenate((prompt_ids, generated_ids)))
         if Feature.COUNTS in params.features:
@@ -102,11 +102,35 @@ class Sampler:
     def sample(self, logits: Tensor, rows: list[int], allowed: Allowed | None = None) -> Sampled:
         """One token for each of the rows, whose logits are logits [n, V], and every row one position further."""
         if not self._composition.describes(self._table, rows):
-            self._composition = Composition(self._table, rows, self._vocab_size)
-        batch = self._composition
+            self._composition = Composition(self._table, rows, self.vocab_size)
+        return self._sample(logits, self._composition, allowed)
+
+    def is_memoryless(self, rows: list[int]) -> bool:
+        """Whether what these rows choose depends on the tokens before through the logits alone."""
+        return all(self._table.users[feature].isdisjoint(rows) for feature in _REMEMBERING)
+
+    @torch.inference_mode()
+    def sample_ahead(self, logits: Tensor, rows: list[int], ahead: Tensor) -> Sampled:
+        """What rows would choose from logits [n, V] if they were ahead [n] positions further on, with what is known of
+        them now. Nothing is taken note of, and a row may be there several times."""
+        return self._sample(logits, Composition(self._table, rows, self.vocab_size), None, ahead)
+
+    def advance(self, rows: list[int], counts: list[int]) -> None:
+        """Memoryless rows go on by so many positions."""
+        drawing = [
+            (row, count) for row, count in zip(rows, counts, strict=True) if row in self._table.users[Feature.SAMPLE]
+        ]
+        if drawing:
+            numbers = on_device(torch.tensor(drawing), self._table.device)
+            self._table.counters.index_add_(0, numbers[:, 0], numbers[:, 1] * STRIDE)
+
+    def _sample(
+        self, logits: Tensor, batch: Composition, allowed: Allowed | None, ahead: Tensor | None = None
+    ) -> Sampled:
         raw = finite(logits)
-        token_ids = self._choose(self._adjust(raw, batch, allowed), batch)
-        self._record(token_ids, batch)
+        token_ids = self._choose(self._adjust(raw, batch, allowed), batch, ahead)
+        if ahead is None:
+            self._record(token_ids, batch)
         logprobs = raw.log_softmax(-1)
         top = None
         if (part := batch.parts.get(Feature.TOP_TOKENS)) is not None:
@@ -137,21 +161,24 @@ class Sampler:
             allowed.restrict(scores)
         return scores
 
-    def _choose(self, scores: Tensor, batch: Composition) -> Tensor:
+    def _choose(self, scores: Tensor, batch: Composition, ahead: Tensor | None) -> Tensor:
         drawing = batch.parts.get(Feature.SAMPLE)
         if drawing is None:
             return blocks.argmax(scores)
-        drawn = self._draw(drawing.take(scores), drawing, batch)
+        counters = self._table.counters.index_select(0, drawing.rows)
+        if ahead is None:
+            self._table.counters.index_copy_(0, drawing.rows, counters + STRIDE)
+        else:
+            counters += drawing.take(ahead) * STRIDE
+        drawn = self._draw(drawing.take(scores), drawing, batch, counters)
         if drawing.whole:
             return drawn
         token_ids = blocks.argmax(scores)
         drawing.put(token_ids, drawn)
         return token_ids
 
-    def _draw(self, scores: Tensor, drawing: BatchPart, batch: Composition) -> Tensor:
+    def _draw(self, scores: Tensor, drawing: BatchPart, batch: Composition, counters: Tensor) -> Tensor:
         """scores [m, V] -> [m]. They are left as they are: they may be the raw ones."""
-        counters = self._table.counters.index_select(0, drawing.rows)
-        self._table.counters.index_copy_(0, drawing.rows, counters + STRIDE)
         scaled = scores
         if Feature.TEMPERATURE in batch.parts:
             scaled = scores / drawing.number(Column.temperature)
@@ -170,6 +197,7 @@ class Sampler:
             self._table.count_down(batch.rows)
 
 
+_REMEMBERING = (Feature.WATERMARK, Feature.REPETITION, Feature.COUNTS, Feature.NO_END_YET)
 _ADJUSTING = frozenset({Feature.WATERMARK, Feature.BIAS, Feature.REPETITION, Feature.COUNTS, Feature.NO_END_YET})
 
 

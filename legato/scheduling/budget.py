@@ -12,9 +12,13 @@ from dataclasses import dataclass, replace
 
 # Below this, steps would be many and mostly overhead, and prompts would pay for it.
 FEWEST_MIXED_TOKENS = 512
-# A step that took far too long may be an accident, such as a kernel that was compiled; so may one that was fast.
+# A step that took far too long may be an accident, such as a kernel that was compiled or a graph that was captured
+# before it: only the second in a row counts, and cuts no more than this. One that was fast may be an accident, too.
+ACCIDENT = 1.5
 LARGEST_CUT = 0.5
 LARGEST_RISE = 1.1
+# Matrix products of an H200 have tiles of 128 or 256 tokens, and take as long for a tile that is not full.
+ALIGNMENT = 128
 # The context at which the attention of a token takes as long as all else that is computed for it. By operations it is
 # 27,000 tokens for Llama-3.1-8B and 52,000 for 70B; where it is wrong, learning from steps corrects the budget.
 DOUBLING_CONTEXT = 24_000
@@ -25,7 +29,7 @@ class StepSizes:
     """Defaults for a kind of device."""
 
     max_tokens: int
-    # Of prompts, beside decodes.
+    # Of prompts, beside decodes: what a server begins with, and what a fast one may learn to take.
     mixed_tokens: int
     # Seconds that a step with both should take. None: it takes what it takes.
     mixed_time: float | None = None
@@ -33,21 +37,72 @@ class StepSizes:
     max_rows: int = 128
     # Prompt tokens of any step (`--max-batch-prefill-tokens`), where that is less than `max_tokens`.
     max_prompt_tokens: int | None = None
+    # None: `mixed_tokens`.
+    most_mixed_tokens: int | None = None
+
+    @property
+    def mixed_limit(self) -> int:
+        return self.mixed_tokens if self.most_mixed_tokens is None else self.most_mixed_tokens
 
     def capped(self, tokens: int | None) -> StepSizes:
         """By `--max-batch-prefill-tokens`, if given."""
         if tokens is None:
             return self
-        return replace(self, max_tokens=tokens, mixed_tokens=min(tokens, self.mixed_tokens), max_prompt_tokens=tokens)
+        mixed, most = min(tokens, self.mixed_tokens), min(tokens, self.mixed_limit)
+        return replace(self, max_tokens=tokens, mixed_tokens=mixed, max_prompt_tokens=tokens, most_mixed_tokens=most)
 
 
 # Two cores compute about 700 prompt tokens a second, so a step of 256 holds the others up for a third of one. One
-# H200 computes 44,000 with an 8B model: 8,192 take 190 ms, and 1,500 beside 512 decodes the 50 ms aimed at.
-STEP_SIZES = {"cpu": StepSizes(512, 256), "cuda": StepSizes(8192, 2048, 0.050, max_rows=512)}
+# H200 computes 44,000 with an 8B model: 8,192 take 190 ms, and 1,500 beside 512 decodes the 50 ms aimed at. In fp8 it
+# computes 72,000.
+STEP_SIZES = {
+    "cpu": StepSizes(512, 256),
+    "cuda": StepSizes(8192, 2048, 0.050, max_rows=512, most_mixed_tokens=4096),
+}
 
 
 def step_sizes(device_type: str, given: int | None) -> StepSizes:
     return STEP_SIZES.get(device_type, STEP_SIZES["cpu"]).capped(given)
+
+
+@dataclass(slots=True)
+class PromptRoom:
+    """What prompts may still take of one step, each told how many tokens are before its own."""
+
+    tokens: int
+    # In tokens without a context; None: only `tokens` counts.
+    units: float | None = None
+    # The first prompt may have so many, whatever its context.
+    fewest: int = 0
+    # Decodes and prompt tokens that the step has so far, and the units that the latter came to.
+    num_before: int = 0
+    num_units: float = 0.0
+
+    @property
+    def is_left(self) -> bool:
+        return self.tokens > 0 and (self.units is None or self.units >= 1)
+
+    def offer(self, wanted: int, context_len: int) -> int:
+        """How many of a prompt's tokens the step has room for. A prompt that does not fit is cut where the step has a
+        multiple of `ALIGNMENT` tokens, be it a little more than fits: cut off always, the budget would never rise."""
+        most = self.tokens
+        if self.units is not None:
+            fitting = int(self.units / _weight(context_len))
+            most = min(most, fitting if self.num_units else max(fitting, self.fewest))
+        if wanted <= most or self.units is None or most < 2 * ALIGNMENT:
+            return min(wanted, most)
+        beyond = (self.num_before + most) % ALIGNMENT
+        aligned = most - beyond + (ALIGNMENT if 2 * beyond >= ALIGNMENT else 0)
+        return aligned if aligned <= min(wanted, self.tokens) else most - beyond
+
+    def spend(self, count: int, wanted: int, context_len: int) -> None:
+        """On a prompt that wanted so many. One that was cut is the last of its step."""
+        units = count * _weight(context_len)
+        self.num_before += count
+        self.num_units += units
+        self.tokens = self.tokens - count if count == wanted else 0
+        if self.units is not None:
+            self.units = max(self.units - units, 0.0)
 
 
 class StepBudget:
@@ -57,30 +112,31 @@ class StepBudget:
         self._sizes = sizes
         self._fewest = min(FEWEST_MIXED_TOKENS, sizes.mixed_tokens)
         self._mixed: float = sizes.mixed_tokens  # in tokens without a context
+        self._was_slow = False
 
-    def prompt_tokens(self, num_decodes: int, context_len: int = 0) -> int:
-        """For a step in which `num_decodes` rows get a token each, and whose first prompt goes on behind `context_len`
-        tokens."""
-        room = self._sizes.max_tokens - num_decodes
+    def room(self, num_decodes: int) -> PromptRoom:
+        """For prompts in a step in which `num_decodes` rows get a token each, or bring so many drafts with it."""
+        tokens = self._sizes.max_tokens - num_decodes
         if self._sizes.max_prompt_tokens is not None:
-            room = min(room, self._sizes.max_prompt_tokens)
+            tokens = min(tokens, self._sizes.max_prompt_tokens)
         if not num_decodes:
-            return room
+            return PromptRoom(tokens)
         if self._sizes.mixed_time is None:
-            return min(room, int(self._mixed))
-        return min(room, max(int(self._mixed / _weight(context_len)), self._fewest))
+            return PromptRoom(min(tokens, int(self._mixed)))
+        return PromptRoom(min(tokens, self._sizes.mixed_limit), self._mixed, self._fewest, num_decodes)
 
-    def learn(self, num_prompt_tokens: int, seconds: float, context_len: int = 0) -> None:
-        """That so many took so long beside decodes. A step that was not full says nothing against a larger one."""
+    def learn(self, num_units: float, seconds: float) -> None:
+        """That so much took so long beside decodes. A step that was not full says nothing against a larger one."""
         target = self._sizes.mixed_time
         if target is None or seconds <= 0:
             return
         # Of the step itself and not of today's budget: two steps of the same size must not be answered for twice.
-        fitting = num_prompt_tokens * _weight(context_len) * target / seconds
-        if seconds > target:
+        fitting = num_units * target / seconds
+        if seconds <= target:
+            self._mixed = min(max(self._mixed, fitting), self._mixed * LARGEST_RISE, self._sizes.mixed_limit)
+        elif self._was_slow or seconds < ACCIDENT * target:
             self._mixed = max(min(self._mixed, fitting), self._mixed * LARGEST_CUT, self._fewest)
-        else:
-            self._mixed = min(max(self._mixed, fitting), self._mixed * LARGEST_RISE, self._sizes.mixed_tokens)
+        self._was_slow = seconds >= ACCIDENT * target
 
 
 def _weight(context_len: int) -> float:

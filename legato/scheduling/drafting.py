@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 
 from legato.scheduling.entry import Entry, InFlight
 from legato.scheduling.limits import SchedulerLimits
-from legato.scheduling.state import StepPlan, StepResult
-from legato.scheduling.step_costs import MeasuredStep, StepCosts, StepPace
+from legato.scheduling.state import NO_PROPOSAL, StepPlan, StepResult
+from legato.scheduling.step_costs import HIGHEST_CHANCE, MeasuredStep, StepCosts, StepPace
 from legato.scheduling.suffix_index import TenantAnswers, TextMatch
 
 # Rows of a step beyond which no drafts are looked for: the scheduler has enough to do, and so has the device.
@@ -25,12 +25,16 @@ MOST_ROWS = 128
 MOST_NEW = 4
 # Tokens that a request may be ahead of its index and still be read one by one.
 MOST_UNREAD = 256
+# A request without a match for so many tokens is not looked at in every step: its text is read some tokens at a time.
+PATIENCE, TOKENS_AT_ONCE = 24, 8
 # Matches of this length and more are alike.
 LONGEST = 16
-# A guess is never quite sure, and what happened long ago counts less.
-HIGHEST_CHANCE = 0.98
+# What happened long ago counts less.
 LOWEST_CHANCE = 0.02
 MEMORY = 512.0
+# Tokens that a grammar forces of which a shard tells, and after how many others it is asked again.
+MOST_FORCED = 8
+ASKED_AGAIN = 32
 # Of a request's own guesses: the last ten or so count.
 FORGETTING = 0.9
 
@@ -42,9 +46,20 @@ class RequestDrafts:
     text: TextMatch
     num_right: float = 4.0
     num_expected: float = 4.0
+    # Tokens in a row before which there was no match.
+    num_unmatched: int = 0
     # What the shards guess, from token `proposed_at` of its text on.
     proposed_ids: list[int] = field(default_factory=list)
     proposed_at: int = 0
+    # How often a shard had guesses when it was asked.
+    proposal_share: float = 1.0
+
+    # How long the text will be when it is read again.
+    read_at: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_unmatched >= PATIENCE and not self.proposed_ids
 
     @property
     def factor(self) -> float:
@@ -104,6 +119,7 @@ class Drafter:
                     has_waited,
                     min(forward, seconds) or seconds,
                     seconds,
+                    plan.num_proposals > 0,
                 )
             )
 
@@ -114,8 +130,11 @@ class Drafter:
             return
         for entry, _, _, samples in step.planned:
             if samples and not entry.done:
+                found = result.proposed_ids[first : first + count]
+                known = list(takewhile(lambda token: token != NO_PROPOSAL, found))  # a shard may have none for a row
                 drafts = self._read(entry)
-                drafts.proposed_ids, drafts.proposed_at = result.proposed_ids[first : first + count], len(entry.tokens)
+                drafts.proposed_ids, drafts.proposed_at, drafts.read_at = known, len(entry.tokens), 0
+                drafts.proposal_share += (1 - FORGETTING) * (bool(known) - drafts.proposal_share)
             first += count if samples else 0
 
     def draft(
@@ -127,15 +146,42 @@ class Drafter:
         room = limits.max_sampled - len(entries)
         if not 0 < len(entries) <= MOST_ROWS or room <= 0:
             return {}
+        most = min(room, limits.speculate * len(entries))
+        chosen: dict[int, list[int]] = {}
+        if self._times.can_pay(len(entries), most):
+            chosen = self._choose(entries, limits, room, num_spare)
         if limits.num_proposals:
-            plan.num_proposals = self._num_proposals(len(entries), limits, room)
-        return self._choose(entries, limits, room, num_spare)
+            plan.num_proposals = self._num_proposals(entries, limits, room)
+        elif any(entry.request.has_grammar for entry in entries):
+            plan.num_proposals = self._num_forced(entries, limits, room)
+        return chosen
 
-    def _num_proposals(self, num_rows: int, limits: SchedulerLimits, room: int) -> int:
-        """How many guesses to ask the shards for."""
+    def _num_forced(self, entries: Sequence[Entry], limits: SchedulerLimits, room: int) -> int:
+        """How many tokens to ask the shards for that grammars force. Most grammars force some in some places, so a
+        request is asked for again now and then when there was nothing for a while."""
+        most = min(limits.speculate, MOST_FORCED)
+        shares = [
+            1.0 if entry.drafts is None or not entry.num_generated % ASKED_AGAIN else entry.drafts.proposal_share
+            for entry in entries
+            if entry.request.has_grammar
+        ]
+        each = self._proposal_chances(most)
+        chances = sorted((share * chance for share in shares for chance in each), reverse=True)
+        return most if self._times.num_worth(len(entries), chances[:room], is_proposing=True) else 0
+
+    def _num_proposals(self, entries: Sequence[Entry], limits: SchedulerLimits, room: int) -> int:
+        """How many guesses to ask the shards for: none where texts that are there say more."""
         most = min(limits.num_proposals, limits.speculate)
-        chances = [chance for chance in self._proposal_chances(most) for _ in range(num_rows)]
-        return most if self._times.num_worth(num_rows, chances[:room]) else 0
+        each = self._proposal_chances(most)
+        if all(entry.drafts is not None and self._follows_text(entry.drafts) for entry in entries):
+            return 0
+        chances = [chance for chance in each for _ in entries]
+        return most if self._times.num_worth(len(entries), chances[:room], is_proposing=True) else 0
+
+    def _follows_text(self, drafts: RequestDrafts) -> bool:
+        """Whether its match is likelier to be right than what the shards guess."""
+        length = drafts.text.length
+        return length > 0 and self._proposals[0] <= self._chances[length] * drafts.factor
 
     def _choose(
         self, entries: Sequence[Entry], limits: SchedulerLimits, room: int, num_spare: int
@@ -144,10 +190,19 @@ class Drafter:
         ranked: list[tuple[float, int]] = []
         num_new = 0
         for entry in entries:
-            num_new += entry.drafts is None
+            known = entry.drafts
+            if known is not None and len(entry.tokens) < known.read_at:
+                continue
+            if self._is_new(entry):
+                num_new += 1
+                if num_new > MOST_NEW:
+                    continue
+            drafts = self._read(entry)
+            if not (drafts.text.length or drafts.proposed_ids):
+                continue
             limit = min(limits.speculate, entry.max_len - entry.num_known - 1)
-            if limit > 0 and (entry.drafts is not None or num_new <= MOST_NEW):
-                found, chances = self._guess(entry, self._read(entry), limit, limits.vocab_size)
+            if limit > 0:
+                found, chances = self._guess(entry, drafts, limit, limits.vocab_size)
                 guesses[entry.id] = found
                 ranked += [(chance, entry.id) for chance in chances]
         if not ranked:
@@ -161,22 +216,30 @@ class Drafter:
             num_spare,
         )
 
+    def _is_new(self, entry: Entry) -> bool:
+        """Its text has to be indexed first, or so much of it that this is faster."""
+        return entry.drafts is None or entry.drafts.text.unread() > MOST_UNREAD
+
     def _read(self, entry: Entry) -> RequestDrafts:
         """Look at the tokens that have come since the last time."""
         drafts = entry.drafts
-        if drafts is None or drafts.text.unread() > MOST_UNREAD:
+        if drafts is None or self._is_new(entry):
             text = TextMatch(entry.tokens, len(entry.tokens), self._answers.of(entry.request.tenant))
             drafts = entry.drafts = RequestDrafts(text)
         text = drafts.text
+        if drafts.is_idle:
+            text.skip()
         for _ in range(text.unread()):
             if drafts.proposed_ids:
                 self._judge_proposal(entry, drafts, len(entry.tokens) - text.unread())
             length = text.length
             was_right = text.read()
+            drafts.num_unmatched = 0 if text.length else drafts.num_unmatched + 1
             if was_right is not None:
                 drafts.num_right = FORGETTING * drafts.num_right + was_right
                 drafts.num_expected = FORGETTING * drafts.num_expected + self._chances[length]
                 self._chances.learn(length, was_right)
+        drafts.read_at = len(entry.tokens) + TOKENS_AT_ONCE if drafts.is_idle else 0
         return drafts
 
     def _judge_proposal(self, entry: Entry, drafts: RequestDrafts, place: int) -> None:
@@ -194,8 +257,9 @@ class Drafter:
         """Drafts, and the chance of each that it and all before it are right."""
         text, factor, pending = drafts.text, drafts.factor, entry.num_pending
         proposed = drafts.proposed_ids[:limit] if not pending and drafts.proposed_at == len(entry.tokens) else []
-        if proposed and (not text.length or self._proposals[0] > self._chances[text.length] * factor):
-            end = next((i for i, token in enumerate(proposed) if token in entry.end_ids), len(proposed))
+        if proposed and not self._follows_text(drafts):
+            unusable = (i for i, token in enumerate(proposed) if token in entry.end_ids or token >= vocab_size)
+            end = next(unusable, len(proposed))
             return proposed[:end], self._proposal_chances(end)
         guesses = text.guess(pending + limit)
         chance, chances = 1.0, []

@@ -35,6 +35,7 @@ class Entry:
     tokens: array[int]  # 64 bits each: digests of images are larger than any token id
     num_prompt: int
     max_len: int  # of prompt and answer
+    first_len: int  # with the first token that is generated here
     end_ids: frozenset[int]  # tokens that may end it
     num_known: int = 0
     num_scheduled: int = 0
@@ -67,21 +68,23 @@ class Entry:
         now: float,
     ) -> Entry:
         """The token with which the decoder of an encoder-decoder model begins stands behind what the encoder reads."""
-        tokens = array("q", request.input_ids)
+        tokens, model_ends = array("q", request.input_ids), limits.eos_token_ids
         if limits.decoder_start_token_id is not None:
             tokens.append(limits.decoder_start_token_id)
-        wholes: tuple[tuple[int, int], ...] = ((0, len(tokens)),) if limits.has_whole_prompts else ()
+        num_prompt = len(tokens)
+        tokens.extend(request.emitted_ids)
+        wholes: tuple[tuple[int, int], ...] = ((0, num_prompt),) if limits.has_whole_prompts else ()
         if limits.whole_images:
             wholes = tuple((image.start, image.start + image.num_tokens) for image in request.images)
-        model_ends = limits.eos_token_ids
         return cls(
             request=request,
             id=request.id,
             rank=rank,
             tenant=tenant,
             tokens=tokens,
-            num_prompt=len(tokens),
-            max_len=len(tokens) + request.max_new_tokens,
+            num_prompt=num_prompt,
+            max_len=num_prompt + request.max_new_tokens,
+            first_len=len(tokens) + 1,
             end_ids=request.stop_token_ids if request.ignore_eos else model_ends | request.stop_token_ids,
             num_known=len(tokens),
             wholes=wholes,
@@ -126,13 +129,12 @@ class Entry:
         room = limits.max_step_tokens - limits.max_rows + 1  # beside all decodes
         return longest <= limits.max_tokens and max((end - begin for begin, end in self.wholes), default=1) <= room
 
-    def cut(self, start: int, wanted: int, budget: int, spare: int) -> int:
-        """How many of the `wanted` tokens from `start` on a step may compute: `budget`, or fewer so that what must be
-        whole is not cut, or more if they are `spare`. 0 or less: it has to wait for another step."""
-        count = min(wanted, budget)
+    def cut(self, start: int, count: int, most: int) -> int:
+        """How many of `count` tokens from `start` on a step may compute without cutting what must be whole: fewer, or
+        up to `most`. 0: it has to wait for another step."""
         for first, last in self.wholes:
             if first < start + count < last:
-                return first - start if first > start else last - start if last - start <= budget + spare else 0
+                return first - start if first > start else last - start if last - start <= most else 0
         return count
 
     def take_row(self, row: int, node: Node, blocks: list[int], limits: SchedulerLimits) -> None:
@@ -190,7 +192,7 @@ class Entry:
 
     def tell_about_prompt(self, output: Output) -> None:
         """Comes with the first token."""
-        output.num_cached, output.queue_time = self.num_cached, self.queue_time
+        output.num_cached, output.queue_time = min(self.num_cached, self.num_prompt), self.queue_time
         if self.request.prompt_logprobs:  # nothing predicts what an encoder reads
             unknown = len(self.request.input_ids) - len(self.prompt_logprobs)
             output.prompt_logprobs = self.prompt_logprobs + [None] * unknown
@@ -219,10 +221,8 @@ class InFlight:
 
     plan: StepPlan
     planned: list[PlannedRow] = field(default_factory=list)
-    # Prompt tokens that it computes beside decodes; 0 if it has only one of the two.
-    num_mixed: int = 0
-    # Tokens before the first of these.
-    context_len: int = 0
+    # What its prompt tokens come to beside decodes, in tokens without a context; 0 if it has only one of the two.
+    mixed_units: float = 0.0
     # What was spent on admissions, in blocks that were looked up.
     work: int = 0
     # Tokens that fit into the step beyond its budget, for what must not be cut.

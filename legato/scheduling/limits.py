@@ -35,8 +35,10 @@ class SchedulerLimits:
     max_unused_blocks: int | None = None
     # Prompt tokens of any step, if that is less.
     max_prompt_tokens: int | None = None
-    # Prompt tokens of a step in which others decode, and the seconds it should take at most (`budget.py`).
+    # Prompt tokens of a step in which others decode, those that steps may grow to, and the seconds such a step should
+    # take at most (`budget.py`).
     max_mixed_tokens: int | None = None
+    most_mixed_tokens: int | None = None
     mixed_step_time: float | None = None
     # Seconds until a request must have a row, and until it must have ended. 0: no limit.
     queue_timeout: float = 0
@@ -56,6 +58,8 @@ class SchedulerLimits:
     # Whether prompts are computed whole and never shared, and whether the images in them are computed whole.
     whole_prompts: bool = False
     whole_images: bool = False
+    # The shards embed texts: prompts are computed whole, too.
+    embeds: bool = False
     # What the device holds of LoRA adapters.
     num_adapter_pages: int = 0
 
@@ -65,18 +69,21 @@ class SchedulerLimits:
         return (self.num_blocks - RESERVED_BLOCKS) * self.block_size
 
     @property
-    def has_whole_prompts(self) -> bool:
-        """An encoder reads a prompt at once, too."""
-        return self.whole_prompts or self.decoder_start_token_id is not None
-
-    @property
     def max_sampled(self) -> int:
         """Positions at which one step may sample: warm-up has measured the memory for a token of every row."""
         return min(max(self.max_rows, FEWEST_SAMPLED), self.max_step_tokens)
+
+    @property
+    def has_whole_prompts(self) -> bool:
+        """Whether one step must compute all of a prompt, because each of its tokens sees all others."""
+        return self.whole_prompts or self.embeds or self.decoder_start_token_id is not None
 
     @property
     def step_sizes(self) -> StepSizes:
         if self.has_whole_prompts:  # one must fit, also beside decodes
             return StepSizes(self.max_step_tokens, self.max_step_tokens)
         mixed = self.max_step_tokens if self.max_mixed_tokens is None else self.max_mixed_tokens
-        return StepSizes(self.max_step_tokens, mixed, self.mixed_step_time, max_prompt_tokens=self.max_prompt_tokens)
+        return StepSizes(
+            self.max_step_tokens, mixed, self.mixed_step_time, max_prompt_tokens=self.max_prompt_tokens,
+            most_mixed_tokens=self.most_mixed_tokens,
+        )  # fmt: skip

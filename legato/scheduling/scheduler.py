@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from legato.scheduling.adapters import AdapterSlots
 from legato.scheduling.blocks import BlockPool
-from legato.scheduling.budget import StepBudget
+from legato.scheduling.budget import PromptRoom, StepBudget
 from legato.scheduling.deadlines import Deadlines, RequestDeadlines
 from legato.scheduling.drafting import Drafter
 from legato.scheduling.entry import Entry, InFlight, PlannedRow
@@ -141,50 +141,50 @@ class Scheduler:
         wanted = [entry.num_to_compute for entry in running]
         num_decodes = wanted.count(1)
         first = next((entry for entry, count in zip(running, wanted, strict=True) if count > 1), None)
-        step.context_len = 0 if first is None else first.num_scheduled
         drafts: dict[int, list[int]] = {}
         if self.limits.speculate and first is None and not (self.queue and self._free_rows):
             num_spare = self.pool.available + self.tree.num_evictable - len(running)
             drafts = self._drafter.draft(step.plan, running, self.limits, num_spare)
         others = num_decodes + sum(map(len, drafts.values()))
-        budget = rest = self._budget.prompt_tokens(others, step.context_len)
-        step.spare = self.limits.max_step_tokens - others - budget
+        room = self._budget.room(others)
+        step.spare = self.limits.max_step_tokens - others - room.tokens
         if first is not None:  # a prompt has begun: requests of a better rank come first
-            rest = self._plan_admissions(step, rest, first.rank)
-        rest = self._plan_running(step, running, wanted, rest, drafts)
-        rest = self._plan_admissions(step, rest)
+            self._plan_admissions(step, room, first.rank)
+        self._plan_running(step, running, wanted, room, drafts)
+        self._plan_admissions(step, room)
         if not step.planned:
             return None
-        step.num_mixed = budget - rest if num_decodes else 0
+        step.mixed_units = room.num_units if num_decodes else 0.0
         self._in_flight.append(step)
         self._drafter.pace.begin(self._now)
         return step.plan
 
     def _plan_running(
-        self, step: InFlight, running: list[Entry], wanted: list[int], budget: int, drafts: dict[int, list[int]]
-    ) -> int:
-        """Best rank first. Every decode gets its token; prompt chunks share the budget. Returns the rest of it."""
+        self, step: InFlight, running: list[Entry], wanted: list[int], room: PromptRoom, drafts: dict[int, list[int]]
+    ) -> None:
+        """Best rank first. Every decode gets its token; prompt chunks share the room."""
         for entry, num_wanted in zip(running, wanted, strict=True):
-            count = 1 if num_wanted == 1 else entry.cut(entry.num_scheduled, num_wanted, budget, step.spare)
-            if count <= 0 or entry.row is None:  # no row: preempted by a better one in this very loop
+            begin, count = entry.num_scheduled, num_wanted
+            if num_wanted > 1:
+                count = entry.cut(begin, room.offer(count, begin), room.tokens + step.spare) if room.is_left else 0
+            if count == 0 or entry.row is None:  # no row: preempted by a better one in this very loop
                 continue
             guesses = drafts.get(entry.id, []) if drafts else []
             first_new, total = len(entry.blocks), count + len(guesses)
             if entry.num_scheduled + total <= entry.capacity or self._grow(entry, total):
-                budget -= count if num_wanted > 1 else 0
+                if num_wanted > 1:
+                    room.spend(count, num_wanted, begin)
                 self._add(step, entry, count, entry.blocks[first_new:], guesses)
-        return budget
 
-    def _plan_admissions(self, step: InFlight, budget: int, before: Rank = LAST) -> int:
-        """Rows for those who wait, as far as the budget goes. With `before` only for those of a better rank: they leave
-        a block to every running request and are behind none but decodes, so that none takes their blocks in this plan.
-        """
-        if not (self.queue and budget > 0 and self._free_rows):
-            return budget
+    def _plan_admissions(self, step: InFlight, room: PromptRoom, before: Rank = LAST) -> None:
+        """Rows for those who wait, as far as the room goes. With `before` only for those of a better rank: they leave a
+        block to every running request and are behind none but decodes, so that none takes their blocks in this plan."""
+        if not (self.queue and room.is_left and self._free_rows):
+            return
         size = self.limits.block_size if self.limits.prefix_caching else 0
         filling = {entry.next_block(entry.node, entry.num_indexed, size) for entry in self.running}
         passed: list[Entry] = []
-        while budget > 0 and self._free_rows and len(passed) < LOOK_AHEAD and step.work < MAX_ADMISSION_WORK:
+        while room.is_left and self._free_rows and len(passed) < LOOK_AHEAD and step.work < MAX_ADMISSION_WORK:
             entry = self.queue.call()
             if entry is None:
                 break
@@ -200,19 +200,19 @@ class Scheduler:
             if is_early or self.adapters.is_overtaken(entry.request.adapter, self._now - entry.queued_at):
                 passed.append(entry)
                 continue
-            count = entry.cut(begin := len(blocks) * size, len(entry.tokens) - begin, budget, step.spare)
+            first_new, begin = len(blocks), len(blocks) * self.limits.block_size
+            wanted = len(entry.tokens) - begin
+            count = entry.cut(begin, room.offer(wanted, begin), room.tokens + step.spare)
             has_room = count > 0 and self.adapters.has_room(entry.request.adapter)
             if not has_room or not self._admit(step.plan, entry, node, blocks):
                 passed.append(entry)
                 break  # it waits for memory, or for a step with room for it, and no other overtakes it there
-            first_new = len(entry.blocks)
             fits = self._grow(entry, count)
             assert fits, "_admit counted the blocks"
-            budget -= count
+            room.spend(count, wanted, begin)
             self._add(step, entry, count, entry.blocks[first_new:])
             filling.add(upcoming)
         self.queue.send_back(passed)
-        return budget
 
     def _add(self, step: InFlight, entry: Entry, count: int, new_blocks: list[int], drafts: Sequence[int] = ()) -> None:
         plan = step.plan
@@ -317,8 +317,8 @@ class Scheduler:
         assert step.plan.id == result.id, f"result of step {result.id}, expected {step.plan.id}"
         if result.error is not None:
             return self._fail(step.planned, result.error)
-        if step.num_mixed:
-            self._budget.learn(step.num_mixed, result.forward_ns / 1e9, step.context_len)
+        if step.mixed_units:
+            self._budget.learn(step.mixed_units, result.forward_ns / 1e9)
         outputs: list[tuple[int, Output]] = []
         index, counts = 0, iter(result.num_sampled)
         for row, (entry, epoch, end, samples) in zip(step.plan.rows, step.planned, strict=True):
@@ -359,8 +359,8 @@ class Scheduler:
         token, tokens = result.token_ids[index], entry.tokens
         tokens.append(token)
         entry.tenant.served += 1
-        output = Output(token, result.logprobs[index], result.top_tokens.get(index) if result.top_tokens else None)
-        if len(tokens) == entry.num_prompt + 1:
+        output = result.output(index)
+        if len(tokens) == entry.first_len:
             entry.tell_about_prompt(output)
         if token in entry.end_ids or len(tokens) >= entry.max_len:
             output.finish_reason = entry.finish_reason(token, self.limits.eos_token_ids)

@@ -10,6 +10,8 @@ from msgspec import Struct
 
 from legato.scheduling.adapters import NO_ADAPTER, Placement
 
+# Where a shard has no guess at a token.
+NO_PROPOSAL = 2**32 - 1
 # 0 is served first.
 LAST_PRIORITY = 9
 DEFAULT_PRIORITY = 5
@@ -36,6 +38,8 @@ class ModelLimits:
     eos_token_ids: frozenset[int] = frozenset()
     # An encoder reads the prompt: the answer is a text of its own, not the prompt's continuation.
     has_encoder: bool = False
+    # Seconds that the largest step may take, where they are known to be many.
+    longest_step: float = 0.0
 
 
 class PromptSpan(Struct, frozen=True, array_like=True):
@@ -69,8 +73,12 @@ class GenerationRequest(Struct, frozen=True):
     tenant: str = ""
     # The number of its LoRA adapter; 0: none.
     adapter: int = NO_ADAPTER
+    # A grammar says what may follow: where that is only one text, a shard can tell.
+    has_grammar: bool = False
     # W3C trace context of the span that its prompt chunks belong to; empty if it is not traced.
     traceparent: str = ""
+    # Tokens that another server has generated already: it goes on after them, as after a preemption.
+    emitted_ids: list[int] = []
 
 
 class Output(Struct, gc=False):
@@ -99,6 +107,10 @@ class Output(Struct, gc=False):
     retry_after: int = 0
     # The error is that its adapter is not loaded any more.
     is_unknown: bool = False
+    # The error is that this server computes nothing any more: another one may go on.
+    is_lost: bool = False
+    # What shards that embed texts made of it, as 32-bit floats; the token means nothing then.
+    vector: bytes | None = None
 
 
 class PromptChunk(Struct, frozen=True, array_like=True):
@@ -177,6 +189,16 @@ class StepResult:
     forward_ns: int = 0
     total_ns: int = 0
     error: str | None = None
+    # Of shards that embed texts: one for each of token_ids, as 32-bit floats.
+    vectors: list[bytes] = field(default_factory=list)
+
+    def output(self, index: int) -> Output:
+        """What the request of token_ids[index] gets to see."""
+        top_tokens = self.top_tokens.get(index) if self.top_tokens else None
+        output = Output(self.token_ids[index], self.logprobs[index], top_tokens)
+        if self.vectors:
+            output.vector = self.vectors[index]
+        return output
 
 
 @dataclass(slots=True)

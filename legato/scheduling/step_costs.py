@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 # The weight of a new measurement, and how far it may be from those before: a step may be held up by anything.
 WEIGHT = 0.2
 LARGEST_FACTOR = 2.0
+# A guess is never quite sure.
+HIGHEST_CHANCE = 0.98
 # By how much drafts must be better than none.
 MARGIN = 1.02
 # Seconds from a result to the plan that it leads to, at most.
@@ -50,6 +52,9 @@ class Estimate:
         seconds = min(seconds, self.value * LARGEST_FACTOR + 1e-3)
         self.value += WEIGHT * (seconds - self.value)
 
+    def fade(self) -> None:
+        self.value *= FADING if self.num_learned > FEW else FADING_OF_FEW
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
@@ -63,18 +68,57 @@ class MeasuredStep:
     # On the device, and from the result of the step before to its own.
     forward: float
     total: float
+    # The shards guessed on behind what they sampled: that takes time, too.
+    is_proposing: bool = False
+
+
+class SizeTimes:
+    """Seconds on the device by tokens, of steps that the next one waits for."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, Estimate] = {}
+        self.sizes: list[int] = []
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        size = bucket(num_tokens)
+        if size not in self._by_size:
+            self._by_size[size] = Estimate()
+            bisect.insort(self.sizes, size)
+        self._by_size[size].learn(seconds)
+
+    def time(self, num_rows: int, num_tokens: int, plain: float) -> float:
+        """Between sizes that were measured, in proportion. Up to twice the largest, as long as that: it will be tried,
+        and so the next time may be twice as many. `plain` is the time of a step without drafts."""
+        sizes = self.sizes
+        place = bisect.bisect_left(sizes, num_tokens)
+        if place == len(sizes):
+            seconds = self._by_size[sizes[-1]].value if sizes else plain
+            return seconds * max(1.0, num_tokens / self.largest_tried(num_rows))
+        above = self._by_size[sizes[place]].value
+        if place == 0 or sizes[place] == num_tokens:
+            return above
+        below, low = self._by_size[sizes[place - 1]].value, sizes[place - 1]
+        return below + (above - below) * (num_tokens - low) / (sizes[place] - low)
+
+    def largest_tried(self, num_rows: int) -> int:
+        """Tokens up to which a step is tried as if it took no longer than the largest that was measured."""
+        return 2 * (self.sizes[-1] if self.sizes else num_rows) + MOST_TRIED
+
+    def fade(self) -> None:
+        for estimate in self._by_size.values():
+            estimate.fade()
 
 
 @dataclass(slots=True)
 class RowTimes:
-    """Seconds of steps with so many rows: on the device, by tokens where the next step waits for the result, and what
-    comes to that without and with such waiting."""
+    """Seconds of steps with so many rows: on the device, without drafts and where the next step waits for the result,
+    there with and without proposals of the shards; and what comes to that without and with such waiting."""
 
     plain: Estimate = field(default_factory=Estimate)
     plain_gap: Estimate = field(default_factory=Estimate)
-    waited: dict[int, Estimate] = field(default_factory=dict)
+    waited: SizeTimes = field(default_factory=SizeTimes)
+    proposing: SizeTimes = field(default_factory=SizeTimes)
     waited_gap: Estimate = field(default_factory=Estimate)
-    sizes: list[int] = field(default_factory=list)
 
     def learn(self, step: MeasuredStep) -> None:
         # One that is longer than the step was something else, such as a process that did not get its turn.
@@ -83,37 +127,25 @@ class RowTimes:
             self.waited_gap.learn(gap)
         elif not step.is_waited_for:
             self.plain_gap.learn(gap)
-        if not step.is_waited_for:
+        if step.is_waited_for:
+            self.times(step.is_proposing).learn(step.num_tokens, step.forward)
+        else:
             self.plain.learn(step.forward)
-            return
-        size = bucket(step.num_tokens)
-        if size not in self.waited:
-            self.waited[size] = Estimate()
-            bisect.insort(self.sizes, size)
-        self.waited[size].learn(step.forward)
+
+    def times(self, is_proposing: bool) -> SizeTimes:
+        return self.proposing if is_proposing else self.waited
 
     @property
     def plain_time(self) -> float:
         return self.plain.value + self.plain_gap.value
 
-    def waited_time(self, num_rows: int, num_tokens: int) -> float:
-        """Between sizes that were measured, in proportion. Up to twice the largest, as long as that: it will be tried,
-        and so the next time may be twice as many."""
-        sizes, gap = self.sizes, max(self.waited_gap.value, self.plain_gap.value)
-        place = bisect.bisect_left(sizes, num_tokens)
-        if place == len(sizes):
-            known = sizes[-1] if sizes else num_rows
-            seconds = self.waited[known].value if sizes else self.plain.value
-            return gap + seconds * max(1.0, num_tokens / (2 * known + MOST_TRIED))
-        above = self.waited[sizes[place]].value
-        if place == 0 or sizes[place] == num_tokens:
-            return gap + above
-        below, low = self.waited[sizes[place - 1]].value, sizes[place - 1]
-        return gap + below + (above - below) * (num_tokens - low) / (sizes[place] - low)
+    def waited_time(self, num_rows: int, num_tokens: int, is_proposing: bool) -> float:
+        gap = max(self.waited_gap.value, self.plain_gap.value)
+        return gap + self.times(is_proposing).time(num_rows, num_tokens, self.plain.value)
 
-    def fade(self) -> None:
-        for estimate in (*self.waited.values(), self.waited_gap):
-            estimate.value *= FADING if estimate.num_learned > FEW else FADING_OF_FEW
+    def fade(self, is_proposing: bool) -> None:
+        self.times(is_proposing).fade()
+        self.waited_gap.fade()
 
 
 class StepCosts:
@@ -126,7 +158,23 @@ class StepCosts:
         if step.total > 0:
             self._by_rows.setdefault(bucket(step.num_rows), RowTimes()).learn(step)
 
-    def num_worth(self, num_rows: int, chances: Sequence[float]) -> int:
+    def can_pay(self, num_rows: int, most: int, is_proposing: bool = False) -> bool:
+        """Whether any number of drafts up to `most` would be worth their time if (nearly) all were right."""
+        times = self._by_rows.get(bucket(num_rows))
+        if times is None or not times.plain.is_known:
+            return not self._by_rows
+        least, by_size = MARGIN * num_rows / times.plain_time, times.times(is_proposing)
+        # Between these, times are in proportion to tokens: none is better than both.
+        counts = [1, most, *(size - num_rows for size in (*by_size.sizes, by_size.largest_tried(num_rows)))]
+        for count in counts:
+            if 0 < count <= most:
+                rate = (num_rows + HIGHEST_CHANCE * count) / times.waited_time(num_rows, num_rows + count, is_proposing)
+                if rate > least:
+                    return True
+        times.fade(is_proposing)
+        return False
+
+    def num_worth(self, num_rows: int, chances: Sequence[float], is_proposing: bool = False) -> int:
         """How many drafts to take, of such as are right with these chances, the best first."""
         times = self._by_rows.get(bucket(num_rows))
         if times is None or not times.plain.is_known:
@@ -134,11 +182,11 @@ class StepCosts:
         best, most, expected = 0, MARGIN * num_rows / times.plain_time, float(num_rows)
         for count, chance in enumerate(chances, 1):
             expected += chance
-            rate = expected / times.waited_time(num_rows, num_rows + count)
+            rate = expected / times.waited_time(num_rows, num_rows + count, is_proposing)
             if rate > most:
                 best, most = count, rate
         if not best:
-            times.fade()
+            times.fade(is_proposing)
         return best
 
 

@@ -25,6 +25,10 @@ MOST_PROMPT_TOKENS = 32_768
 MOST_RECENT_TOKENS = 32_768
 MOST_TENANTS = 16
 SHORTEST_ANSWER = 8
+# Tokens of recent answers that are indexed for one request that begins: a millisecond.
+MOST_INDEXED = 4096
+# Bytes for each pair of a prompt by which most of those that are not there are told.
+MARKS_PER_PAIR = 2
 END_OF_TEXT = -1
 _FACTOR = 1_000_003
 _MASK = (1 << 62) - 1
@@ -36,7 +40,8 @@ def _key(first: int, second: int) -> int:
 
 
 class PromptIndex:
-    """Of a text that does not change, in two sorted arrays."""
+    """Of a text that does not change, in two sorted arrays. Most pairs of an answer are not in its prompt: `may_have`
+    says so without searching."""
 
     def __init__(self, tokens: array[int], num_tokens: int) -> None:
         first = max(0, num_tokens - MOST_PROMPT_TOKENS)
@@ -45,6 +50,13 @@ class PromptIndex:
         order = np.argsort(keys, kind="stable")
         self._keys = keys[order].astype(np.int64)
         self._positions = (order + (first + 2)).astype(np.int32)
+        self._mark_mask = (1 << (len(keys) * MARKS_PER_PAIR).bit_length()) - 1
+        marks = np.zeros(self._mark_mask + 1, dtype=np.uint8)
+        marks[self._keys & self._mark_mask] = 1
+        self._marks = marks.tobytes()
+
+    def may_have(self, key: int) -> int:
+        return self._marks[key & self._mark_mask]
 
     def behind(self, key: int) -> Iterator[int]:
         """Positions behind the pairs with this key, the last first."""
@@ -60,16 +72,16 @@ class GrowingIndex:
 
     def __init__(self, start: int) -> None:
         self._start = start
-        self._latest: dict[int, int] = {}
+        self.latest: dict[int, int] = {}
         self._earlier = array("i")  # by position, counted from `start`: of the occurrence before, 0 if there is none
 
     def add(self, key: int) -> None:
         """The text is one token longer, and ends with this pair."""
-        self._earlier.append(self._latest.get(key, 0))
-        self._latest[key] = self._start + len(self._earlier)
+        self._earlier.append(self.latest.get(key, 0))
+        self.latest[key] = self._start + len(self._earlier)
 
     def behind(self, key: int) -> Iterator[int]:
-        position = self._latest.get(key, 0)
+        position = self.latest.get(key, 0)
         for _ in range(MOST_COMPARED):
             if not position:
                 return
@@ -78,26 +90,30 @@ class GrowingIndex:
 
 
 class RecentAnswers:
-    """Of one tenant: answers one behind the other, the oldest half of them forgotten when there are too many."""
+    """Of one tenant: answers one behind the other, the oldest half of them forgotten when there are too many. They are
+    indexed when a request looks for drafts, and not when they end: where steps have no drafts, they cost nothing."""
 
     def __init__(self) -> None:
         self.tokens = array("q", [END_OF_TEXT])
         self.index = GrowingIndex(1)
+        self._num_indexed = 1
 
     def add(self, answer: array[int]) -> None:
         if len(self.tokens) + len(answer) > MOST_RECENT_TOKENS:
             kept = self.tokens[-(MOST_RECENT_TOKENS // 2) :]
-            self.tokens, self.index = array("q", [END_OF_TEXT]), GrowingIndex(1)
-            self._append(kept)
-        self._append(answer[-(MOST_RECENT_TOKENS // 2) :])
-        self._append([END_OF_TEXT])
+            self.tokens, self.index, self._num_indexed = array("q", [END_OF_TEXT]), GrowingIndex(1), 1
+            self.tokens.extend(kept)
+        self.tokens.extend(answer[-(MOST_RECENT_TOKENS // 2) :])
+        self.tokens.append(END_OF_TEXT)
 
-    def _append(self, tokens: Tokens) -> None:
-        last, add = self.tokens[-1], self.index.add
-        for token in tokens:
+    def catch_up(self) -> None:
+        """Index some of the tokens that are not yet."""
+        first, add = self._num_indexed, self.index.add
+        self._num_indexed = min(len(self.tokens), first + MOST_INDEXED)
+        last = self.tokens[first - 1]
+        for token in self.tokens[first : self._num_indexed]:
             add(_key(last, token))
             last = token
-        self.tokens.extend(tokens)
 
 
 class TenantAnswers:
@@ -107,7 +123,11 @@ class TenantAnswers:
         self._by_tenant: OrderedDict[str, RecentAnswers] = OrderedDict()
 
     def of(self, tenant: str) -> RecentAnswers | None:
-        return self._by_tenant.get(tenant)
+        """To be asked when a request of this tenant begins to look for drafts."""
+        answers = self._by_tenant.get(tenant)
+        if answers is not None:
+            answers.catch_up()
+        return answers
 
     def add(self, tenant: str, answer: array[int]) -> None:
         if len(answer) < SHORTEST_ANSWER:
@@ -131,7 +151,8 @@ class TextMatch:
         self._source: array[int] = tokens
         self._position = 0
         self.length = 0  # of the match in tokens; 0: there is none
-        self._find()
+        if num_prompt > 1:
+            self._find(_key(tokens[num_prompt - 2], tokens[num_prompt - 1]))
 
     def unread(self) -> int:
         return len(self._tokens) - self._num_read
@@ -139,16 +160,27 @@ class TextMatch:
     def read(self) -> bool | None:
         """The next token of the text. Returns whether the match had it right; None if there was none."""
         tokens, place = self._tokens, self._num_read
-        token = tokens[place]
+        token, guess = tokens[place], None
         self._num_read = place + 1
-        self._own.add(_key(tokens[place - 1], token) if place else 0)
-        guess = self._source[self._position] if self.length and self._position < len(self._source) else None
+        key = (tokens[place - 1] * _FACTOR + token) & _MASK if place else 0
+        if self.length and self._position < len(self._source):
+            guess = self._source[self._position]
         if guess == token:
             self.length += 1
             self._position += 1
-            return True
-        self._find()
-        return None if guess is None else False
+        else:
+            self._find(key)
+        self._own.add(key)
+        return None if guess is None else guess == token
+
+    def skip(self) -> None:
+        """Index all tokens but the last, without looking where they occurred before. There is no match."""
+        tokens, last, add = self._tokens, len(self._tokens) - 1, self._own.add
+        before = tokens[self._num_read - 1] if self._num_read else 0
+        for token in tokens[self._num_read : last]:
+            add((before * _FACTOR + token) & _MASK)
+            before = token
+        self._num_read = max(self._num_read, last)
 
     def guess(self, count: int) -> list[int]:
         """What comes next. A match with the end of the text itself is a loop, and goes on in what was guessed."""
@@ -162,16 +194,21 @@ class TextMatch:
                 found.append(found[-period])
         return found
 
-    def _find(self) -> None:
-        """The longest match, the most recent of equal ones, first in the answer itself."""
-        tokens, end = self._tokens, self._num_read
+    def _find(self, key: int) -> None:
+        """The longest match of the text up to here, whose last pair has this key and is not in its index yet. The most
+        recent of equal ones, first in the answer itself."""
         self.length = 0
-        if end < 2:
+        answers = self._answers
+        is_own, is_prompts = key in self._own.latest, self._prompt.may_have(key)
+        is_recent = answers is not None and key in answers.index.latest
+        if not (is_own or is_prompts or is_recent):
             return
-        key = _key(tokens[end - 2], tokens[end - 1])
-        places = [(tokens, self._own.behind(key)), (tokens, self._prompt.behind(key))]
-        if self._answers is not None:
-            places.append((self._answers.tokens, self._answers.index.behind(key)))
+        tokens, end = self._tokens, self._num_read
+        places = [(tokens, self._own.behind(key))] if is_own else []
+        if is_prompts:
+            places.append((tokens, self._prompt.behind(key)))
+        if is_recent and answers is not None:
+            places.append((answers.tokens, answers.index.behind(key)))
         for source, positions in places:
             for position in positions:
                 if source is tokens and position >= end:

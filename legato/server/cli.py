@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from legato.common.errors import ModelNotFound, OptionError
+from legato.common.errors import ModelNotFound, OptionError, UnsupportedModel
 from legato.common.gc import paused_gc
 from legato.common.logging import setup
 from legato.common.options import SAFETENSORS, DownloadOptions, ServerOptions
@@ -24,6 +24,8 @@ from legato.server.quantizing.options import QuantizeOptions
 
 logger = logging.getLogger(__name__)
 
+# Model types that make vectors of texts and nothing else.
+ENCODERS_ONLY = {"bert", "modernbert", "roberta", "xlm-roberta"}
 # How often a thread of OpenMP looks whether its work is there before it sleeps: some ten microseconds.
 OPENMP_SPINS = "3000"
 
@@ -38,6 +40,8 @@ def serve(options: ServerOptions) -> None:
         raise OptionError(f"--rank ({options.rank}) must be less than --world-size ({options.world_size})")
     if not options.fake and (options.fake_step_ms or options.fake_token_ms or options.fake_script):
         raise OptionError("--fake-step-ms, --fake-token-ms and --fake-script are for a fake shard: add --fake")
+    if options.fake and options.task == "embed":
+        raise OptionError("--fake generates made-up tokens: it does not go together with --task embed")
     claim_socket(f"{options.uds_path}-{options.rank}", "--uds-path")
     files = open_model(options)
     files.config()
@@ -46,12 +50,18 @@ def serve(options: ServerOptions) -> None:
 
         run_fake(files, options)
         return
+    if options.task == "generate" and (kind := str(files.config().get("model_type"))) in ENCODERS_ONLY:
+        raise UnsupportedModel(f"{files.path}: model_type '{kind}' does not generate text: --task embed serves it")
     if options.load_format == "auto":
         files.check_weights()
     let_openmp_sleep(os.environ)
     with paused_gc():
         _leave_out_triton(options)
-        from legato.server.service import run  # brings in torch, which takes seconds: wrong flags and files end before
+        # Brings in torch, which takes seconds: wrong flags and files end before.
+        if options.task == "embed":
+            from legato.server.embedding.service import run
+        else:
+            from legato.server.service import run
 
     run(files, options)
 

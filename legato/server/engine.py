@@ -24,7 +24,6 @@ from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
 from legato.server.adapters import ShardAdapters
-from legato.server.drafts import verify, verify_greedy
 from legato.server.grammars import Grammars
 from legato.server.graphs.captures import mixed_sizes
 from legato.server.graphs.decode import CudaRecorder, Record
@@ -33,6 +32,9 @@ from legato.server.memory.budget import is_out_of_memory, refused_for_memory, re
 from legato.server.pending import ForwardResult, PendingStep, SampledTokens, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
 from legato.server.rows import Rows, RowStep, to_device
+from legato.server.speculation.draft_model import NOT_GUESSED, DraftModel
+from legato.server.speculation.guessers import Guesser
+from legato.server.speculation.verification import verify, verify_at_once
 from legato.server.vision.cross import CrossVisionEncoder
 from legato.server.vision.images import VisionEncoder
 from legato.vision.rules import ImageRules
@@ -58,7 +60,8 @@ class Engine:
         shard: Shard | None = None,
         image_rules: ImageRules | None = None,  # how images are cut into tokens; None: text only
         speculator: Speculator | None = None,
-        drafts: bool = False,  # whether decodes may bring some
+        draft: Guesser | None = None,  # what guesses up to `drafts` tokens
+        drafts: int = 0,  # that a decode may bring
         adapters: ShardAdapters | None = None,  # None: the shard takes none
     ) -> None:
         self.model = model
@@ -72,6 +75,9 @@ class Engine:
         self.sampler = make_sampler(max_rows)
         self.grammars = grammars
         self.speculator = speculator
+        self.draft_model: DraftModel | None = None
+        if draft is not None and drafts:
+            self.draft_model = DraftModel(draft, self.rows, self.sampler, cache, drafts)
         self.vision_encoder: VisionEncoder | None = None
         if image_rules is not None and isinstance(model, VisionModel):
             encoder = CrossVisionEncoder if isinstance(model, CrossModel) else VisionEncoder
@@ -82,7 +88,7 @@ class Engine:
         self._max_splits = MAX_SPLITS if self.shard.world_size == 1 else 0
         # Encoders of prompts and images have no fixed shape.
         self._mixed_sizes = (
-            [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows, drafts=drafts)
+            [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows, drafts=drafts > 0)
         )
         self._likeliest = model.likeliest if isinstance(model, GreedyModel) else None
         self.graphs: StepGraphs | None = None
@@ -95,6 +101,11 @@ class Engine:
         self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard)
         for kind in self.graphs.kinds:
             kind.keeps_hidden = self.speculator is not None
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """All that the router's blocks are in."""
+        return [self.cache] if self.draft_model is None else [self.cache, self.draft_model.cache]
 
     def forget_rows(self) -> None:
         """A new router comes: what its rows hold is up to its admissions."""
@@ -130,6 +141,9 @@ class Engine:
             self.adapters.place(request.adapters)
         self.rows.write_blocks()
         self._num_proposals = request.num_proposals
+        if self.draft_model is not None:
+            self.draft_model.begin(request)
+            self.draft_model.note(parts)
         outcomes = self._replay(parts) or self._forward(parts)
         outcomes = [outcome.to_host() for outcome in outcomes]
         clock.stop()
@@ -158,10 +172,10 @@ class Engine:
         elif self.sampler.is_greedy(rows) and not self.grammars.active(rows):
             chosen = SampledTokens(rows, done.token_ids[:count], done.logprobs[:count])
             if count > len(rows):
-                chosen = self._accept(sampling, verify_greedy(chosen.token_ids, chosen.logprobs, sampling))
+                chosen = self._accept(sampling, verify_at_once(chosen, sampling))
         else:
             chosen = self._choose_all(done.logits[:count], sampling)
-        if chosen is not None and done.hidden is not None:
+        if chosen is not None:
             chosen = self._propose(done.hidden, sampling, chosen)
         return [ForwardResult(chosen, _restore(order, sampled), {})]
 
@@ -220,27 +234,64 @@ class Engine:
         rows = [part.row for part in parts]
         if len(logits) == len(rows):
             return self._choose(logits, rows)
-        if self.sampler.is_greedy(rows) and not self.grammars.active(rows):
-            everywhere = [part.row for part in parts for _ in range(part.num_sampled)]
-            chosen = self._choose(logits, everywhere)
-            return self._accept(parts, verify_greedy(chosen.token_ids, chosen.logprobs, parts))
+        if self.sampler.is_memoryless(rows) and not self.grammars.active(rows):
+            verified = verify_at_once(self._choose_everywhere(logits, parts), parts)
+            self.sampler.advance(rows, verified.counts)
+            return self._accept(parts, verified)
         verified = verify(logits, parts, self._choose, lambda rows, ids: self.grammars.accept(rows, lambda: ids))
         return self._accept(parts, verified)
 
-    def _propose(self, hidden: torch.Tensor, parts: list[RowStep], chosen: SampledTokens) -> SampledTokens:
-        """Let the speculator guess on, from the states [positions, hidden_size] of all positions that were sampled."""
-        if self.speculator is None or not self._num_proposals:
+    def _choose_everywhere(self, logits: torch.Tensor, parts: list[RowStep]) -> SampledTokens:
+        """At all positions, whatever becomes of those before: the sampler does not take note of these tokens."""
+        rows = [part.row for part in parts for _ in range(part.num_sampled)]
+        if self._likeliest is not None and self.sampler.is_greedy(rows):
+            return SampledTokens(rows, *self._likeliest(logits))
+        ahead = to_device(np.concatenate([np.arange(part.num_sampled) for part in parts]), self.device)
+        sampled = self.sampler.sample_ahead(logits, rows, ahead)
+        return SampledTokens(rows, sampled.token_ids, _checked(logits, sampled.logprobs), sampled.top)
+
+    def _propose(self, hidden: torch.Tensor | None, parts: list[RowStep], chosen: SampledTokens) -> SampledTokens:
+        """Guess on behind what was sampled: with the draft model, or the speculator from the states [positions,
+        hidden_size] of all positions at which was sampled."""
+        if not self._num_proposals:
             return chosen
+        if self.draft_model is not None:
+            known = chosen.per_row() if chosen.counts else []
+            chosen = replace(chosen, proposals=self.draft_model.propose(parts, known, self._num_proposals))
+        elif self.speculator is not None and hidden is not None:
+            chosen = replace(chosen, proposals=self._speculate(self.speculator, hidden, parts, chosen))
+        return self._propose_forced(parts, chosen)
+
+    def _propose_forced(self, parts: list[RowStep], chosen: SampledTokens) -> SampledTokens:
+        """Where a grammar leaves one text, that is the guess. The host must have the tokens before it for that, and
+        waits for them: the router sends no step before it has the result of one that proposes."""
+        rows, count = [part.row for part in parts], self._num_proposals
+        if not self.grammars.active(rows):
+            return chosen
+        if not chosen.counts:
+            ids: list[int] = chosen.token_ids.tolist()
+            self.grammars.accept(rows, lambda: ids)
+            chosen = replace(chosen, rows=[])
+        proposals = torch.full((len(rows), count), NOT_GUESSED)
+        if chosen.proposals is not None:
+            proposals[:, : chosen.proposals.shape[1]] = chosen.proposals.cpu()
+        for place, tokens in self.grammars.forced(rows, count).items():
+            proposals[place] = torch.tensor(tokens + [NOT_GUESSED] * (count - len(tokens)))
+        return replace(chosen, proposals=proposals)
+
+    def _speculate(
+        self, speculator: Speculator, hidden: torch.Tensor, parts: list[RowStep], chosen: SampledTokens
+    ) -> torch.Tensor:
         firsts = [0, *accumulate(part.num_sampled for part in parts)][:-1]
         counts = chosen.counts or [1] * len(parts)
         last = np.array([first + count - 1 for first, count in zip(firsts, counts, strict=True)])
         rows = np.array([part.row for part in parts])
         there = to_device(np.stack((last, rows)), self.device)
         states, token_ids = hidden[there[0]], self.rows.last_tokens[there[1]]
-        count = min(self._num_proposals, self.speculator.num_tokens)
-        return replace(chosen, proposals=self.speculator.propose(states, token_ids, count))
+        return speculator.propose(states, token_ids, min(self._num_proposals, speculator.num_tokens))
 
     def _accept(self, parts: list[RowStep], verified: SampledTokens) -> SampledTokens:
+        """The rows go on behind what they have got."""
         ends = accumulate(verified.counts)
         token_ids = verified.token_ids.tolist()
         self.rows.accept_drafts(parts, verified.counts, [token_ids[end - 1] for end in ends])
@@ -253,8 +304,7 @@ class Engine:
             return SampledTokens(rows, token_ids, logprobs)
         sampled = self.sampler.sample(logits, rows, self.grammars.allowed(rows))
         self.rows.last_tokens[to_device(np.array(rows), self.device)] = sampled.token_ids
-        # The largest logit is finite if the others are: NaN and infinity win.
-        logprobs = torch.where(logits.amax(-1).isfinite(), sampled.logprobs, float("nan"))
+        logprobs = _checked(logits, sampled.logprobs)
         return SampledTokens(rows, sampled.token_ids, logprobs, sampled.top, self.grammars.errors(rows))
 
     def _advance(self, request: pb.StepRequest) -> list[RowStep]:
@@ -317,6 +367,11 @@ class Engine:
                     scores.append(prompt_scores(logits, successor, sequence.num_top_tokens))
             first += part.count
         return wanted
+
+
+def _checked(logits: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """NaN in lines whose logits are not all finite: the largest is finite if the others are, NaN and infinity win."""
+    return torch.where(logits.amax(-1).isfinite(), logprobs, float("nan"))
 
 
 def _restore(order: list[int], sampled: list[int]) -> list[int]:

@@ -182,6 +182,21 @@ class Grammars:
         states = [(place, self._rows[row]) for place, row in enumerate(rows) if row in self._rows]
         return {place: state.error for place, state in states if state.error is not None}
 
+    def forced(self, rows: Sequence[int], count: int) -> dict[int, list[int]]:
+        """Place in the batch -> up to `count` tokens of the only text that may follow, for rows where there is only
+        one. Waits for the masks, as the next step would."""
+        found: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            state = self._rows.get(row)
+            if state is None or state.is_free or state.error is not None:
+                continue
+            wait_for({state.pending}, _MASK_SECONDS)
+            if state.pending.done() and state.follows_grammar and state.matcher is not None:
+                tokens = state.matcher.forced()[:count]
+                if tokens:
+                    found[place] = tokens
+        return found
+
     def accept(self, rows: Sequence[int], read: Callable[[], Sequence[int]]) -> None:
         """These rows get one token each; `read` waits for them. The masks of what follows are computed at once."""
         states = [(place, self._rows[row]) for place, row in enumerate(rows) if row in self._rows]

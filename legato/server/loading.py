@@ -26,6 +26,8 @@ from legato.models.registry import CausalModel, get_model, model_config
 from legato.models.speculators import Speculator, load_speculator
 from legato.models.targets import AdapterTarget
 from legato.server.rendezvous import join, share_cores
+from legato.server.speculation.guessers import EagleGuesser, Guesser
+from legato.server.speculation.loading import load_draft
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class LoadedModel:
     dtype: torch.dtype
     shard: Shard = field(default_factory=Shard)
     speculator: Speculator | None = None
+    draft: Guesser | None = None
     targets: list[AdapterTarget] = field(default_factory=list)  # the layers that LoRA adapters may change
 
 
@@ -68,16 +71,18 @@ def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] 
         model = get_model(
             files, config, dtype, device, shard=shard, dummy=dummy, progress=progress, trust_remote_code=trusted,
             quantize=options.quantize, packs=packs, targets=targets,
+            fp8_copy_fraction=options.fp8_copy_fraction,
         )  # fmt: skip
         speculator = _speculator(options, model, dtype, device)
-        # A speculator reads the states that its base model has after the last norm.
-        if packs and options.world_size == 1 and speculator is None:
+        draft = load_draft(options, files, model, speculator is not None, dtype, device)
+        # The library keeps no states of single layers.
+        if packs and options.world_size == 1 and not isinstance(draft, EagleGuesser):
             model = on_host(model)
     seconds = round(time.perf_counter() - started, 2)
     logger.info(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
     )
-    return LoadedModel(model, files, device, dtype, shard, speculator, targets)
+    return LoadedModel(model, files, device, dtype, shard, speculator, draft, targets)
 
 
 def _speculator(

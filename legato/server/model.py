@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import grpc
@@ -31,6 +31,7 @@ from legato.server.memory.allocator import release_blocks, return_freed_memory, 
 from legato.server.memory.budget import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
 from legato.server.memory.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
 from legato.server.memory.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
+from legato.server.speculation.draft_model import MOST_TOKENS, num_spare_blocks
 from legato.vision.cross import ALIGNMENT
 from legato.vision.gemma import SquareRules
 from legato.vision.rules import image_rules
@@ -42,6 +43,8 @@ WARMUP_BLOCKS = 2
 MB = 10**6
 # What cached prefixes may take on a CPU beside the smallest models.
 LEAST_PREFIX_CACHE = 128 * MB
+# Guesses of a draft model, each of which it has to compute.
+DEFAULT_DRAFTS = 4
 CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -66,6 +69,8 @@ class Model:
         self._engine: Engine | None = None
         self._capacity: Capacity | None = None
         self._has_compiled = False
+        # Seconds of the stages of warm-up, for its log line.
+        self._stages: dict[str, float] = {}
 
     @property
     def engine(self) -> Engine:
@@ -109,7 +114,7 @@ class Model:
             dtype=f"torch.{str(self.loaded.dtype)[6:]}",
             device_type=self.loaded.device.type,
             speculate=self.speculate,
-            num_proposals=0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens,
+            num_proposals=self.num_proposals,
             support_chunking=not self.whole_prompts,
             use_prefix_caching=self.options.prefix_caching and not self.whole_prompts,
             whole_image_tokens=self._whole_image_tokens,
@@ -128,14 +133,26 @@ class Model:
     @property
     def speculate(self) -> int:
         """Drafts of a row in a step, at most: as many as a speculator can guess, unless fewer are asked for."""
-        heads = 0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens
-        return heads if self.options.speculate is None else self.options.speculate
+        return self.num_proposals if self.options.speculate is None else self.options.speculate
+
+    @property
+    def num_proposals(self) -> int:
+        """Guesses that the shard can make itself behind a sampled token."""
+        if self.loaded.draft is not None:
+            return DEFAULT_DRAFTS if self.options.speculate is None else min(self.options.speculate, MOST_TOKENS)
+        return 0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens
 
     @property
     def kv_shape(self) -> KVShape:
         """The model's, with the dtype of `--kv-cache-dtype`."""
         shape, chosen = self.loaded.model.kv_shape, self.options.kv_cache_dtype
         return shape if chosen is None else replace(shape, dtype=CACHE_DTYPES[chosen])
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the KV cache, for each token, with what the draft model has of it."""
+        draft = self.loaded.draft
+        return self.kv_shape.bytes_per_token + (0 if draft is None else draft.bytes_per_token)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -151,6 +168,7 @@ class Model:
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
         """Size the KV cache by the memory that is left, allocate it, and run the first steps."""
         started = time.perf_counter()
+        self._stages = {}
         logger.info(WARMING_UP)
         self._advance()
         if self._engine is not None:  # a second warm-up replaces the first cache
@@ -158,23 +176,29 @@ class Model:
         self._engine = self._capacity = None
         request = self._with_defaults(request)
         max_positions = self.loaded.model.config.max_positions
-        requested = RequestedLimits(request, max_positions, self.block_size, self.kv_shape.bytes_per_token)
+        token_bytes = self.token_bytes
+        requested = RequestedLimits(request, max_positions, self.block_size, token_bytes)
         # Shards agree on what the one with the least memory can hold.
-        token_bytes = self.kv_shape.bytes_per_token
-        budget = self.loaded.shard.least(self._budget(requested) // token_bytes, self.loaded.device) * token_bytes
+        room = self._budget(requested) - self._spare_bytes(requested)
+        budget = self.loaded.shard.least(room // token_bytes, self.loaded.device) * token_bytes
         capacity = requested.fit(budget)
         if isinstance(self.loaded.model, LimitedModel):
             self.loaded.model.limit(capacity.max_total_tokens)
-        size = gib(capacity.num_blocks * self.block_size * self.kv_shape.bytes_per_token)
-        with refused_for_memory(f"no {size} for the KV cache; lower --cuda-memory-fraction", self.loaded.device):
+        if self.loaded.draft is not None:
+            self.loaded.draft.limit(capacity.max_total_tokens)
+        size = gib(capacity.num_blocks * self.block_size * token_bytes)
+        refused = f"no {size} for the KV cache; lower --cuda-memory-fraction"
+        with refused_for_memory(refused, self.loaded.device), self._stage("allocate_seconds"):
             self._engine = self._make_engine(capacity.num_blocks, requested, capacity.max_total_tokens)
         if self.loaded.device.type == "cpu":
-            use_small_pages(self.engine.cache)
+            for cache in self.engine.caches:
+                use_small_pages(cache)
         self._first_steps(capacity)
         self._capacity = capacity
         self.release_blocks(range(RESERVED_BLOCKS, capacity.num_blocks))
         fields = {
             "seconds": round(time.perf_counter() - started, 2),
+            **{name: round(seconds, 2) for name, seconds in self._stages.items()},
             "kv_blocks": capacity.num_blocks,
             "kv_cache": size,
             "room": gib(budget),
@@ -183,10 +207,18 @@ class Model:
         logger.info(WARMED_UP, extra={"fields": fields})
         return capacity
 
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - started
+
     @property
     def max_unused_blocks(self) -> int | None:
         """What `--prefix-cache-mb` allows. By default prefixes on a CPU take about as much memory as the weights."""
-        given, block_bytes = self.options.prefix_cache_mb, self.kv_shape.bytes_per_token * self.block_size
+        given, block_bytes = self.options.prefix_cache_mb, self.token_bytes * self.block_size
         if given is None and self.loaded.device.type != "cpu":
             return None
         room = LEAST_PREFIX_CACHE if given is None else given * MB
@@ -199,7 +231,8 @@ class Model:
         if not all(RESERVED_BLOCKS <= block < self.capacity.num_blocks for block in blocks):
             raise RequestRefused(f"blocks: they must be from {RESERVED_BLOCKS} to {self.capacity.num_blocks - 1}")
         if self.loaded.device.type == "cpu":
-            release_blocks(self.engine.cache, blocks)
+            for cache in self.engine.caches:
+                release_blocks(cache, blocks)
             return_freed_memory()
 
     def _with_defaults(self, request: pb.WarmupRequest) -> pb.WarmupRequest:
@@ -244,11 +277,19 @@ class Model:
         )
         return cache_budget(reading, fraction, graphs)
 
+    def _spare_bytes(self, requested: RequestedLimits) -> int:
+        """What a draft model keeps beside the router's blocks."""
+        if self.loaded.draft is None:
+            return 0
+        tokens = requested.max_rows * num_spare_blocks(self.num_proposals, self.block_size) * self.block_size
+        return tokens * self.loaded.draft.kv_shape.bytes_per_token
+
     def _run_largest_steps(self, requested: RequestedLimits) -> None:
         """The largest step that a router may send, and some common ones, in a temporary engine. The common ones launch
         no kernels the first time, where these can be compiled meanwhile."""
         if not self._has_compiled and can_compile_ahead() and not self.options.disable_custom_kernels:
-            compile_ahead(self._make_engine(WARMUP_BLOCKS, requested, requested.longest), requested)
+            with self._stage("compile_seconds"):
+                compile_ahead(self._make_engine(WARMUP_BLOCKS, requested, requested.longest), requested)
             self._has_compiled, common = True, []
             self._advance()
         else:
@@ -256,7 +297,8 @@ class Model:
         engine = self._make_engine(WARMUP_BLOCKS, requested, requested.longest, graphs=False)
         if engine.vision_encoder is not None:
             engine.vision_encoder.encode_largest(requested.longest)
-        with nullcontext() if self.adapters is None else self.adapters.pretended():
+        pretended = nullcontext() if self.adapters is None else self.adapters.pretended()
+        with pretended, self._stage("largest_step_seconds"):
             engine.launch(full_step(requested, with_adapters=self.adapters is not None)).read()
             self._advance()
         for step in common:
@@ -278,7 +320,8 @@ class Model:
             self.loaded.shard,
             self.image_rules,
             self.loaded.speculator,
-            drafts=self.speculate > 0,
+            self.loaded.draft,
+            drafts=self.num_proposals or self.speculate,
             adapters=self.adapters,
         )
 
@@ -292,10 +335,12 @@ class Model:
 
     def _first_steps(self, capacity: Capacity) -> None:
         """One prompt, one decode and the first CUDA graphs: everything has run once before the first request."""
-        self.engine.launch(first_step(capacity, self.block_size)).read()
-        self.engine.launch(decode_step()).read()
-        self._advance()
+        with self._stage("first_steps_seconds"):
+            self.engine.launch(first_step(capacity, self.block_size)).read()
+            self.engine.launch(decode_step()).read()
+            self._advance()
         if self.engine.graphs is not None:
-            self.engine.graphs.capture_first()
+            with self._stage("graphs_seconds"):
+                self.engine.graphs.capture_first()
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize()

@@ -12,6 +12,7 @@ import torch
 
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import LikeliestTokens, PromptScores
+from legato.scheduling.state import NO_PROPOSAL
 
 NOT_FINITE = "Numerical error: the model's logits for this request are not finite (NaN or infinity)"
 
@@ -28,8 +29,13 @@ class SampledTokens:
     errors: dict[int, str] = field(default_factory=dict)
     # Of a step with drafts: how many tokens each row has got, one behind the other. Else empty: one each.
     counts: list[int] = field(default_factory=list)
-    # [rows, count], what may follow the last token of each row; None if nobody asked.
+    # [rows, count], what may follow the last token of each row, negative where there is no guess; None if nobody asked.
     proposals: torch.Tensor | None = None
+
+    def per_row(self) -> list[list[int]]:
+        """The tokens of each row, of a step with drafts: they are on the host."""
+        token_ids, ends = self.token_ids.tolist(), accumulate(self.counts)
+        return [token_ids[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
     def to_host(self) -> SampledTokens:
         """Queue the copies behind the step. Wait for the step's event before reading them."""
@@ -87,7 +93,8 @@ class PendingStep:
             response.num_sampled.extend(count for outcome in self.outcomes for count in outcome.counts)
         for outcome in self.outcomes:
             if outcome.chosen is not None and outcome.chosen.proposals is not None:
-                response.proposed_ids.extend(outcome.chosen.proposals[outcome.order].flatten().tolist())
+                proposals = outcome.chosen.proposals[outcome.order].flatten()
+                response.proposed_ids.extend(torch.where(proposals < 0, NO_PROPOSAL, proposals).tolist())
         for row, pieces in self._prompt_scores().items():
             response.prompt_logprobs.add(
                 row=row,

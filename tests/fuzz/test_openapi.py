@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import requests
 from schemathesis import Case, GenerationMode, Response
+from starlette.types import ASGIApp
 
 from legato.http.app import create_app
 from legato.http.openapi import document
@@ -30,25 +31,25 @@ SENDINGS = sendings(OPERATIONS)
 SHARE = -(-CASES // sum(bool(operation.body) for operation, _ in SENDINGS))
 
 
+async def answer(app: ASGIApp, request: requests.PreparedRequest) -> Response:
+    assert request.method is not None and isinstance(request.url, str)
+    body = request.body.encode() if isinstance(request.body, str) else request.body or b""
+    path = unquote(urlsplit(request.url).path)
+    answered = await Call(app, request.method, path, [body], dict(request.headers)).answer()
+    headers = {name: [value] for name, value in answered.headers.items()}
+    return Response(answered.status, headers, answered.body, request, elapsed=0.0, verify=False)
+
+
 @pytest.fixture(scope="module")
 def send() -> Iterator[Send]:
     """To one application that lives through all of it, as a server does."""
     template = make(CHATML)
     app = create_app(obliging(), tokenizer(), SETTINGS, chat_template=template)
-
-    async def answer(request: requests.PreparedRequest) -> Response:
-        assert request.method is not None and isinstance(request.url, str)
-        body = request.body.encode() if isinstance(request.body, str) else request.body or b""
-        path = unquote(urlsplit(request.url).path)
-        answered = await Call(app, request.method, path, [body], dict(request.headers)).answer()
-        headers = {name: [value] for name, value in answered.headers.items()}
-        return Response(answered.status, headers, answered.body, request, elapsed=0.0, verify=False)
-
     with asyncio.Runner() as runner:
 
         def send(case: Case) -> Response:
             parts: dict[str, Any] = case.as_transport_kwargs(base_url="http://test")
-            return runner.run(answer(requests.Request(**parts).prepare()))
+            return runner.run(answer(app, requests.Request(**parts).prepare()))
 
         yield send
     template.close()

@@ -17,7 +17,7 @@ from legato.api.dashboard import BlockUse, DashboardData, Distribution
 from legato.grammar.kinds import Grammar
 from legato.http.app import create_app
 from legato.http.scheduler import AdapterChangeFailed, Receiver
-from legato.ipc.messages import ServerState
+from legato.ipc.messages import ServerLoad, ServerState
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.adapters import AdapterInfo
 from legato.scheduling.state import FinishReason, GenerationRequest, ModelLimits, Output, PromptChunk
@@ -87,6 +87,9 @@ DASHBOARD = DashboardData(
 )
 
 
+LOAD = ServerLoad(epoch="1", running=2, queued=3, max_rows=4, free_blocks=5, total_blocks=9, block_size=16)
+
+
 @dataclass
 class FakeBackend:
     """Says what it was told to say, one output per turn of the event loop, to whoever asks."""
@@ -139,6 +142,9 @@ class FakeBackend:
 
     async def observe(self) -> bytes:
         return msgspec.json.encode(DASHBOARD)
+
+    async def load(self) -> bytes:
+        return msgspec.json.encode(LOAD)
 
     async def prepare(self, grammar: Grammar) -> None:
         self.prepared.append(grammar)

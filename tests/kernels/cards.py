@@ -27,7 +27,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 from legato.kernels import activation, device, few_linear, grouped_linear, norm, rotary, sample, small_linear
-from legato.kernels.attention import chunk, decode, hopper, span
+from legato.kernels.attention import chunk, decode, hopper, span, turned
 from legato.kernels.device import GpuLimits
 from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.lora import product
@@ -91,6 +91,11 @@ def attention_launches(shape: Shape, limits: GpuLimits, quick: bool) -> Iterator
         return
     q = torch.zeros(2, KV_HEADS, shape.head_dim, dtype=shape.dtype)
     yield partial(span._span_attention_triton, q, shape.paged(2), None, torch.zeros(KV_HEADS, 129))
+    if limits.overlaps_launches and shape.head_dim in turned.HEAD_DIMS and shape.cache_dtype is None:
+        places = torch.zeros(2, dtype=torch.int64)
+        qkv = torch.zeros(2, KV_HEADS * (shape.group + 2) * shape.head_dim, dtype=shape.dtype)
+        angles = torch.zeros(8, shape.head_dim)
+        yield partial(turned._turned_triton, qkv, places, angles, shape.paged(2), places, scoring)
     tokens = 64
     q, starts = shape.queries(tokens), torch.tensor([0, tokens], dtype=torch.int32)
     if limits.sm == 90 and hopper.suits(q, shape.paged(1), scoring):

@@ -20,6 +20,7 @@ from legato.kernels.attention import chunk as chunk_attention
 from legato.kernels.attention import decode as decode_attention
 from legato.kernels.attention import hopper as hopper_attention
 from legato.kernels.attention import span as span_attention
+from legato.kernels.attention import turned as turned_attention
 from legato.kernels.device import DEFAULT
 from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.lora import product
@@ -99,6 +100,15 @@ def compile_all() -> None:
     for sequences in (1, 8, 32, 256):
         q = torch.zeros(sequences, HEADS, HEAD_DIM, dtype=BF16)
         decode_attention._decode_attention_triton(q, paged(sequences), Scoring(0.1))
+    for sequences in (1, 2):
+        turned_attention._turned_triton(
+            projection[:sequences],
+            places[:sequences],
+            torch.zeros(8, HEAD_DIM),
+            paged(sequences),
+            places[:sequences],
+            Scoring(0.1),
+        )
     for tokens in (4, 16, 512):
         q, starts = torch.zeros(tokens, HEADS, HEAD_DIM, dtype=BF16), torch.tensor([0, tokens], dtype=torch.int32)
         chunk_attention._chunk_attention_triton(q, paged(1), starts, Scoring(0.1))

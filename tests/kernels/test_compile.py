@@ -43,6 +43,7 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_rotary_and_store_kernel",
         "_gate_and_mul_kernel",
         "_decode_kernel",
+        "_turned_kernel",
         "_chunk_kernel",
         "_hopper_kernel",
         "_merge_parts_kernel",
@@ -83,6 +84,7 @@ def test_weights_keys_and_activations_are_loaded_16_bytes_at_a_time(compiled):
 def test_products_of_a_rotation_are_rounded_before_they_are_added(compiled):
     """As transformers does. Left to itself the compiler fuses them, and one bfloat16 token in thirty is another."""
     assert [kernel["fused_bf16"] for kernel in compiled if kernel["name"] == "_rotary_and_store_kernel"] == [0] * 4
+    assert [kernel["fused_bf16"] for kernel in compiled if kernel["name"] == "_turned_kernel"] == [0] * 2
 
 
 def test_quantized_products_of_many_rows_run_on_the_fp8_units(compiled):

@@ -10,8 +10,8 @@ import pytest
 
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import GenerationRequest
-from legato.scheduling.step_costs import MeasuredStep, StepCosts, StepPace
-from legato.scheduling.suffix_index import MOST_RECENT_TOKENS, PromptIndex, RecentAnswers, TextMatch
+from legato.scheduling.step_costs import HIGHEST_CHANCE, MeasuredStep, StepCosts, StepPace
+from legato.scheduling.suffix_index import MOST_INDEXED, MOST_RECENT_TOKENS, PromptIndex, RecentAnswers, TextMatch
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
 LIMITS = SchedulerLimits(num_blocks=200, block_size=4, max_rows=8, max_step_tokens=64, speculate=6, vocab_size=50)
@@ -58,6 +58,8 @@ def test_recent_answers_are_guessed_from_and_the_oldest_are_forgotten() -> None:
     for text in texts:
         answers.add(text)
     assert len(answers.tokens) <= MOST_RECENT_TOKENS
+    for _ in range(-(-MOST_RECENT_TOKENS // MOST_INDEXED)):
+        answers.catch_up()
     assert TextMatch(texts[-1][100:110], 10, answers).guess(5) == texts[-1][110:115].tolist()
     assert TextMatch(texts[0][100:110], 10, answers).guess(5) == []
     end = TextMatch(texts[-1][-10:], 10, answers).guess(5)
@@ -68,6 +70,21 @@ def test_a_prompt_with_digests_of_images_is_indexed() -> None:
     tokens = array("q", [5, (1 << 62) + 3, (1 << 62) + 3, 6, 7, 8, 6, 7])
     assert list(PromptIndex(tokens, 8).behind((6 * 1_000_003 + 7) & ((1 << 62) - 1))) == [8, 5]
     assert TextMatch(tokens, 8, None).guess(2) == [8, 6]
+
+
+def test_a_match_is_found_after_a_long_text_without_any() -> None:
+    """Such a text is read some tokens at a time: the match may be found some tokens late, and is the same."""
+    rng = random.Random(3)
+    text = array("q", [rng.randrange(10_000) for _ in range(50)])
+    match, every = TextMatch(text, 50, None), TextMatch(text, 50, None)
+    fresh = [rng.randrange(10_000) for _ in range(100)]
+    for token in [*fresh, *fresh[20:30]]:
+        text.append(token)
+        every.read()
+    match.skip()
+    match.read()
+    assert match.unread() == 0 and match.length == every.length >= 10
+    assert match.guess(5) == every.guess(5) == fresh[30:35]
 
 
 def test_a_token_takes_a_few_microseconds() -> None:
@@ -141,6 +158,25 @@ def test_as_many_drafts_are_taken_as_pay() -> None:
     steep = times(0.03, {2: 0.031, 3: 0.06, 9: 0.3})
     assert steep.num_worth(1, [0.9, 0.8, 0.7, 0.6]) == 1
     assert steep.num_worth(1, [0.03]) == 0
+
+
+def test_texts_are_not_read_where_no_draft_could_pay() -> None:
+    """Each draft costs a row of its own: requests' texts are not even looked at, until times are measured again."""
+    found = times(0.03, {5: 0.16, 9: 0.29}, num_rows=4)
+    assert not found.can_pay(4, 8)
+    assert times(0.03, {5: 0.031, 9: 0.035}, num_rows=4).can_pay(4, 8)
+    assert any(found.can_pay(4, 8) for _ in range(400)), "what was measured once fades"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_can_pay_is_a_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    num_rows = rng.choice([1, 3, 8])
+    sizes = sorted(rng.sample(range(num_rows + 1, 40), rng.randrange(4)))
+    costs = {size: 0.03 + rng.random() * 0.003 * size for size in sizes}
+    most = rng.randrange(1, 50)
+    worth = times(0.03, costs, num_rows).num_worth(num_rows, [HIGHEST_CHANCE] * most)
+    assert times(0.03, costs, num_rows).can_pay(num_rows, most) == (worth > 0)
 
 
 def test_what_speaks_against_drafts_is_tried_again() -> None:

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from legato.scheduling.budget import FEWEST_MIXED_TOKENS, StepBudget, StepSizes, step_sizes
+from legato.scheduling.budget import (
+    ALIGNMENT,
+    FEWEST_MIXED_TOKENS,
+    PromptRoom,
+    StepBudget,
+    StepSizes,
+    step_sizes,
+)
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, StepPlan, StepResult
@@ -142,12 +149,23 @@ def test_decodes_take_nothing_from_the_prompts_share_and_never_go_without() -> N
     assert sum(plan) == 12
 
 
+def offered(budget: StepBudget, num_decodes: int, context_len: int = 0) -> int:
+    """To a prompt without an end."""
+    return budget.room(num_decodes).offer(1 << 20, context_len)
+
+
+def units(tokens: int, context_len: int) -> float:
+    room = PromptRoom(tokens, 0.0)
+    room.spend(tokens, tokens, context_len)
+    return room.num_units
+
+
 def test_the_budget_settles_where_a_step_takes_as_long_as_it_should() -> None:
     budget = StepBudget(StepSizes(8192, 2048, 0.050))
     for _ in range(40):
-        tokens = budget.prompt_tokens(256)
+        tokens = offered(budget, 256)
         budget.learn(tokens, 0.030 + tokens * 20e-6)
-    assert 0.049 < 0.030 + budget.prompt_tokens(256) * 20e-6 < 0.051
+    assert 0.0487 < 0.030 + offered(budget, 256) * 20e-6 < 0.0513  # 64 tokens are 1.3 ms
 
 
 def test_the_budget_counts_attention() -> None:
@@ -157,52 +175,84 @@ def test_the_budget_counts_attention() -> None:
     for prompt in range(3):
         context_len = 0
         while context_len < 32_768:
-            tokens = min(budget.prompt_tokens(64, context_len), 32_768 - context_len)
+            tokens = min(offered(budget, 64, context_len), 32_768 - context_len)
             seconds = 0.007 + tokens * 22e-6 * (1 + (context_len + tokens / 2) / 27_000)
             assert prompt == 0 or seconds < 0.055
-            budget.learn(tokens, seconds, context_len)
+            budget.learn(units(tokens, context_len), seconds)
             context_len += tokens
 
 
-def test_one_slow_step_is_forgiven_soon() -> None:
+def test_a_step_pays_for_the_context_of_every_prompt() -> None:
+    """One that ends behind 24,000 tokens, and one whose first 24,000 are in the cache: each token counts twice."""
+    room = StepBudget(StepSizes(8192, 2048, 0.050)).room(64)
+    assert room.offer(500, 24_000) == 500
+    room.spend(500, 500, 24_000)
+    assert room.offer(5_000, 24_000) == 588  # 524 would be 64 short of a multiple of 128
+    room.spend(588, 5_000, 24_000)
+    assert not room.is_left
+
+
+def test_a_prompt_behind_a_cached_context_gets_a_smaller_step() -> None:
+    sizes = dict(max_step_tokens=8192, max_mixed_tokens=2048, mixed_step_time=0.050)
+    simulation = Simulation(limits(num_blocks=10_000, block_size=16, **sizes), depth=1)  # type: ignore[arg-type]
+    prompt = list(range(24_000))
+    simulation.submit(GenerationRequest(1, prompt, 1))
+    while simulation.launch():
+        simulation.land()
+    simulation.submit(GenerationRequest(2, [1, 2], 20))
+    next_step(simulation)
+    simulation.submit(GenerationRequest(3, prompt + list(range(5_000)), 1))
+    assert next_step(simulation) == [1, 1023]  # half of 2,048 units, and a multiple of 128 with the decode
+
+
+def test_chunks_fill_the_tiles_of_matrix_products() -> None:
+    budget = StepBudget(StepSizes(8192, 2048, 0.050))
+    for num_decodes in (1, 63, 64, 100, 512):
+        assert (num_decodes + offered(budget, num_decodes)) % ALIGNMENT == 0
+        assert budget.room(num_decodes).offer(300, 0) == 300  # what fits is not cut
+
+
+def test_one_slow_step_is_an_accident_and_two_are_forgiven_soon() -> None:
     budget = StepBudget(StepSizes(8192, 2048, 0.050))
     budget.learn(2048, 5.0)
-    assert budget.prompt_tokens(1) == 1024
+    assert offered(budget, 64) == 1984
+    budget.learn(2048, 5.0)
+    assert offered(budget, 64) == 1088
     for _ in range(8):
-        tokens = budget.prompt_tokens(1)
+        tokens = offered(budget, 64)
         budget.learn(tokens, tokens * 20e-6)
-    assert budget.prompt_tokens(1) == 2048
+    assert offered(budget, 64) == 1984
 
 
 def test_small_steps_that_were_fast_do_not_shrink_the_budget() -> None:
     budget = StepBudget(StepSizes(8192, 2048, 0.050))
     budget.learn(16, 0.049)
-    assert budget.prompt_tokens(1) == 2048
+    assert offered(budget, 64) == 1984
 
 
 def test_prompts_get_on_however_slow_the_device_is() -> None:
     budget = StepBudget(StepSizes(8192, 2048, 0.050))
     for _ in range(20):
-        budget.learn(budget.prompt_tokens(1), 3.0)
-    assert budget.prompt_tokens(1) == FEWEST_MIXED_TOKENS
+        budget.learn(offered(budget, 64), 3.0)
+    assert offered(budget, 64) == FEWEST_MIXED_TOKENS + 64
 
 
 def test_steps_behind_a_long_context_do_not_stay_small_after_slow_ones() -> None:
     """Below some size a step takes what the host needs for its launches, however few tokens it has."""
     budget = StepBudget(StepSizes(8192, 2048, 0.050))
     for _ in range(20):
-        budget.learn(budget.prompt_tokens(64, 30_000), 0.5, 30_000)
-    assert budget.prompt_tokens(64, 30_000) == FEWEST_MIXED_TOKENS
+        budget.learn(units(offered(budget, 64, 30_000), 30_000), 0.5)
+    assert offered(budget, 64, 30_000) == FEWEST_MIXED_TOKENS + 64
     for _ in range(20):
-        tokens = budget.prompt_tokens(64, 30_000)
-        budget.learn(tokens, max(0.045, 0.007 + tokens * 46e-6), 30_000)
-    assert budget.prompt_tokens(64, 30_000) > 850
+        tokens = offered(budget, 64, 30_000)
+        budget.learn(units(tokens, 30_000), max(0.045, 0.007 + tokens * 46e-6))
+    assert offered(budget, 64, 30_000) > 850
 
 
 def test_without_a_time_to_aim_at_the_budget_stays() -> None:
     budget = StepBudget(StepSizes(512, 256))
     budget.learn(256, 3.0)
-    assert budget.prompt_tokens(1) == 256
+    assert offered(budget, 1) == 256
 
 
 @pytest.mark.parametrize(("given", "alone", "mixed"), [(None, 8192, 2048), (4096, 4096, 2048), (1000, 1000, 1000)])
@@ -215,7 +265,7 @@ def test_unknown_devices_count_as_slow() -> None:
     assert step_sizes("xpu", None) == step_sizes("cpu", None)
 
 
-def limits(**changes: int) -> SchedulerLimits:
+def limits(**changes: float) -> SchedulerLimits:
     return SchedulerLimits(**{"num_blocks": 65, "block_size": 4, "max_rows": 8, **changes})  # type: ignore[arg-type]
 
 

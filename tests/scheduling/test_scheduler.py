@@ -451,3 +451,25 @@ def test_the_lookups_of_one_plan_are_bounded_and_nobody_is_forgotten(monkeypatch
         assert looked_up[0] <= MAX_ADMISSION_WORK + 1000  # the last one is looked up whole
     assert all(len(simulation.tokens(number)) == 2 for number in range(60))
     check_blocks(scheduler)
+
+
+@pytest.mark.parametrize("num_emitted", [1, 3, 9])
+def test_a_request_goes_on_after_tokens_of_another_server(num_emitted: int) -> None:
+    expected = expected_tokens(request(1, [3, 1, 4], 10), VOCAB)
+    simulation = Simulation(limits())
+    simulation.submit(request(1, [3, 1, 4], 10, emitted_ids=expected[:num_emitted]))
+    simulation.run()
+    assert simulation.tokens(1) == expected[num_emitted:]
+    assert simulation.outputs[1][-1].finish_reason is FinishReason.LENGTH
+    check_blocks(simulation.scheduler)
+
+
+def test_a_request_that_goes_on_learns_what_was_cached_with_its_first_token_here() -> None:
+    expected = expected_tokens(request(1, [5] * 12, 12), VOCAB)
+    simulation = Simulation(limits())
+    simulation.submit(request(1, [5] * 12, 12))
+    simulation.run()
+    simulation.submit(request(2, [5] * 12, 12, emitted_ids=expected[:8]))
+    simulation.run()
+    assert simulation.tokens(2) == expected[8:]
+    assert [output.num_cached for output in simulation.outputs[2]] == [12, 0, 0, 0]  # of the prompt

@@ -24,6 +24,7 @@ from legato.scheduling.state import GenerationRequest, Output
 from legato.server.adapters import ShardAdapters
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars
+from legato.server.speculation.guessers import Guesser
 
 # `make test-gpu` runs the same tests on a GPU.
 DEVICE = torch.device(os.environ.get("LEGATO_TEST_DEVICE", "cpu"))
@@ -43,7 +44,7 @@ class LocalServer:
         self, model: CausalModel, *, num_blocks: int = 256, block_size: int = 16, max_rows: int = 16,
         step_tokens: int = 512, prefix_caching: bool = True, eos: frozenset[int] = frozenset(),
         load_trie: Callable[[], TokenTrie] = no_grammars, speculate: int = 0, speculator: Speculator | None = None,
-        adapters: ShardAdapters | None = None,
+        adapters: ShardAdapters | None = None, draft: Guesser | None = None,
     ) -> None:  # fmt: skip
         start, mutual = model.config.decoder_start_token_id, isinstance(model, MutualModel)
         whole = isinstance(model, MutualModel) and model.whole_prompts
@@ -51,7 +52,7 @@ class LocalServer:
             num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching and start is None and not whole,
             decoder_start_token_id=start, whole_prompts=whole, whole_images=mutual and not whole,
             speculate=speculate, vocab_size=model.config.vocab_size,
-            num_proposals=0 if speculator is None else speculator.num_tokens,
+            num_proposals=speculate if draft is not None else 0 if speculator is None else speculator.num_tokens,
             num_adapter_pages=0 if adapters is None else adapters.device.num_pages,
         )  # fmt: skip
         cache = KVCache(model.kv_shape, num_blocks, block_size, DEVICE)
@@ -61,6 +62,8 @@ class LocalServer:
             model, cache, max_rows, limits.max_tokens, lambda rows: Sampler(vocab, rows, DEVICE), Grammars(load_trie),
             adapters=adapters,
             speculator=speculator,
+            draft=draft,
+            drafts=speculate,
         )  # fmt: skip
         self.outputs: dict[int, list[Output]] = {}
         self._waiting: list = []
@@ -80,11 +83,13 @@ class LocalServer:
             self.outputs[request_id].append(output)
         return True
 
-    def run(self, requests: list[GenerationRequest], arrivals: random.Random | None = None) -> dict[int, list[int]]:
-        """All at once, or a few at random times while others are running."""
+    def run(
+        self, requests: list[GenerationRequest], arrivals: random.Random | None = None, rate: float = 0.2
+    ) -> dict[int, list[int]]:
+        """All at once, or at random times while others are running: the chance that another comes before a step."""
         todo = list(requests)
         while todo or self.scheduler.running or self.scheduler.queue or self._waiting:
-            while todo and (arrivals is None or arrivals.random() < 0.2):
+            while todo and (arrivals is None or arrivals.random() < rate):
                 self.submit(todo.pop(0))
             self.step()
         return {request.id: self.tokens(request.id) for request in requests}

@@ -13,11 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from legato.common.errors import ModelFileError
 from legato.common.options import ServerOptions
+from legato.cpu.library import library
+from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.locate import locate
 from legato.modelfiles.speculator import SpeculatorFiles
+from legato.models.host import HostDecoder
 from legato.models.registry import CausalModel
 from legato.models.speculators import Speculator, load_speculator
 from legato.scheduling.state import GenerationRequest
+from legato.server.loading import load as load_server
 from tests.generation import generation, sampling
 from tests.server.local import DEVICE, LocalServer, load
 from tests.tiny_models import tiny_llama
@@ -30,9 +34,9 @@ class Base:
     """A model that says one token after another in a fixed order: its layers add nothing, and its head has the
     embeddings of the tokens before."""
 
-    def __init__(self, folder: Path, repeats: bool = False) -> None:
+    def __init__(self, folder: Path, repeats: bool = False, **changes: Any) -> None:
         """One that `repeats` says the same token again and again: its own head knows all tokens to come."""
-        self.folder, self.repeats = tiny_llama(folder), repeats
+        self.folder, self.repeats = tiny_llama(folder, **changes), repeats
         file = self.folder / "model.safetensors"
         tensors = load_file(file)
         for name, tensor in tensors.items():
@@ -150,6 +154,19 @@ def test_texts_are_the_same_and_right_heads_are_followed(
     if knows and (case != "medusa v2" or base.repeats):
         assert num_drafts / (8 * NUM_TOKENS) >= 0.8 * NUM_HEADS / (NUM_HEADS + 1)
         assert all(server.scheduler._drafter._proposals[depth] > 0.8 for depth in range(NUM_HEADS))
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("version", [1, 2])
+def test_heads_guess_beside_the_library_of_a_cpu(tmp_path: Path, version: int) -> None:
+    """What it computes are the states that heads read."""
+    base = Base(tmp_path / "base", repeats=version == 2, head_dim=32)
+    path = medusa(base, tmp_path / "speculator", version, knows=True)
+    loaded = load_server(ModelFiles.open(base.folder), ServerOptions(model_id=str(path), device="cpu"))
+    assert isinstance(loaded.model, HostDecoder) and loaded.speculator is not None
+    server = LocalServer(loaded.model, speculate=NUM_HEADS, speculator=loaded.speculator)
+    assert server.run(requests()) == LocalServer(loaded.model).run(requests())
+    assert all(server.scheduler._drafter._proposals[depth] > 0.8 for depth in range(NUM_HEADS))
 
 
 def test_a_checkpoint_that_does_not_fit_names_the_tensor(base: Base, model: CausalModel, tmp_path: Path) -> None:

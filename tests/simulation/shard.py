@@ -33,6 +33,7 @@ class ShardRow:
     blocks: list[int]
     num_computed: int
     wants_prompt_logprobs: bool
+    end_ids: frozenset[int]
 
 
 def seed_of(payload: bytes) -> int:
@@ -99,6 +100,7 @@ class SimulatedShard:
             list(blocks),
             admission.num_cached,
             request.prompt_logprobs and admission.num_generated == 0,
+            frozenset() if request.ignore_eos else EOS,
         )
 
     def _check(self, plan: StepPlan) -> None:
@@ -113,7 +115,7 @@ class SimulatedShard:
         """All drafts are written, right or wrong; those that are right lead to the next token."""
         start, size, wrong = state.num_computed, self._limits.block_size, 0
         for place, draft in enumerate(drafts):
-            assert 0 <= draft < VOCAB and draft not in EOS, "no such token is a guess"
+            assert 0 <= draft < VOCAB and draft not in state.end_ids, "no such token is a guess"
             assert start + place < len(state.blocks) * size, "drafts without room"
             if not wrong and draft == result.token_ids[-1]:
                 if (start + place) % size:  # the block of the token before, which this row has written, too

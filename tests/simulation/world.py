@@ -287,7 +287,11 @@ class World:
         self._loop.call_later(LAST_WORDS, self._check_told)
 
     def _check_told(self) -> None:
-        """Workers are killed `LAST_WORDS` seconds after the end: whoever has no answer by then gets none."""
+        """Workers are killed `LAST_WORDS` seconds after the end: whoever has no answer by then gets none. A router that
+        was stopped meanwhile has had no time to answer."""
+        if self._loop.time() - self._loop.paused_at < LAST_WORDS:
+            self._loop.call_later(LAST_WORDS, self._check_told)
+            return
         for worker in self._workers.all:
             assert not worker.port._requests, "requests were not told of the end"
             assert not worker.port._tasks, "grammars are still compiled after the end"

@@ -195,6 +195,8 @@ class ModelObject(Struct, kw_only=True):
     # Of a LoRA adapter: where it came from, and the base model.
     root: str | UnsetType = UNSET
     parent: str | UnsetType = UNSET
+    # Of a server that does not generate: what it does.
+    task: Literal["embed"] | UnsetType = UNSET
 
 
 class ModelList(Struct, kw_only=True):

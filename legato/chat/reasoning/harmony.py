@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from typing import Final
-from uuid import uuid4
 
 from legato.chat.reasoning.formats import Phase
 from legato.chat.reasoning.tagged import overlap
 from legato.chat.tools.parser import CallBegins, CallGoesOn, Content, Event, Thought
+from legato.common.identity import new_hex
 
 _BODY: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -82,7 +82,7 @@ class HarmonyParser:
             self._kind = CallGoesOn
             self.num_calls += 1
             if self._is_wanted:
-                self._events.append(CallBegins(self.num_calls - 1, f"call_{uuid4().hex[:24]}", name))
+                self._events.append(CallBegins(self.num_calls - 1, f"call_{new_hex(24)}", name))
         else:
             self._kind = Thought if recipient or (channel and channel[1] == "analysis") else Content
         self._thinking = self._kind is Thought

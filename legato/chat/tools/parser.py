@@ -16,11 +16,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from uuid import uuid4
 
 from legato.chat.tools.call_reader import ARGUMENTS, NAME, CallReader
 from legato.chat.tools.dialects import END_OF_FENCE, FENCE, Dialect
 from legato.chat.tools.json_text import WHITESPACE
+from legato.common.identity import new_hex
 
 # Characters between an opening and a brace after which it is no name of a tool any more.
 _MAX_HEAD = 256
@@ -210,7 +210,7 @@ class CallParser:
             assert reader.name is not None
             self._begun, self._held = True, ""
             self.num_calls += 1
-            self._tell(CallBegins(self.num_calls - 1, f"call_{uuid4().hex[:24]}", reader.name))
+            self._tell(CallBegins(self.num_calls - 1, f"call_{new_hex(24)}", reader.name))
         if arguments := reader.take():
             self._tell(CallGoesOn(self.num_calls - 1, arguments))
 

@@ -16,8 +16,8 @@ INLINE void rotate(float *restrict x, const float *restrict cos_sin, int64_t dim
 
 static void head(const struct shape *s, const struct layer *l, const struct quants *x, int64_t head, int64_t m0,
                  int64_t m1, const struct step *t, float *queries) {
-    enum { AT_ONCE = 16 };
-    float buffer[AT_ONCE * MAX_HEAD_DIM];
+    enum { AT_ONCE = 48 };
+    float buffer[AT_ONCE * MAX_HEAD_DIM] __attribute__((aligned(64)));
     const int64_t dim = s->head_dim, num_blocks = dim / BLOCK_ROWS, kv_heads = s->num_kv_heads;
     const int is_query = head < s->num_heads, is_key = !is_query && head < s->num_heads + kv_heads;
     const int64_t kv_head = is_query ? 0 : (head - s->num_heads) % kv_heads;
@@ -25,7 +25,8 @@ static void head(const struct shape *s, const struct layer *l, const struct quan
     const float *bias = l->qkv->bias ? l->qkv->bias + head * dim : 0;
     for (int64_t m = m0; m < m1; m += AT_ONCE) {
         int64_t count = MIN(AT_ONCE, m1 - m);
-        block_rows(&l->qkv->blocks[head * num_blocks], num_blocks, x, m, count, buffer, dim);
+        for (int64_t b = 0; b < num_blocks; b += 2)
+            pair_rows(&l->qkv->blocks[head * num_blocks + b], 2, x, m, count, buffer + b * LANES, dim);
         for (int64_t r = 0; r < count; r++) {
             float *row = buffer + r * dim;
             if (bias)
@@ -42,23 +43,38 @@ static void head(const struct shape *s, const struct layer *l, const struct quan
                     vf_store(to + i, vf_mul(vf_load(row + i), vf_set1(s->scale)));
                 continue;
             }
-            uint16_t *to = (is_key ? l->keys : l->values) + (t->slots[m + r] * kv_heads + kv_head) * dim;
-            for (int64_t i = 0; i < dim; i += LANES) vf_store_half(to + i, vf_load(row + i));
+            const int64_t slot = t->slots[m + r], block = (slot / LANES * kv_heads + kv_head) * dim * LANES;
+            if (!is_key) {
+                uint16_t *to = l->values + block + slot % LANES * dim;
+                for (int64_t i = 0; i < dim; i += LANES) vf_store_half(to + i, vf_load(row + i));
+                continue;
+            }
+            uint16_t halves[MAX_HEAD_DIM], *to = l->keys + block + slot % LANES;
+            for (int64_t i = 0; i < dim; i += LANES) vf_store_half(halves + i, vf_load(row + i));
+            for (int64_t i = 0; i < dim; i++) to[i * LANES] = halves[i];
         }
     }
 }
 
-// c[r][16 v ..] += or = sum over i of a[r][i] * b[i][16 v ..], for R rows and V vectors.
-INLINE void mix_tile(const float *const *a, const float *b, int64_t step, int64_t depth, const int R, const int V,
-                     float *c, int64_t stride, const int add) {
+// Where vectors come from: row i of vector v is at from[v] + i * step, as floats or as half floats.
+struct lines {
+    const void *from[MIX_VECS];
+    int64_t step;
+};
+
+// c[r][16 v ..] += or = sum over i of a[r][at + i] * line i of v, for R rows and V vectors.
+INLINE void mix_tile(const float *const *a, int64_t at, struct lines b, const int halves, int64_t depth, const int R,
+                     const int V, float *c, int64_t stride, const int add) {
     vf acc[MIX_ROWS][MIX_VECS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) acc[r][v] = add ? vf_load(c + r * stride + v * LANES) : vf_set1(0.0f);
-    for (int64_t i = 0; i < depth; i++, b += step) {
+    for (int64_t i = 0; i < depth; i++) {
         vf line[MIX_VECS];
-        for (int v = 0; v < V; v++) line[v] = vf_load(b + v * LANES);
+        for (int v = 0; v < V; v++)
+            line[v] = halves ? vf_load_half((const uint16_t *)b.from[v] + i * b.step)
+                             : vf_load((const float *)b.from[v] + i * b.step);
         for (int r = 0; r < R; r++) {
-            vf factor = vf_set1(a[r][i]);
+            vf factor = vf_set1(a[r][at + i]);
             for (int v = 0; v < V; v++) acc[r][v] = vf_fma(factor, line[v], acc[r][v]);
         }
     }
@@ -66,29 +82,26 @@ INLINE void mix_tile(const float *const *a, const float *b, int64_t step, int64_
         for (int v = 0; v < V; v++) vf_store(c + r * stride + v * LANES, acc[r][v]);
 }
 
-static void mix(const float *const *a, const float *b, int64_t step, int64_t depth, int64_t rows, int64_t num_vecs,
-                float *c, int64_t stride, const int add) {
-    for (int64_t r = 0; r < rows; r += MIX_ROWS)
-        for (int64_t v = 0; v < num_vecs;) {
-            int vecs = num_vecs - v >= MIX_VECS ? MIX_VECS : 1;
-            const float *from = b + v * LANES;
-            float *to = c + r * stride + v * LANES;
-#define MIX(R)                                                                                \
-    if (vecs == MIX_VECS) mix_tile(a + r, from, step, depth, R, MIX_VECS, to, stride, add);   \
-    else mix_tile(a + r, from, step, depth, R, 1, to, stride, add)
-            switch (MIN(MIX_ROWS, rows - r)) {
-                case 1: MIX(1); break;
-                case 2: MIX(2); break;
+INLINE void mix(const float *const *a, int64_t at, struct lines b, const int halves, int64_t depth, int64_t rows,
+                int64_t vecs, float *c, int64_t stride, const int add) {
+    for (int64_t r = 0; r < rows; r += MIX_ROWS) {
+        float *to = c + r * stride;
+#define MIX(R)                                                                                          \
+    if (vecs == MIX_VECS) mix_tile(a + r, at, b, halves, depth, R, MIX_VECS, to, stride, add);          \
+    else for (int64_t v = 0; v < vecs; v++)                                                             \
+        mix_tile(a + r, at, (struct lines){{b.from[v]}, b.step}, halves, depth, R, 1, to + v * LANES, stride, add)
+        switch (MIN(MIX_ROWS, rows - r)) {
+            case 1: MIX(1); break;
+            case 2: MIX(2); break;
 #if MIX_ROWS > 2
-                case 3: MIX(3); break;
-                case 4: MIX(4); break;
-                case 5: MIX(5); break;
-                default: MIX(6); break;
+            case 3: MIX(3); break;
+            case 4: MIX(4); break;
+            case 5: MIX(5); break;
+            default: MIX(6); break;
 #endif
-            }
-#undef MIX
-            v += vecs;
         }
+#undef MIX
+    }
 }
 
 INLINE vf capped(vf scores, float cap) {  // cap * tanh(scores / cap)
@@ -119,18 +132,74 @@ INLINE float soften(float *scores, int64_t low, int64_t high, float cap, float *
 }
 
 #define QUERY_ROWS 192   // queries times heads that share a key head, at a time
+#define TILE_VECS (KEY_TILE / LANES)
+
+// The keys and values of a tile: where those of every 16 slots are, and copies as floats if many rows read them.
+struct tile {
+    int64_t count;  // keys that are there
+    const uint16_t *key_blocks[TILE_VECS], *value_blocks[TILE_VECS];
+    float keys[MAX_HEAD_DIM * KEY_TILE] __attribute__((aligned(64)));    // [dim][KEY_TILE]
+    float values[KEY_TILE * MAX_HEAD_DIM] __attribute__((aligned(64)));  // [KEY_TILE][dim]
+};
+
+static void find_tile(const struct attention *a, int64_t kv_head, int64_t first, int64_t end, int copied,
+                      struct tile *t) {
+    const struct shape *s = a->shape;
+    const int64_t dim = s->head_dim, size = a->block_size;
+    t->count = MIN(KEY_TILE, end - first);
+    for (int64_t v = 0; v * LANES < t->count; v++) {  // blocks are multiples of 16 keys
+        int64_t at = first + v * LANES, slot = a->table[at / size] * size + at % size;
+        int64_t block = (slot / LANES * s->num_kv_heads + kv_head) * dim * LANES;
+        t->key_blocks[v] = a->layer->keys + block, t->value_blocks[v] = a->layer->values + block;
+        if (!copied) continue;
+        for (int64_t d = 0; d < dim; d++)
+            vf_store(t->keys + d * KEY_TILE + v * LANES, vf_load_half(t->key_blocks[v] + d * LANES));
+        for (int64_t i = 0; i < MIN(LANES, t->count - v * LANES); i++)
+            for (int64_t d = 0; d < dim; d += LANES)
+                vf_store(t->values + (v * LANES + i) * dim + d, vf_load_half(t->value_blocks[v] + i * dim + d));
+    }
+}
+
+// scores [rows][KEY_TILE] of the keys of a tile.
+static void score(const struct tile *t, int64_t dim, const float *const *queries, int64_t rows, int copied,
+                  float *scores) {
+    const int64_t vecs = (t->count + LANES - 1) / LANES;
+    for (int64_t v = 0; v < vecs; v += MIX_VECS) {
+        struct lines keys = {{0}, copied ? KEY_TILE : LANES};
+        for (int i = 0; i < MIX_VECS && v + i < vecs; i++)
+            keys.from[i] = copied ? (const void *)(t->keys + (v + i) * LANES) : t->key_blocks[v + i];
+        const int64_t now = MIN(MIX_VECS, vecs - v);
+        if (copied) mix(queries, 0, keys, 0, dim, rows, now, scores + v * LANES, KEY_TILE, 0);
+        else mix(queries, 0, keys, 1, dim, rows, now, scores + v * LANES, KEY_TILE, 0);
+    }
+}
+
+// mixed [rows][dim] += weights [rows][KEY_TILE] times the values of a tile, one key after the other.
+static void gather(const struct tile *t, int64_t dim, const float *const *weights, int64_t rows, int copied,
+                   float *mixed) {
+    for (int64_t d = 0; d < dim; d += MIX_VECS * LANES) {
+        const int64_t now = MIN(MIX_VECS, (dim - d) / LANES);
+        struct lines values = {{0}, dim};
+        for (int64_t at = 0; at < t->count; at += copied ? KEY_TILE : LANES) {
+            for (int i = 0; i < now; i++)
+                values.from[i] = copied ? (const void *)(t->values + d + i * LANES)
+                                        : t->value_blocks[at / LANES] + d + i * LANES;
+            if (copied) mix(weights, 0, values, 0, t->count, rows, now, mixed + d, dim, 1);
+            else mix(weights, at, values, 1, MIN(LANES, t->count - at), rows, now, mixed + d, dim, 1);
+        }
+    }
+}
 
 static void attend(const struct attention *a, int64_t kv_head, const float *queries, int64_t count, int64_t position,
                    struct quants *out, int64_t row) {
     const struct shape *s = a->shape;
     const int64_t dim = s->head_dim, per_key = s->num_heads / s->num_kv_heads, window = a->layer->window;
-    const int64_t at_once = MAX(1, QUERY_ROWS / per_key), size = a->block_size, slot_size = s->num_kv_heads * dim;
+    const int64_t at_once = MAX(1, QUERY_ROWS / per_key);
     float mixed[QUERY_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     float scores[QUERY_ROWS * KEY_TILE] __attribute__((aligned(64)));
     float most[QUERY_ROWS], sum[QUERY_ROWS];
-    float keys[MAX_HEAD_DIM * KEY_TILE] __attribute__((aligned(64)));    // [dim][KEY_TILE]
-    float values[KEY_TILE * MAX_HEAD_DIM] __attribute__((aligned(64)));  // [KEY_TILE][dim]
     const float *query_rows[QUERY_ROWS], *weight_rows[QUERY_ROWS];
+    struct tile t;
     for (int64_t begin = 0; begin < count; begin += at_once) {
         int64_t num = MIN(at_once, count - begin), rows = num * per_key;
         int64_t first = position + begin, end = first + num;  // of the queries; and behind the last key they see
@@ -140,32 +209,20 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
             most[r] = LOWEST, sum[r] = 0.0f;
         }
         memset(mixed, 0, (size_t)(rows * dim) * sizeof(float));
-        int64_t tile = window && first >= window ? (first - window + 1) / KEY_TILE * KEY_TILE : 0;
-        for (; tile < end; tile += KEY_TILE) {
-            int64_t there = MIN(KEY_TILE, end - tile), vecs = (there + LANES - 1) / LANES;
-            for (int64_t v = 0; v < vecs; v++) {  // blocks are multiples of 16 keys
-                int64_t at = tile + v * LANES, slot = a->table[at / size] * size + at % size;
-                const uint16_t *key = a->layer->keys + (slot * s->num_kv_heads + kv_head) * dim;
-                const uint16_t *value = a->layer->values + (slot * s->num_kv_heads + kv_head) * dim;
-                for (int64_t d = 0; d < dim; d += LANES) {
-                    vf lines[LANES];
-                    for (int i = 0; i < LANES; i++) lines[i] = vf_load_half(key + i * slot_size + d);
-                    turn(lines, keys + d * KEY_TILE + v * LANES, KEY_TILE);
-                }
-                for (int64_t i = 0; i < MIN(LANES, there - v * LANES); i++)
-                    for (int64_t d = 0; d < dim; d += LANES)
-                        vf_store(values + (v * LANES + i) * dim + d, vf_load_half(value + i * slot_size + d));
-            }
-            mix(query_rows, keys, KEY_TILE, dim, rows, vecs, scores, KEY_TILE, 0);
+        const int copied = rows > 2 * MIX_ROWS;
+        int64_t at = window && first >= window ? (first - window + 1) / KEY_TILE * KEY_TILE : 0;
+        for (; at < end; at += KEY_TILE) {
+            find_tile(a, kv_head, at, end, copied, &t);
+            score(&t, dim, query_rows, rows, copied, scores);
             for (int64_t r = 0; r < rows; r++) {
-                int64_t seen = first + r / per_key + 1 - tile;
+                int64_t seen = first + r / per_key + 1 - at;
                 int64_t high = MAX(0, MIN(seen, KEY_TILE)), low = window ? MAX(0, MIN(seen - window, high)) : 0;
                 float factor = soften(scores + r * KEY_TILE, low, high, s->soft_cap, &most[r], &sum[r]);
                 if (factor != 1.0f)
                     for (int64_t d = 0; d < dim; d += LANES)
                         vf_store(mixed + r * dim + d, vf_mul(vf_load(mixed + r * dim + d), vf_set1(factor)));
             }
-            mix(weight_rows, values, dim, there, rows, dim / LANES, mixed, dim, 1);
+            gather(&t, dim, weight_rows, rows, copied, mixed);
         }
         for (int64_t r = 0; r < rows; r++) {
             vf inverse = vf_set1(1.0f / sum[r]);

@@ -7,6 +7,7 @@
 #define GROUP 32         // inputs that share a scale, of weights and of activations
 #define BLOCK_ROWS 16    // outputs that are stored interleaved: one per vector lane
 #define GROUP_BYTES_4 320  // of FORM_4
+#define BLOCK_BYTES(form, groups) ((form) == FORM_4 ? (groups) * GROUP_BYTES_4 : ((groups) * (512 + 32) + 63) / 64 * 64)
 #define KEY_TILE 64      // keys that attention scores at a time, at multiples of it in every sequence
 #define MAX_HEAD_DIM 256
 
@@ -30,15 +31,14 @@ struct matrix {
     struct block blocks[];
 };
 
-// Rows of activations in int8, with a scale for each half of a group: outliers spoil 16 numbers, not 32. Zero beyond
-// the last input. Where even that is too coarse, a second set has what the first one leaves (`rest`).
+// Rows of activations in int8, with a scale for each group. Zero beyond the last input. Where that is too coarse a row
+// is stored twice (`parts`): what rounding leaves of it is rounded, too, and comes behind it.
 struct quants {
-    int64_t groups;
-    int8_t *q;           // [rows][groups * GROUP]
-    float *scale;        // [rows][groups * 2]
-    int32_t *sum;        // [rows][groups * 2], of q
-    float *shift;        // [rows][groups], scale times sum, of both halves
-    struct quants *rest; // or null
+    int64_t groups, parts;  // 1 or 2
+    int8_t *q;              // [rows][parts][groups * GROUP]
+    float *scale;           // [rows][parts][groups]
+    int32_t *base;          // [rows][parts][groups], -128 times the sum of q
+    float *shift;           // [rows][parts][groups], scale times the sum of q
 };
 
 enum activation { SILU = 0, GELU_TANH = 1 };
@@ -48,7 +48,8 @@ struct layer {
     const float *norm, *mlp_norm;      // [hidden]
     const float *q_norm, *k_norm;      // [head_dim] or null
     int64_t window;                    // keys that a query sees; 0: all
-    // [num_blocks * block_size][num_kv_heads][head_dim] half floats, as torch has them.
+    // Half floats, by 16 slots: keys [slots / 16][num_kv_heads][head_dim][16], so that a vector has the same dimension
+    // of 16 keys, values [slots / 16][num_kv_heads][16][head_dim].
     uint16_t *keys, *values;
 };
 
@@ -99,7 +100,7 @@ struct kernels {
     void (*best)(const float *logits, int64_t size, int64_t *id, float *logprob);
 };
 
-extern const struct kernels kernels_plain, kernels_avx2, kernels_avxvnni, kernels_avx512;
+extern const struct kernels kernels_plain, kernels_neon, kernels_avx2, kernels_avxvnni, kernels_avx512;
 const struct kernels *chosen_kernels(void);
 
 // Runs work(context, piece) for each piece in [0, count), on the calling thread and those of the pool. Pieces are

@@ -4,6 +4,13 @@
 
 #include "legato.h"
 
+#if defined(HAS_NEON) && defined(__linux__)
+#include <sys/auxv.h>
+#ifndef HWCAP_ASIMDDP
+#define HWCAP_ASIMDDP (1 << 20)
+#endif
+#endif
+
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define CEIL(a, b) (((a) + (b) - 1) / (b))
@@ -31,6 +38,12 @@ EXPORT const char *legato_choose(const char *name) {
 #endif
         found[count++] = &kernels_avx2;
     }
+#endif
+#ifdef HAS_NEON
+#ifdef __linux__
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP)  // others that it is compiled for always have it
+#endif
+        found[count++] = &kernels_neon;
 #endif
     found[count++] = &kernels_plain;
     for (int i = 0; i < count; i++)
@@ -66,22 +79,23 @@ static void *at_least(struct buffer *b, size_t size) {
 }
 
 struct quants_buffer {
-    struct buffer q, scale, shift, sum;
+    struct buffer q, scale, shift, base;
 };
 
-static int quants_for(struct quants_buffer *b, struct quants *x, int64_t rows, int64_t groups, struct quants *rest) {
-    size_t count = (size_t)(rows * groups);
-    x->groups = groups, x->rest = rest;
+static int quants_for(struct quants_buffer *b, struct quants *x, int64_t rows, int64_t groups, int64_t parts) {
+    size_t count = (size_t)(rows * parts * groups);
+    x->groups = groups, x->parts = parts;
     x->q = at_least(&b->q, count * GROUP);
-    x->scale = at_least(&b->scale, 2 * count * sizeof(float));
-    x->sum = at_least(&b->sum, 2 * count * sizeof(int32_t));
+    x->scale = at_least(&b->scale, count * sizeof(float));
+    x->base = at_least(&b->base, count * sizeof(int32_t));
     x->shift = at_least(&b->shift, count * sizeof(float));
-    return x->q && x->scale && x->shift && x->sum;
+    return x->q && x->scale && x->shift && x->base;
 }
 
 // ---------------------------------------------------------------------------------------------------------- pieces
 
-#define ROWS_OF_A_PIECE 64
+#define MOST_ROWS 72  // of a piece
+#define TILE_ROWS 12  // a multiple of those of every instruction set
 #define PIECES_PER_THREAD 6
 
 // Work on `units` by `rows`, cut into pieces: some units of some rows each.
@@ -90,7 +104,8 @@ struct plan {
 };
 
 static struct plan planned(int64_t units, int64_t rows) {
-    struct plan p = {units, rows, 1, MIN(rows, ROWS_OF_A_PIECE), 0};
+    struct plan p = {units, rows, 1, rows, 0};
+    if (rows > MOST_ROWS) p.rows_each = CEIL(CEIL(rows, CEIL(rows, MOST_ROWS)), TILE_ROWS) * TILE_ROWS;
     int64_t wanted = pool_threads() == 1 ? 1 : PIECES_PER_THREAD * pool_threads();
     int64_t row_pieces = CEIL(rows, p.rows_each);
     p.units_each = MAX(1, MIN(units * row_pieces / wanted, row_pieces > 1 ? 16 : units));
@@ -194,7 +209,7 @@ static void attention_piece(void *context, int64_t piece) {
 
 static struct {
     struct buffer queries, pieces, last_pieces;
-    struct quants_buffer hidden, rest, attended, inner;
+    struct quants_buffer hidden, attended, inner;
 } memory;
 
 // All queries of a step, or only those of wanted tokens. Returns how many pieces there are, -1 without memory, or -2 if
@@ -224,20 +239,19 @@ EXPORT int legato_forward(const struct shape *s, const struct layer *layers, con
                           float *out) {
     chosen_kernels();
     const int64_t hidden = s->hidden, all = t->num_tokens, width = s->num_heads * s->head_dim;
-    struct quants normed, rest, attended, inner;
+    struct quants normed, attended, inner;
     float *queries = at_least(&memory.queries, (size_t)(all * width) * sizeof(float));
     int64_t pieces = plan_attention(t, s->num_kv_heads, 0, &memory.pieces);
     int64_t last_pieces = t->wanted ? plan_attention(t, s->num_kv_heads, 1, &memory.last_pieces) : 0;
     if (last_pieces == -2) return -2;
-    if (!queries || pieces < 0 || last_pieces < 0 || !quants_for(&memory.hidden, &normed, all, hidden / GROUP, 0) ||
-        !quants_for(&memory.rest, &rest, all, hidden / GROUP, 0) ||
-        !quants_for(&memory.attended, &attended, all, width / GROUP, 0) ||
-        !quants_for(&memory.inner, &inner, all, s->inner / GROUP, 0))
+    if (!queries || pieces < 0 || last_pieces < 0 || !quants_for(&memory.hidden, &normed, all, hidden / GROUP, 2) ||
+        !quants_for(&memory.attended, &attended, all, width / GROUP, 1) ||
+        !quants_for(&memory.inner, &inner, all, s->inner / GROUP, 1))
         return -1;
     for (int64_t i = 0; i < s->num_layers; i++) {
         const struct layer *l = &layers[i];
         const int is_last = i == s->num_layers - 1;
-        normed.rest = &rest;  // q, k and v suffer most from rounding, and are a small part of the products
+        normed.parts = 2;  // q, k and v suffer most from rounding, and are a small part of the products
         run_norm(x, l->norm, s->eps, all, hidden, &normed);
         struct layer_work j = {planned(s->num_heads + 2 * s->num_kv_heads, all), s, l, t, &normed, queries, 0, 0};
         pool_run(head_piece, &j, num_pieces(&j.plan));
@@ -252,7 +266,7 @@ EXPORT int legato_forward(const struct shape *s, const struct layer *layers, con
             x = out;
         }
         run_product(l->output, &attended, rows, x, hidden, 1);
-        normed.rest = 0;
+        normed.parts = 1;
         run_norm(x, l->mlp_norm, s->eps, rows, hidden, &normed);
         j.plan = planned(s->inner / GROUP, rows), j.out = &inner;
         pool_run(gated_piece, &j, num_pieces(&j.plan));
@@ -265,11 +279,10 @@ EXPORT int legato_forward(const struct shape *s, const struct layer *layers, con
 // rounding leaves of x is multiplied too. Returns 0, or -1 without memory.
 EXPORT int legato_apply(const struct matrix *w, const float *x, int64_t rows, int64_t in_features, const float *norm,
                         float eps, int twice, float *out) {
-    static struct quants_buffer buffer, rest_buffer;
-    struct quants quants, rest;
+    static struct quants_buffer buffer;
+    struct quants quants;
     chosen_kernels();
-    if (!quants_for(&buffer, &quants, rows, w->groups, twice ? &rest : 0)) return -1;
-    if (twice && !quants_for(&rest_buffer, &rest, rows, w->groups, 0)) return -1;
+    if (!quants_for(&buffer, &quants, rows, w->groups, twice ? 2 : 1)) return -1;
     run_norm(x, norm, eps, rows, in_features, &quants);
     run_product(w, &quants, rows, out, w->rows, 0);
     return 0;

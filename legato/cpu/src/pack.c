@@ -25,7 +25,7 @@ static uint16_t half_above(float value) {
 }
 
 EXPORT int64_t legato_block_bytes(int form, int64_t groups) {
-    return form == FORM_4 ? groups * GROUP_BYTES_4 : (groups * (512 + 32) + 63) / 64 * 64;
+    return BLOCK_BYTES(form, groups);
 }
 
 // Where the codes and the scales of a group are in a block.

@@ -24,8 +24,9 @@ static struct {
     atomic_int sleepers, caller_sleeps;
     work *function;
     void *context;
+    int64_t count;
 } pool = {1, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER,
-          PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0, 0};
+          PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0, 0, 0};
 
 #define PIECES(ticket) ((ticket) & 0xffffffffu)
 #define JOB(ticket) ((ticket) >> 32)
@@ -49,8 +50,9 @@ static void take_pieces(void) {
     while (PIECES(ticket)) {
         work *function = pool.function;
         void *context = pool.context;
+        int64_t count = pool.count;
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - 1)) continue;
-        function(context, (int64_t)PIECES(ticket) - 1);
+        function(context, count - (int64_t)PIECES(ticket));
         if (atomic_fetch_sub(&pool.unfinished, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
             pthread_mutex_lock(&pool.mutex);
             pthread_cond_signal(&pool.all_done);
@@ -96,10 +98,10 @@ static void wait_for_all(void) {
 
 void pool_run(work *function, void *context, int64_t count) {
     if (count <= 1 || pool.num_threads == 1 || pthread_mutex_trylock(&pool.caller)) {
-        for (int64_t piece = count - 1; piece >= 0; piece--) function(context, piece);
+        for (int64_t piece = 0; piece < count; piece++) function(context, piece);
         return;
     }
-    pool.function = function, pool.context = context;
+    pool.function = function, pool.context = context, pool.count = count;
     atomic_store(&pool.unfinished, count);
     atomic_store(&pool.ticket, (JOB(atomic_load(&pool.ticket)) + 1) << 32 | (uint_fast64_t)count);
     if (atomic_load(&pool.sleepers)) {

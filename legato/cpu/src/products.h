@@ -8,23 +8,23 @@
 
 // ---------------------------------------------------------------------------------------------------- quantization
 
-// Half a group, and what rounding leaves of it. Scales of numbers that are not finite are NaN, so that the result is.
-INLINE vf quantize_half(vf x, struct quants *out, int64_t at) {
-    float most = vf_hmax(vf_abs(x)), check = vf_sum(vf_mul(x, vf_set1(0.0f)));
-    float scale = most * (1.0f / 127.0f) + check;
-    vi q = vi_from_f(vf_mul(x, vf_set1(most > 1e-30f && most < 1e30f ? 127.0f / most : 0.0f)));
-    vi_store_i8(out->q + at * LANES, q);
-    out->scale[at] = scale;
-    out->sum[at] = vi_sum(q);
-    return vf_fma(vf_from_i(q), vf_set1(-scale), x);
-}
-
+// A group, and what rounding leaves of it in turn. If a number is not finite the scale is NaN, and so is the result.
 INLINE void quantize_group(vf a, vf b, struct quants *out, int64_t row, int64_t group) {
-    int64_t at = row * out->groups + group;
-    for (struct quants *to = out; to; to = to->rest) {
-        a = quantize_half(a, to, 2 * at);
-        b = quantize_half(b, to, 2 * at + 1);
-        to->shift[at] = to->scale[2 * at] * (float)to->sum[2 * at] + to->scale[2 * at + 1] * (float)to->sum[2 * at + 1];
+    for (int64_t part = 0; part < out->parts; part++) {
+        int64_t at = (row * out->parts + part) * out->groups + group;
+        float most = vf_hmax(vf_max(vf_abs(a), vf_abs(b)));
+        float check = vf_sum(vf_mul(vf_add(a, b), vf_set1(0.0f)));
+        float scale = most * (1.0f / 127.0f) + check;
+        vf factor = vf_set1(most > 1e-30f && most < 1e30f ? 127.0f / most : 0.0f);
+        vi first = vi_from_f(vf_mul(a, factor)), second = vi_from_f(vf_mul(b, factor));
+        vi_store_i8(out->q + at * GROUP, first);
+        vi_store_i8(out->q + at * GROUP + LANES, second);
+        int32_t sum = vi_sum(vi_add(first, second));
+        out->scale[at] = scale;
+        out->base[at] = -128 * sum;
+        out->shift[at] = scale * (float)sum;
+        a = vf_fma(vf_from_i(first), vf_set1(-scale), a);
+        b = vf_fma(vf_from_i(second), vf_set1(-scale), b);
     }
 }
 
@@ -66,51 +66,44 @@ static void norm(const float *x, const float *weight, float eps, int64_t m0, int
 
 // -------------------------------------------------------------------------------------------------------- products
 
-// Of few rows the time is that of reading the weights: they are asked for early, also beyond the end of a page.
-#define FEW_ROWS 4
-#define AHEAD 3072
-
-// out[r][0 .. 16 B) += of R rows and B blocks. Of every half of a group first the integer sums, then the floats, in the
-// order of the groups.
-INLINE void tile_4(const struct block *blocks, int64_t groups, const struct quants *x, int64_t row, const int R,
-                   const int B, float *out, int64_t stride) {
-    const int64_t width = groups * GROUP;
+// out[r][0 .. 16 B) = of R rows and B blocks. Of every group first the integer sums, then the floats, in the order of
+// the groups. `ahead` is how far behind the weights those are that come next: asked for early, also beyond the end.
+INLINE void tile_4(const struct block *blocks, const struct quants *x, int64_t row, const int R, const int B,
+                   int64_t ahead, float *out, int64_t stride) {
+    const int64_t groups = x->groups, width = groups * GROUP;
     const int8_t *q = x->q + row * width;
-    const float *scale = x->scale + row * 2 * groups, *shift = x->shift + row * groups;
+    const float *scale = x->scale + row * groups, *shift = x->shift + row * groups;
     const uint8_t *w[TILE_BLOCKS];
     vf acc[TILE_ROWS][TILE_BLOCKS];
     for (int b = 0; b < B; b++) w[b] = blocks[b].data;
     for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) acc[r][b] = vf_load(out + r * stride + b * LANES);
-    for (int64_t g = 0; g < groups; g++) {
-        for (int half = 0; half < 2; half++, q += GROUP / 2) {
-            u4_acc sums[TILE_ROWS][TILE_BLOCKS];
-            for (int r = 0; r < R; r++)
-                for (int b = 0; b < B; b++) sums[r][b] = u4_begin();
-            for (int i = 0; i < 4; i++) {
-                vb codes[TILE_BLOCKS];
-                for (int b = 0; b < B; b++) {
-                    codes[b] = vb_load(w[b] + 64 * i);
-                    codes[b] = half ? vb_high(codes[b]) : vb_low(codes[b]);
-                    if (R <= FEW_ROWS && !half) __builtin_prefetch(w[b] + AHEAD + 64 * i);
-                }
-                for (int r = 0; r < R; r++) {
-                    inputs four = inputs_at(q + r * width + 4 * i);
-                    for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], codes[b], four);
-                }
-            }
+        for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
+    for (int64_t g = 0; g < groups; g++, q += GROUP) {
+        u4_acc sums[TILE_ROWS][TILE_BLOCKS];
+        for (int r = 0; r < R; r++)
+            for (int b = 0; b < B; b++) sums[r][b] = u4_begin();
+        for (int i = 0; i < 4; i++) {
+            vb low[TILE_BLOCKS], high[TILE_BLOCKS];
             for (int b = 0; b < B; b++) {
-                vf by = vf_load_half((const uint16_t *)(w[b] + 256));
-                for (int r = 0; r < R; r++) {
-                    vf sum = vf_from_i(u4_sum(sums[r][b]));
-                    acc[r][b] = vf_fma(sum, vf_mul(by, vf_set1(scale[2 * (r * groups + g) + half])), acc[r][b]);
-                }
+                vb codes = vb_load(w[b] + 64 * i);
+                low[b] = vb_low(codes), high[b] = vb_high(codes);
+                PREFETCH(w[b] + ahead + 64 * i);
+            }
+            for (int r = 0; r < R; r++) {
+                inputs first = inputs_at(q + r * width + 4 * i), second = inputs_at(q + r * width + 16 + 4 * i);
+                for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], low[b], first);
+                for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], high[b], second);
             }
         }
         for (int b = 0; b < B; b++) {
-            if (R <= FEW_ROWS) __builtin_prefetch(w[b] + AHEAD + 256);
+            PREFETCH(w[b] + ahead + 256);
+            vf by = vf_load_half((const uint16_t *)(w[b] + 256));
             vf least = vf_load_half((const uint16_t *)(w[b] + 256) + LANES);
-            for (int r = 0; r < R; r++) acc[r][b] = vf_fma(least, vf_set1(shift[r * groups + g]), acc[r][b]);
+            for (int r = 0; r < R; r++) {
+                vf factor = vf_mul(by, vf_set1(scale[r * groups + g]));
+                acc[r][b] = vf_fma(vf_from_i(u4_sum(sums[r][b])), factor, acc[r][b]);
+                acc[r][b] = vf_fma(least, vf_set1(shift[r * groups + g]), acc[r][b]);
+            }
             w[b] += GROUP_BYTES_4;
         }
     }
@@ -118,24 +111,26 @@ INLINE void tile_4(const struct block *blocks, int64_t groups, const struct quan
         for (int b = 0; b < B; b++) vf_store(out + r * stride + b * LANES, acc[r][b]);
 }
 
-INLINE void tile_8(const struct block *blocks, int64_t groups, const struct quants *x, int64_t row, const int R,
-                   const int B, float *out, int64_t stride) {
-    const int64_t width = groups * GROUP, halves = 2 * groups;
+INLINE void tile_8(const struct block *blocks, const struct quants *x, int64_t row, const int R, const int B,
+                   int64_t ahead, float *out, int64_t stride) {
+    const int64_t groups = x->groups, width = groups * GROUP;
     const int8_t *q = x->q + row * width;
-    const float *scale = x->scale + row * halves;
-    const int32_t *sum = x->sum + row * halves;
+    const float *scale = x->scale + row * groups;
+    const int32_t *base = x->base + row * groups;
+    const uint8_t *w[TILE_BLOCKS];
     vf acc[TILE_ROWS][TILE_BLOCKS];
+    for (int b = 0; b < B; b++) w[b] = blocks[b].data;
     for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) acc[r][b] = vf_load(out + r * stride + b * LANES);
-    for (int64_t h = 0; h < halves; h++, q += GROUP / 2) {
+        for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
+    for (int64_t g = 0; g < groups; g++, q += GROUP) {
         u8_acc sums[TILE_ROWS][TILE_BLOCKS];
         for (int r = 0; r < R; r++)
-            for (int b = 0; b < B; b++) sums[r][b] = u8_begin(sum[r * halves + h]);
-        for (int i = 0; i < 4; i++) {
+            for (int b = 0; b < B; b++) sums[r][b] = u8_begin(base[r * groups + g]);
+        for (int i = 0; i < 8; i++) {
             vb codes[TILE_BLOCKS];
             for (int b = 0; b < B; b++) {
-                codes[b] = vb_load(blocks[b].data + h * 256 + 64 * i);
-                if (R <= FEW_ROWS) __builtin_prefetch(blocks[b].data + h * 256 + AHEAD + 64 * i);
+                codes[b] = vb_load(w[b] + 64 * i);
+                PREFETCH(w[b] + ahead + 64 * i);
             }
             for (int r = 0; r < R; r++) {
                 inputs four = inputs_at(q + r * width + 4 * i);
@@ -143,49 +138,58 @@ INLINE void tile_8(const struct block *blocks, int64_t groups, const struct quan
             }
         }
         for (int b = 0; b < B; b++) {
-            vf by = vf_load_half((const uint16_t *)(blocks[b].data + groups * 512) + h / 2 * LANES);
+            vf by = vf_load_half((const uint16_t *)(blocks[b].data + groups * 512) + g * LANES);
             for (int r = 0; r < R; r++) {
-                vf dot = vf_from_i(u8_sum(sums[r][b]));
-                acc[r][b] = vf_fma(dot, vf_mul(by, vf_set1(scale[r * halves + h])), acc[r][b]);
+                vf factor = vf_mul(by, vf_set1(scale[r * groups + g]));
+                acc[r][b] = vf_fma(vf_from_i(u8_sum(sums[r][b])), factor, acc[r][b]);
             }
+            w[b] += 512;
         }
     }
     for (int r = 0; r < R; r++)
         for (int b = 0; b < B; b++) vf_store(out + r * stride + b * LANES, acc[r][b]);
 }
 
-// 16 B outputs of rows [row, row + count), of blocks of one form.
+// 16 B outputs of `count` rows of quants, of blocks of one form. The first tile brings in the weights of the next ones.
 INLINE void tiles(const struct block *blocks, const int B, const struct quants *x, int64_t row, int64_t count,
                   float *out, int64_t stride) {
-#define TILE(R)                                                                               \
-    if (blocks->form == FORM_4) tile_4(blocks, x->groups, x, row, R, B, out, stride);         \
-    else tile_8(blocks, x->groups, x, row, R, B, out, stride)
-    for (; count >= TILE_ROWS; count -= TILE_ROWS, row += TILE_ROWS, out += TILE_ROWS * stride) { TILE(TILE_ROWS); }
+    int64_t ahead = B * BLOCK_BYTES(blocks->form, x->groups);
+#define TILE(R)                                                                            \
+    if (blocks->form == FORM_4) tile_4(blocks, x, row, R, B, ahead, out, stride);          \
+    else tile_8(blocks, x, row, R, B, ahead, out, stride);                                 \
+    count -= R, row += R, out += R * stride, ahead = 0
+    while (count >= TILE_ROWS) { TILE(TILE_ROWS); }
 #if TILE_ROWS > 4
-    if (count >= 4) { TILE(4); count -= 4, row += 4, out += 4 * stride; }
+    if (count >= 4) { TILE(4); }
 #endif
 #if TILE_ROWS > 2
-    if (count >= 2) { TILE(2); count -= 2, row += 2, out += 2 * stride; }
+    if (count >= 2) { TILE(2); }
 #endif
     if (count) { TILE(1); }
 #undef TILE
 }
 
-// Products of some blocks and rows [row, row + count) with all that x has. Two blocks share what is loaded of the rows,
-// where an instruction set has the registers for it; the second reading of a block, for `rest`, is from the cache.
-static void block_rows(const struct block *blocks, int64_t num_blocks, const struct quants *x, int64_t row,
-                       int64_t count, float *out, int64_t stride) {
-    for (int64_t r = 0; r < count; r++) memset(out + r * stride, 0, (size_t)(num_blocks * LANES) * sizeof(float));
-    for (int64_t b = 0; b < num_blocks;) {
-        int pair = TILE_BLOCKS > 1 && b + 1 < num_blocks && blocks[b].form == blocks[b + 1].form;
-        for (const struct quants *part = x; part; part = part->rest)
-            if (pair) tiles(blocks + b, TILE_BLOCKS, part, row, count, out + b * LANES, stride);
-            else tiles(blocks + b, 1, part, row, count, out + b * LANES, stride);
-        b += pair ? 2 : 1;
-    }
-}
+#define ROWS_AT_ONCE 72  // of a product, in a buffer on the stack
 
-#define ROWS_AT_ONCE 64  // of a product, in a buffer on the stack
+// Products of two blocks, or of one, and up to ROWS_AT_ONCE rows [row, row + count). Two blocks share what is loaded of
+// the rows, where an instruction set has the registers for it.
+static void pair_rows(const struct block *blocks, int64_t num_blocks, const struct quants *x, int64_t row,
+                      int64_t count, float *out, int64_t stride) {
+    float buffer[2 * ROWS_AT_ONCE * 2 * LANES] __attribute__((aligned(64)));
+    float *to = x->parts == 1 ? out : buffer;
+    const int64_t width = x->parts == 1 ? stride : 2 * LANES;
+    if (TILE_BLOCKS > 1 && num_blocks > 1 && blocks[0].form == blocks[1].form)
+        tiles(blocks, TILE_BLOCKS, x, row * x->parts, count * x->parts, to, width);
+    else
+        for (int64_t b = 0; b < num_blocks; b++)
+            tiles(blocks + b, 1, x, row * x->parts, count * x->parts, to + b * LANES, width);
+    if (x->parts == 1) return;
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t b = 0; b < num_blocks; b++) {
+            const float *part = buffer + 2 * r * width + b * LANES;
+            vf_store(out + r * stride + b * LANES, vf_add(vf_load(part), vf_load(part + width)));
+        }
+}
 
 // Of one block: out[m][n] = or += sums + bias.
 static void put(const struct matrix *w, int64_t b, int64_t count, const float *sums, int64_t width, float *out,
@@ -213,7 +217,7 @@ static void product(const struct matrix *w, const struct quants *x, int64_t b0, 
     for (int64_t b = b0; b < b1; b += 2)
         for (int64_t m = m0; m < m1; m += ROWS_AT_ONCE) {
             int64_t count = MIN(ROWS_AT_ONCE, m1 - m), blocks = MIN(2, b1 - b);
-            block_rows(&w->blocks[b], blocks, x, m, count, buffer, 2 * LANES);
+            pair_rows(&w->blocks[b], blocks, x, m, count, buffer, 2 * LANES);
             for (int64_t i = 0; i < blocks; i++)
                 put(w, b + i, count, buffer + i * LANES, 2 * LANES, out + m * stride, stride, add);
         }
@@ -235,8 +239,8 @@ static void gated(const struct matrix *w, const struct quants *x, int64_t g0, in
     for (int64_t g = g0; g < g1; g++)
         for (int64_t m = m0; m < m1; m += ROWS_AT_ONCE) {
             int64_t count = MIN(ROWS_AT_ONCE, m1 - m);
-            block_rows(&w->blocks[2 * g], 2, x, m, count, gate, GROUP);
-            block_rows(&ups[2 * g], 2, x, m, count, up, GROUP);
+            pair_rows(&w->blocks[2 * g], 2, x, m, count, gate, GROUP);
+            pair_rows(&ups[2 * g], 2, x, m, count, up, GROUP);
             for (int64_t r = 0; r < count; r++) {
                 vf parts[2];
                 for (int half = 0; half < 2; half++) {

@@ -13,6 +13,8 @@
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 
+#define PREFETCH(address) __builtin_prefetch(address, 0, 2)  // into the second level cache
+
 INLINE int32_t load_i32(const int8_t *p) {
     int32_t v;
     memcpy(&v, p, 4);
@@ -64,34 +66,9 @@ typedef __m512i inputs;
 INLINE inputs inputs_at(const int8_t *x) { return _mm512_set1_epi32(load_i32(x)); }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
-INLINE u8_acc u8_begin(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
+INLINE u8_acc u8_begin(int32_t base) { return _mm512_set1_epi32(base); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
-
-// out[j][i] = rows[i][j], 16 by 16.
-INLINE void turn(vf a[LANES], float *out, int64_t stride) {
-    vf b[LANES];
-    for (int i = 0; i < 8; i++) {
-        b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
-    }
-#define AS_PD(v) _mm512_castps_pd(v)
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 2; j++) {  // a[4 i + c]: columns c, 4 + c, 8 + c, 12 + c of rows 4 i to 4 i + 3
-            a[4 * i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(AS_PD(b[4 * i + j]), AS_PD(b[4 * i + j + 2])));
-            a[4 * i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(AS_PD(b[4 * i + j]), AS_PD(b[4 * i + j + 2])));
-        }
-#undef AS_PD
-    for (int c = 0; c < 4; c++) {
-        vf low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88), high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
-        vf odd_low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
-        vf odd_high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
-        vf_store(out + c * stride, _mm512_shuffle_f32x4(low, high, 0x88));
-        vf_store(out + (8 + c) * stride, _mm512_shuffle_f32x4(low, high, 0xdd));
-        vf_store(out + (4 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
-        vf_store(out + (12 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
-    }
-}
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
@@ -182,7 +159,7 @@ INLINE vi dot4(vi acc, vb w, inputs x) {
 INLINE u4_acc u4_begin(void) { return vi_set1(0); }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
-INLINE u8_acc u8_begin(int32_t sum) { return vi_set1(-128 * sum); }
+INLINE u8_acc u8_begin(int32_t base) { return vi_set1(base); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
 #else
@@ -195,7 +172,7 @@ INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) {
 }
 INLINE vi u4_sum(u4_acc a) { return EACH(vi, _mm256_madd_epi16, _mm256_set1_epi16(1)); }
 // Signs move from the weights to the inputs: |w| <= 127, so that pairs fit into 16 bits.
-INLINE u8_acc u8_begin(int32_t sum) { return (void)sum, u4_begin(); }
+INLINE u8_acc u8_begin(int32_t base) { return (void)base, u4_begin(); }
 INLINE __m256i signed_dot(__m256i acc, __m256i w, __m256i x) {
     __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
@@ -206,6 +183,84 @@ INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) {
 }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
 #endif
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define ISA_NAME "neon"
+#define TILE_ROWS 2
+#define TILE_BLOCKS 1
+#define MIX_ROWS 6
+#define MIX_VECS 1
+
+typedef struct { float32x4_t v[4]; } vf;
+typedef struct { int32x4_t v[4]; } vi;
+typedef struct { uint8x16_t v[4]; } vb;
+typedef vi u4_acc;
+typedef vi u8_acc;
+
+#define QUARTERS(type, expression) type r; for (int i = 0; i < 4; i++) r.v[i] = expression; return r
+INLINE vf vf_load(const float *p) { QUARTERS(vf, vld1q_f32(p + 4 * i)); }
+INLINE void vf_store(float *p, vf a) { for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.v[i]); }
+INLINE vf vf_set1(float a) { QUARTERS(vf, vdupq_n_f32(a)); }
+INLINE vf vf_add(vf a, vf b) { QUARTERS(vf, vaddq_f32(a.v[i], b.v[i])); }
+INLINE vf vf_sub(vf a, vf b) { QUARTERS(vf, vsubq_f32(a.v[i], b.v[i])); }
+INLINE vf vf_mul(vf a, vf b) { QUARTERS(vf, vmulq_f32(a.v[i], b.v[i])); }
+INLINE vf vf_div(vf a, vf b) { QUARTERS(vf, vdivq_f32(a.v[i], b.v[i])); }
+INLINE vf vf_fma(vf a, vf b, vf c) { QUARTERS(vf, vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
+// Where one is NaN the second, as on other processors.
+INLINE float32x4_t larger(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+INLINE vf vf_max(vf a, vf b) { QUARTERS(vf, larger(a.v[i], b.v[i])); }
+INLINE vf vf_min(vf a, vf b) { QUARTERS(vf, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+INLINE vf vf_abs(vf a) { QUARTERS(vf, vabsq_f32(a.v[i])); }
+INLINE vf vf_round(vf a) { QUARTERS(vf, vrndnq_f32(a.v[i])); }
+INLINE vf vf_from_i(vi a) { QUARTERS(vf, vcvtq_f32_s32(a.v[i])); }
+INLINE vi vi_from_f(vf a) { QUARTERS(vi, vcvtnq_s32_f32(a.v[i])); }
+INLINE vf vf_load_half(const uint16_t *p) { QUARTERS(vf, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); }
+INLINE void vf_store_half(uint16_t *p, vf a) {
+    for (int i = 0; i < 4; i++) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
+}
+INLINE float vf_sum(vf a) {  // in the order of _mm512_reduce_add_ps
+    float32x4_t s = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
+    float32x2_t pair = vadd_f32(vget_low_f32(s), vget_high_f32(s));
+    return vget_lane_f32(pair, 0) + vget_lane_f32(pair, 1);
+}
+INLINE float vf_hmax(vf a) {
+    float lanes[4], most;
+    vst1q_f32(lanes, larger(larger(a.v[0], a.v[2]), larger(a.v[1], a.v[3])));
+    most = lanes[0];
+    for (int i = 1; i < 4; i++) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+INLINE vi vi_add(vi a, vi b) { QUARTERS(vi, vaddq_s32(a.v[i], b.v[i])); }
+INLINE int32_t vi_sum(vi a) {
+    return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
+}
+INLINE vf vf_pow2(vf n, vf a) {  // a * 2^n for n in the range of normal numbers
+    QUARTERS(vf, vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a.v[i]),
+                                                 vshlq_n_s32(vcvtnq_s32_f32(n.v[i]), 23))));
+}
+INLINE void vi_store_i8(int8_t *p, vi a) {
+    int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1]));
+    int16x8_t high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));
+    vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+}
+
+INLINE vb vb_load(const uint8_t *p) { QUARTERS(vb, vld1q_u8(p + 16 * i)); }
+INLINE vb vb_low(vb a) { QUARTERS(vb, vandq_u8(a.v[i], vdupq_n_u8(15))); }
+INLINE vb vb_high(vb a) { QUARTERS(vb, vshrq_n_u8(a.v[i], 4)); }
+typedef int8x16_t inputs;
+INLINE inputs inputs_at(const int8_t *x) { return vreinterpretq_s8_s32(vdupq_n_s32(load_i32(x))); }
+INLINE vi vi_set1(int32_t v) { QUARTERS(vi, vdupq_n_s32(v)); }
+INLINE u4_acc u4_begin(void) { return vi_set1(0); }
+INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) {
+    QUARTERS(u4_acc, vdotq_s32(acc.v[i], vreinterpretq_s8_u8(w.v[i]), x));
+}
+INLINE vi u4_sum(u4_acc acc) { return acc; }
+INLINE u8_acc u8_begin(int32_t base) { return (void)base, vi_set1(0); }  // products of signed bytes need no base
+INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) {
+    QUARTERS(u8_acc, vdotq_s32(acc.v[i], vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(128))), x));
+}
+INLINE vi u8_sum(u8_acc acc) { return acc; }
 
 #else  // plain C: any other processor
 #define ISA_NAME "plain"
@@ -291,19 +346,9 @@ INLINE vi dot4(vi acc, vb w, inputs x) {
 INLINE u4_acc u4_begin(void) { LOOP(vi, 0); }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
-INLINE u8_acc u8_begin(int32_t sum) { LOOP(vi, -128 * sum); }
+INLINE u8_acc u8_begin(int32_t base) { LOOP(vi, base); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u8_sum(u8_acc acc) { return acc; }
-#endif
-
-#if !defined(__AVX512VNNI__)
-INLINE void turn(vf a[LANES], float *out, int64_t stride) {
-    for (int i = 0; i < LANES; i++) {
-        float row[LANES];
-        vf_store(row, a[i]);
-        for (int j = 0; j < LANES; j++) out[j * stride + i] = row[j];
-    }
-}
 #endif
 
 // exp for x <= about 80: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; below -87 about 1e-38.

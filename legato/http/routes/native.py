@@ -18,12 +18,13 @@ from legato.api.native import (
     StreamDetails,
     StreamResponse,
 )
+from legato.common.identity import random_seed
 from legato.http import sse
 from legato.http.answering import Choice, StreamErrors, serve
 from legato.http.exchange import Exchange
 from legato.http.inference import Inference
 from legato.http.streams import Piece
-from legato.http.validation import ValidRequest, random_seed
+from legato.http.validation import ValidRequest
 
 STREAM_ERRORS = StreamErrors(sse.error_event, refuses_in_events=True)
 

@@ -24,7 +24,7 @@ SPAN_NAMES = {"compat": "compat_generate", "vertex": "vertex_compatibility", "in
 # Fields of requests. Names in an error that are none of these may come from the client.
 _FIELDS = frozenset(
     name for kind in (GenerateParameters, ChatRequest, CompletionRequest) for name in kind.__struct_fields__
-) | {"inputs"}
+) | {"inputs", "input", "texts", "query", "dimensions", "prompt_name"}
 _QUOTED = re.compile(r"`(\w+)`")
 
 
@@ -63,6 +63,19 @@ def succeeded(
     if logger.isEnabledFor(logging.DEBUG):
         sizes = {"characters": len(request.inputs), "input_tokens": len(request.input_ids), "tokens": num_tokens}
         logger.debug("Input and output", extra={"span": {"name": span["name"]}, "target": TARGET, "fields": sizes})
+
+
+def embedded(route: str, timings: Timings, num_texts: int, num_tokens: int) -> None:
+    if logger.isEnabledFor(logging.INFO):
+        span = {
+            "name": span_name(route),
+            "total_time": duration_text(timings.total),
+            "tokenization_time": duration_text(timings.validation),
+            "queue_time": duration_text(timings.queue),
+            "inference_time": duration_text(timings.inference),
+        }
+        fields = {"texts": num_texts, "tokens": num_tokens}
+        logger.info("Success", extra={"span": span, "target": TARGET, "fields": fields})
 
 
 def failed(route: str, error: RequestError, status: int) -> None:

@@ -27,14 +27,21 @@ class OneRowConfig:
     num_warps: int
 
 
+# Rows of a matrix of which every multiprocessor of a large GPU gets many tiles.
+MANY_OUTPUTS = 16_384
+
+
 def one_row_config(operand: Operand) -> OneRowConfig:
-    """Chosen by the number of instructions and of programs; the first choice, eight rows of the matrix for all, took
-    23.3 us for 28,672 x 4,096 in 4 bits on an H200 (2.6 TB/s) and 17.3 for 4,096 x 14,336, which has few rows."""
-    num_words = operand.numbers.shape[1] // 4
-    if num_words % 1024 == 0 and not operand.is_packed:
-        return OneRowConfig(tile_rows=4, num_words=1024, num_warps=8)
+    """The fastest, or nearly, of 20 on an H200 (`python -m benchmarks.quantized --part sweep --rows 1`)."""
+    num_words, is_wide = operand.numbers.shape[1] // 4, operand.out_features >= MANY_OUTPUTS
+    if operand.is_packed:
+        if is_wide:
+            return OneRowConfig(tile_rows=16, num_words=128, num_warps=2)
+        return OneRowConfig(tile_rows=8, num_words=512, num_warps=8 if num_words % 512 == 0 else 4)
+    if is_wide and num_words % 1024 == 0:
+        return OneRowConfig(tile_rows=8, num_words=1024, num_warps=8)
     if num_words % 512 == 0:
-        return OneRowConfig(tile_rows=8 if operand.is_packed else 4, num_words=512, num_warps=8)
+        return OneRowConfig(tile_rows=4, num_words=512, num_warps=8)
     return OneRowConfig(tile_rows=4, num_words=256, num_warps=4)
 
 

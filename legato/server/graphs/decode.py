@@ -181,6 +181,7 @@ class DecodeGraphs(Graphs):
     ) -> None:
         super().__init__(model, cache, rows, policy, record, shard)
         self._row_numbers = torch.full((policy.sizes[-1],), rows.padding, dtype=torch.int32, device=rows.device)
+        self._written: list[int] = []  # what they are, as far as they are known
 
     def run(self, row_numbers: list[int]) -> Decoded | None:
         """One decode of these rows: greedy tokens are chosen and fed back, the logits are there for other choices.
@@ -190,13 +191,16 @@ class DecodeGraphs(Graphs):
         size = self.policy.choose(len(row_numbers))
         if size is None:
             return None
-        filled = np.full(size, self._rows.padding, dtype=np.int32)
-        filled[: len(row_numbers)] = row_numbers
-        self._row_numbers[:size].copy_(to_device(filled, self._rows.device), non_blocking=True)
+        filled = row_numbers + [self._rows.padding] * (size - len(row_numbers))
+        if self._written[:size] != filled:  # most steps have the rows of the step before
+            numbers = to_device(np.array(filled, dtype=np.int32), self._rows.device)
+            self._row_numbers[:size].copy_(numbers, non_blocking=True)
+            self._written = filled
         return self._replay(size)
 
     def _write_padding(self, size: int) -> None:
         self._row_numbers[:size].fill_(self._rows.padding)
+        self._written = []
 
     def _compute(self, size: int) -> Decoded:
         row_numbers = self._row_numbers[:size]

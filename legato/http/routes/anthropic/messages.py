@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from uuid import uuid4
-
 import msgspec
 
 from legato.api.anthropic.requests import CountTokensRequest, MessagesRequest
@@ -22,6 +20,7 @@ from legato.api.anthropic.responses import (
 from legato.api.errors import InvalidRequest, RequestError
 from legato.chat.answers import AnswerParser
 from legato.chat.tools.parser import Content, Event
+from legato.common.identity import new_hex
 from legato.http import sse
 from legato.http.answering import Choice, StreamErrors, serve
 from legato.http.exchange import Exchange
@@ -73,7 +72,7 @@ class MessageJob(ConversationJob):
                 f"`stop_sequences` supports up to {most} (--max-stop-sequences). Given: {given}", "stop_sequences"
             )
         super().__init__(chat_request(request), inference, inference.chat_format, reasoning_wish(request))
-        self._id = f"msg_{uuid4().hex[:24]}"
+        self._id = f"msg_{new_hex(24)}"
         self._model = request.model
 
     def answer(self, choices: list[Choice], billed: list[Choice]) -> bytes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 from urllib.parse import unquote
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,7 +21,9 @@ JSON = "application/json"
 
 class ModelRoutes:
     def __init__(self, settings: RouterSettings, scheduler: SchedulerClient) -> None:
-        self._base = ModelObject(id=settings.model_id, created=int(time.time()), owned_by=settings.model_id)
+        task: Literal["embed"] | UnsetType = UNSET if settings.embedding is None else "embed"
+        name = settings.model_id
+        self._base = ModelObject(id=name, created=int(time.time()), owned_by=name, task=task)
         self._scheduler = scheduler
 
     def _models(self) -> list[ModelObject]:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import SharedFields
+from legato.common.identity import random_seed
 from legato.grammar.kinds import Grammar
 from legato.grammar.wire import grammar_type
 from legato.http.checks import as_float32, check_bias, check_priority, penalty, positive, probability, share
 from legato.http.shapes import read_grammar
-from legato.http.validation import Validator, ValidRequest, random_seed
+from legato.http.validation import Validator, ValidRequest
 from legato.pb import generate_pb2 as pb
 from legato.scheduling.adapters import AdapterInfo
 

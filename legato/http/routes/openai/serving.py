@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from uuid import uuid4
 
 from msgspec import UNSET
 
 from legato.api.errors import InvalidRequest, RequestError
 from legato.api.openai.responses import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
+from legato.common.identity import creation_time, new_hex
 from legato.http import sse
 from legato.http.answering import Choice, StreamErrors, first_streams, num_prompt_tokens
 from legato.http.routes.openai import errors
@@ -97,8 +96,8 @@ class ChunkWriter:
 def identity_of(prefix: str, model: str | None, settings: RouterSettings) -> Identity:
     """`model` is the name to answer with. TGI's examples send its own name, which means the model that is served."""
     return Identity(
-        id=f"{prefix}-{uuid4().hex}",
-        created=int(time.time()),
+        id=f"{prefix}-{new_hex()}",
+        created=creation_time(),
         model=settings.model_id if model in (None, TGI) else model,
         system_fingerprint=f"{settings.version}-{settings.docker_label or 'native'}",
     )

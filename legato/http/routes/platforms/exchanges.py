@@ -42,7 +42,7 @@ class Reread(Exchange):
         self._kept = body
         self.body_size = len(body)
 
-    async def _body(self, limit: int) -> bytes:
+    async def body(self, limit: int) -> bytes:
         return self._kept
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from uuid import uuid4
 
 import msgspec
 
@@ -22,6 +21,7 @@ from legato.api.responses.items import (
 from legato.api.responses.requests import ResponsesRequest
 from legato.chat.answers import AnswerParser
 from legato.chat.tools.parser import CallBegins, CallGoesOn, Content, Event
+from legato.common.identity import creation_time, new_hex
 from legato.http import sse
 from legato.http.answering import Choice
 from legato.http.inference import Inference
@@ -109,7 +109,7 @@ class ResponseJob(ConversationJob):
             yield from self.output.add(self._as_call(parser.finish()))
         if self._forced is not None:
             arguments = _encode({INPUT: self._input}).decode()
-            called = CallBegins(0, f"call_{uuid4().hex[:24]}", self._forced)
+            called = CallBegins(0, f"call_{new_hex(24)}", self._forced)
             yield from self.output.add([called, CallGoesOn(0, arguments)])
         cut_off = choice.stream.transcript.finish_reason is FinishReason.LENGTH
         yield from self.output.end("incomplete" if cut_off else "completed")
@@ -204,7 +204,7 @@ def new_response(request: ResponsesRequest, model: str, *, stored: bool) -> Resp
     format = None if text is None or text.format is None else decoded_shape(text.format, "text.format")
     return ResponseObject(
         id=new_id("resp"),
-        created_at=int(time.time()),
+        created_at=creation_time(),
         status="in_progress",
         background=bool(request.background),
         instructions=request.instructions,

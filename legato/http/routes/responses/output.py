@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from typing import Protocol
-from uuid import uuid4
 
 import msgspec
 from msgspec import UNSET
@@ -30,6 +29,7 @@ from legato.api.responses.items import (
     SummaryText,
 )
 from legato.chat.tools.parser import CallBegins, CallGoesOn, Content, Event, Thought
+from legato.common.identity import new_hex
 from legato.http.routes.responses.tools import INPUT, ResponseTools
 from legato.http.routes.responses.translation import encrypted
 
@@ -250,4 +250,4 @@ class ResponseOutput:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid4().hex}"
+    return f"{prefix}_{new_hex()}"

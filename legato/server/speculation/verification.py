@@ -2,8 +2,9 @@
 
 A row with k drafts has logits at k + 1 positions. They are sampled in order, each only if the draft before it was what
 was sampled there: so what is sampled, and everything that sampling remembers of a row, is what it would be without
-drafts. The host must know a token before it decides about the next, which costs nothing: the router sends no other
-step before it has the result of this one.
+drafts. Where sampling remembers nothing but the position, all positions are sampled at once, with the same result. The
+host must know a token before it decides about the next, which costs nothing: the router sends no other step before it
+has the result of this one.
 """
 
 from __future__ import annotations
@@ -59,15 +60,18 @@ def verify(logits: torch.Tensor, parts: Sequence[RowStep], sample: Sample, accep
     return _joined(found)
 
 
-def verify_greedy(token_ids: torch.Tensor, logprobs: torch.Tensor, parts: Sequence[RowStep]) -> SampledTokens:
-    """The same for rows that take the likeliest token of the logits as they are: those of all positions are known."""
-    ids, scores = token_ids.tolist(), logprobs.tolist()
+def verify_at_once(chosen: SampledTokens, parts: Sequence[RowStep]) -> SampledTokens:
+    """The same for rows whose choice at a position does not depend on the tokens before it, but through the logits:
+    `chosen` has what they choose at all positions."""
+    ids, scores = chosen.token_ids.tolist(), chosen.logprobs.tolist()
+    tops = dict(_top_tokens(chosen.top))
     found = []
     for part, first in zip(parts, _firsts(parts), strict=True):
         drafts, count = part.draft_ids, 1
         while count <= len(drafts) and drafts[count - 1] == ids[first + count - 1]:
             count += 1
-        found.append(_SampledPart(ids[first : first + count], scores[first : first + count]))
+        top = {depth: tops[first + depth] for depth in range(count) if first + depth in tops}
+        found.append(_SampledPart(ids[first : first + count], scores[first : first + count], top))
     return _joined(found)
 
 

@@ -1,0 +1,1 @@
+"""`legato route`: one endpoint for several servers."""

@@ -1,0 +1,80 @@
+"""A client's request as the balancer holds it: until it is answered it may have to be sent again."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from legato.balancer.prefixes import BYTES_PER_TOKEN, chain_of
+from legato.balancer.prompts import GENERATING, NO_PROMPT, Prompt, prompt_of
+from legato.balancer.upstream import Headers, request_head
+from legato.ipc.routed import HEAD_HEADER, HEADER_PREFIX, KEY_HEADER, RouteHead, add_marks, encode_sent
+
+# Between two programs, not between the first and the last (RFC 9110, 7.6.1), and what we say ourselves.
+HOP_BY_HOP = frozenset(
+    {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-connection"}
+)
+_NOT_SENT = HOP_BY_HOP | {b"content-length", b"expect"}
+_NOT_RETURNED = HOP_BY_HOP | {b"date"}
+_prefix = HEADER_PREFIX.encode()
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class ClientCall:
+    method: str
+    path: str
+    target: bytes
+    headers: Headers
+    body: bytes
+    prompt: Prompt
+    chain: list[int]
+    # Estimated.
+    num_tokens: int
+    # What ids and seeds are drawn from, on every replica the same.
+    number: str = field(default_factory=lambda: secrets.token_hex(16))
+    created: int = field(default_factory=lambda: int(time.time()))
+    # Of what the client has got.
+    marks: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, method: str, path: str, target: bytes, headers: Headers, client: str, body: bytes) -> ClientCall:
+        sent = [(name, value) for name, value in headers if name not in _NOT_SENT and not name.startswith(_prefix)]
+        if client:
+            sent.append((b"x-forwarded-for", client.encode()))
+        prompt = prompt_of(body) if method == "POST" and path in GENERATING else NO_PROMPT
+        scope = b"\n".join([*_keys(headers), prompt.model])
+        chain = chain_of(scope, prompt.text)
+        return cls(method, path, target, sent, body, prompt, chain, len(prompt.text) // BYTES_PER_TOKEN)
+
+    @property
+    def generates(self) -> bool:
+        return self.prompt is not NO_PROMPT
+
+    @property
+    def key(self) -> bytes:
+        """What it shows as its API key; empty if it shows none."""
+        return next(iter(_keys(self.headers)), b"")
+
+    def encode(self, route_key: str | None) -> tuple[bytes, bytes]:
+        """Head and body for a replica, with the tokens that the client has got in front."""
+        headers, sent = list(self.headers), b""
+        if route_key is not None:
+            sent = encode_sent(add_marks(self.marks)) if self.marks else b""
+            route = RouteHead(id=self.number, created=self.created, resume=len(sent))
+            headers += [(KEY_HEADER.encode(), route_key.encode()), (HEAD_HEADER.encode(), _encode(route))]
+        return request_head(self.method, self.target, headers, len(sent) + len(self.body)), sent + self.body
+
+
+def returned(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """The headers of an answer as the client sees them. The server of the balancer writes the date."""
+    return [(name, value) for name, value in headers if name not in _NOT_RETURNED and not name.startswith(_prefix)]
+
+
+def _keys(headers: Headers) -> list[bytes]:
+    return [value for name, value in headers if name in (b"authorization", b"x-api-key")]

@@ -1,0 +1,74 @@
+"""The options of `legato route`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from legato.balancer.probing import DnsDiscovery
+from legato.balancer.replicas import ReplicaUrl
+from legato.common.errors import OptionError
+from legato.common.frontend import check_route_key
+from legato.common.option import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteOptions(Options):
+    """Balancer"""
+
+    replica: tuple[str, ...] = option(
+        (), "URL of a server, such as `http://10.0.0.7:3000`, comma-separated or repeated.", env="REPLICAS"
+    )
+    discover: str | None = option(
+        None, "`dns:NAME:PORT`: every address of the name is a replica; asked again every two seconds."
+    )
+    policy: Literal["prefix", "least-load", "round-robin"] = option(
+        "prefix",
+        "How replicas are chosen: `prefix` weighs cached prefixes against load, `least-load` is load alone,"
+        " `round-robin` neither.",
+    )
+    route_key: str | None = option(
+        None,
+        "Secret shared with the servers (their `--route-key`), at least 16 characters: streams of a replica that is"
+        " lost go on at another. Default: they end with an error.",
+        secret=True,
+    )
+    hostname: str = option("0.0.0.0", "IP address to listen on.")
+    port: int = option(3000, "Port to listen on.", short="p", minimum=0, maximum=65535)
+    ssl_certfile: str | None = option(
+        None, "TLS certificate, with its chain, in PEM format. Default: connections of clients are not encrypted."
+    )
+    ssl_keyfile: str | None = option(None, "Private key of `--ssl-certfile`. Default: in the same file.")
+    replica_ca: str | None = option(
+        None, "Certificates in PEM format that sign those of `https` replicas. Default: the system's."
+    )
+    max_concurrent_requests: int | None = option(
+        None, "Maximum requests in flight; more get 429. Default: what the replicas take together.", minimum=1
+    )
+    payload_limit: int = option(32 << 20, "Maximum size of a request body, in bytes.", minimum=1)
+    probe_interval: float = option(1.0, "Seconds between two probes of a replica.", minimum=0.05)
+    probe_timeout: float = option(
+        5.0, "Seconds for a replica to answer a probe; then its streams go on elsewhere.", minimum=0.1
+    )
+    move_timeout: float = option(
+        30.0, "Seconds to wait for a replica that can go on with a request whose replica was lost.", minimum=0
+    )
+    graceful_termination_timeout: int = option(
+        90, "Seconds that running requests get to finish after a stop signal.", short="g"
+    )
+    logger_level: str = option("info", "Log level: `error`, `warn`, `info`, `debug` or `trace`.", env="LOG_LEVEL")
+    json_output: bool = option(False, "Write the log as one JSON object per line.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_route_key(self.route_key)
+        if bool(self.replica) == bool(self.discover):
+            raise OptionError("give either --replica, once for each server, or --discover dns:NAME:PORT")
+        for url in self.replica:
+            ReplicaUrl.parse(url)
+        if self.discover is not None:
+            DnsDiscovery(self.discover)
+
+    @property
+    def urls(self) -> list[ReplicaUrl]:
+        return [ReplicaUrl.parse(url) for url in self.replica]

@@ -1,0 +1,65 @@
+"""The balancer's end of an exchange with a client: what a replica answers goes out here, once, in order."""
+
+from __future__ import annotations
+
+from legato.api.errors import RequestError
+from legato.balancer.calls import returned
+from legato.balancer.upstream import Headers
+from legato.http.exchange import Exchange
+from legato.http.routes.anthropic import errors as anthropic_errors
+from legato.http.routes.openai import errors as openai_errors
+
+OPENAI_PREFIX = "/v1/"
+
+
+class Reply:
+    def __init__(self, exchange: Exchange, path: str) -> None:
+        self._exchange = exchange
+        self._path = path
+        self.has_started = False
+        # Whether anything of a body went out.
+        self.has_begun = False
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Once; what later replicas would start with is the same."""
+        if not self.has_started:
+            self.has_started = True
+            await self._exchange.start_raw(status, returned(headers))
+
+    async def write(self, data: bytes) -> None:
+        self.has_begun = True
+        await self._exchange.write(data)
+
+    async def end(self) -> None:
+        await self._exchange.end()
+
+    async def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """A whole answer."""
+        kept = [(name, value) for name, value in headers if name != b"content-length"]
+        await self.start(status, [*kept, (b"content-length", b"%d" % len(body))])
+        await self.write(body)
+        await self.end()
+
+    async def fail(self, error: RequestError) -> None:
+        """As a status if none went out, else as the last event of the stream."""
+        if self.has_started:
+            await self.write(self._event(error))
+            await self.end()
+            return
+        status, body = self._refusal(error)
+        headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        await self.respond(status, [*headers, (b"content-type", b"application/json")], body)
+
+    def _refusal(self, error: RequestError) -> tuple[int, bytes]:
+        if self._path.startswith(anthropic_errors.PREFIX):
+            return anthropic_errors.status(error), anthropic_errors.body(error)
+        if self._path.startswith(OPENAI_PREFIX):
+            return openai_errors.status(error), openai_errors.body(error)
+        return error.status, error.body
+
+    def _event(self, error: RequestError) -> bytes:
+        if self._path.startswith(anthropic_errors.PREFIX):
+            return anthropic_errors.event(error)
+        if self._path.startswith(OPENAI_PREFIX):
+            return openai_errors.event(error)
+        return b"data: %b\n\n" % error.body

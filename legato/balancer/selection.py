@@ -1,0 +1,63 @@
+"""Which replica gets a request next, by the policy that was asked for (`choosing.py`, `prefixes.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container
+from itertools import count
+from typing import Literal
+
+from legato.balancer.calls import ClientCall
+from legato.balancer.choosing import cheapest
+from legato.balancer.prefixes import TOKENS_PER_CHUNK, PrefixIndex
+from legato.balancer.replicas import Replica, ReplicaSet
+
+Policy = Literal["prefix", "least-load", "round-robin"]
+# Stored responses whose replica is remembered.
+MAX_RESPONSES = 1 << 16
+
+
+class Selection:
+    def __init__(self, replicas: ReplicaSet, policy: Policy) -> None:
+        self._replicas = replicas
+        self._policy = policy
+        self.index = PrefixIndex()
+        self._turns = count()
+        self._responses: dict[str, Replica] = {}
+        # Estimates, for the metrics: prompt tokens of requests, and how many of them were expected in a cache.
+        self.num_prompt_tokens = 0
+        self.num_matched_tokens = 0
+
+    def choose(self, call: ClientCall, tried: Container[Replica]) -> Replica | None:
+        """Of those that are available and not `tried`."""
+        now = asyncio.get_running_loop().time()
+        candidates = [replica for replica in self._replicas.available(now) if replica not in tried]
+        if not candidates:
+            return None
+        owner = self._owner(call)
+        if owner in candidates:
+            return owner
+        turn = next(self._turns) % len(candidates)
+        if self._policy == "round-robin":
+            return candidates[turn]
+        cached = [0] * len(candidates)
+        if self._policy == "prefix" and call.chain:
+            depths = self.index.match(call.chain)
+            cached = [depths.get(replica.number, 0) * TOKENS_PER_CHUNK for replica in candidates]
+        best = cheapest([replica.load for replica in candidates], call.num_tokens, cached, turn)
+        chosen = candidates[best]
+        if call.chain:
+            self.num_prompt_tokens += call.num_tokens
+            self.num_matched_tokens += min(cached[best], call.num_tokens)
+            self.index.add(chosen.number, call.chain)
+        return chosen
+
+    def _owner(self, call: ClientCall) -> Replica | None:
+        """The replica that stored the response which is asked for or followed."""
+        response_id = call.prompt.previous_response_id or call.path.removeprefix("/v1/responses/").partition("/")[0]
+        return self._responses.get(response_id)
+
+    def remember(self, response_id: str, replica: Replica) -> None:
+        if len(self._responses) >= MAX_RESPONSES:
+            del self._responses[next(iter(self._responses))]
+        self._responses[response_id] = replica

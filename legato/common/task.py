@@ -1,0 +1,30 @@
+"""The options of what a server does with texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from legato.common.errors import OptionError
+from legato.common.option import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(Options):
+    """Task"""
+
+    task: Literal["generate", "embed"] = option(
+        "generate",
+        "What the model does: `generate` text, or `embed` texts (vectors, classes and ranks of texts, for encoders such"
+        " as BERT and for embedding models such as Qwen3-Embedding). The router asks the shards for it.",
+    )
+    pooling: Literal["mean", "cls", "last"] | None = option(
+        None,
+        "With `--task embed`: how the vectors of a text's tokens become one. Default: what the checkpoint's"
+        " `1_Pooling/config.json` says; without that file `mean` for encoders and `last` for decoders.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pooling is not None and self.task != "embed":
+            raise OptionError("--pooling is for embeddings: add --task embed")

@@ -1,0 +1,1 @@
+"""A shard that embeds or classifies texts (`--task embed`)."""

@@ -1,0 +1,300 @@
+"""One request through the balancer: to replicas that do as they are told, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from legato.api.errors import Overloaded
+from legato.balancer.admission import Admission
+from legato.balancer.app import Balancer
+from legato.balancer.options import RouteOptions
+from legato.balancer.probing import DnsDiscovery
+from legato.balancer.replicas import ReplicaSet, ReplicaUrl
+from legato.common.errors import OptionError
+from legato.ipc.routed import HEAD_HEADER, RouteHead, decode_sent
+from tests.balancer.test_choice import state
+from tests.http.asgi import Answer, Call, until
+
+KEY = "a-key-of-the-cluster"
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+MARKS = EVENTS + b"x-legato-route: marks\r\n\r\n"
+END = b"0\r\n\r\n"
+# What one replica says to a request: bytes, and then it hangs up unless the last is None.
+Script = list[bytes | None]
+
+
+def whole(status: str, body: bytes, headers: bytes = b"") -> bytes:
+    return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n\r\n%b" % (status.encode(), headers, len(body), body)
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class FakeReplica:
+    """Answers each request with the next script, and the last one again and again."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self._scripts = list(scripts)
+        self.heads: list[dict[str, str]] = []
+        self.bodies: list[bytes] = []
+        self.num_connections = 0
+
+    async def start(self) -> ReplicaUrl:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return ReplicaUrl("127.0.0.1", server.sockets[0].getsockname()[1])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")[1:-2]
+                headers = dict(line.split(": ", 1) for line in head)
+                self.heads.append(headers)
+                self.bodies.append(await reader.readexactly(int(headers.get("content-length", 0))))
+                script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
+                for data in script:
+                    if data is not None:
+                        writer.write(data)
+                        await writer.drain()
+                if not script or script[-1] is not None:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        writer.close()
+
+    @property
+    def sent(self) -> list[list[int]]:
+        """The tokens in front of the last body, of each choice."""
+        head = msgspec.json.decode(self.heads[-1][HEAD_HEADER], type=RouteHead)
+        return [each.token_ids for each in decode_sent(self.bodies[-1][: head.resume])] if head.resume else []
+
+
+def through(
+    replicas: list[FakeReplica], test: Callable[[Balancer], Awaitable[None]], key: str | None = KEY, **options: Any
+) -> None:
+    async def main() -> None:
+        urls = [await replica.start() for replica in replicas]
+        known = ReplicaSet(None)
+        known.update(urls)
+        found = RouteOptions(
+            replica=("http://h:1",), route_key=key, policy="round-robin", **{"move_timeout": 0.2} | options
+        )
+        balancer = Balancer(found, known)
+        for replica in known.all:
+            replica.found(state(resumes=key is not None), healthy=True)
+        await test(balancer)
+
+    asyncio.run(main())
+
+
+async def ask(balancer: Balancer, path: str = "/generate_stream", headers: dict[str, str] | None = None) -> Answer:
+    return await Call(balancer, "POST", path, [b'{"inputs": "hi"}'], headers).answer()
+
+
+OK = whole("200 OK", b'{"generated_text": "x"}', b"content-type: application/json\r\nx-total-time: 5\r\n")
+BUSY = whole("429 Too Many Requests", b'{"error": "busy"}', b"retry-after: 7\r\n")
+
+
+def test_an_answer_is_passed_on_as_it_is() -> None:
+    replica = FakeReplica([OK, None])
+
+    async def test(balancer: Balancer) -> None:
+        answer = await ask(balancer, "/generate")
+        assert answer.status == 200 and answer.body == b'{"generated_text": "x"}'
+        assert answer.headers["x-total-time"] == "5" and "date" not in answer.headers
+        assert replica.bodies == [b'{"inputs": "hi"}']
+        await ask(balancer, "/generate")
+        assert replica.num_connections == 1, "the connection is used again"
+
+    through([replica], test)
+
+
+def test_a_request_that_one_replica_refuses_goes_to_another() -> None:
+    first, second = FakeReplica([BUSY, None]), FakeReplica([OK, None])
+
+    async def test(balancer: Balancer) -> None:
+        assert [(await ask(balancer, "/generate")).status for _ in range(4)] == [200] * 4
+        assert first.heads and len(second.heads) == 4
+
+    through([first, second], test)
+
+
+def test_a_request_that_all_refuse_is_refused() -> None:
+    async def test(balancer: Balancer) -> None:
+        answer = await ask(balancer)
+        assert (answer.status, answer.headers["retry-after"], answer.body) == (429, "7", b'{"error": "busy"}')
+
+    through([FakeReplica([BUSY, None]), FakeReplica([BUSY, None])], test)
+
+
+def test_a_replica_that_dies_before_it_answers_is_replaced() -> None:
+    dead, alive = FakeReplica([b"HTTP/1.1 200 OK\r\ncontent-le"]), FakeReplica([OK, None])
+
+    async def test(balancer: Balancer) -> None:
+        assert [(await ask(balancer, "/generate")).status for _ in range(3)] == [200] * 3
+        assert len(dead.heads) == 1, "it gets nothing until a probe finds it well"
+
+    through([dead, alive], test)
+
+
+def test_half_of_a_body_is_not_passed_on() -> None:
+    dead, alive = FakeReplica([OK[:-5]]), FakeReplica([OK, None])
+
+    async def test(balancer: Balancer) -> None:
+        assert (await ask(balancer, "/generate")).body == b'{"generated_text": "x"}'
+
+    through([dead, alive], test)
+
+
+def test_a_connection_that_was_closed_meanwhile_costs_nothing() -> None:
+    replica = FakeReplica([OK], [OK, None])
+
+    async def test(balancer: Balancer) -> None:
+        assert (await ask(balancer, "/generate")).status == 200
+        await asyncio.sleep(0.01)
+        assert (await ask(balancer, "/generate")).status == 200
+        assert balancer.replicas.all[0].num_losses == 0
+
+    through([replica], test)
+
+
+def test_a_stream_goes_on_elsewhere_after_what_was_passed_on() -> None:
+    cut = [MARKS, chunk(b":+0=11\ndata: a\n\n"), chunk(b":+0=12,13\ndata: b\n\n") + chunk(b":+0=14\ndata: c\n\n")[:9]]
+    rest = [MARKS, chunk(b":+0=14\ndata: c\n\n"), chunk(b":+\n"), chunk(b":.0=15/length\ndata: d\n\n"), END, None]
+    first, second = FakeReplica(cut), FakeReplica(rest)
+
+    async def test(balancer: Balancer) -> None:
+        answer = await ask(balancer)
+        assert answer.status == 200 and answer.body == b"data: a\n\ndata: b\n\ndata: c\n\ndata: d\n\n"
+        assert HEAD_HEADER not in answer.headers
+        assert second.sent == [[11, 12, 13]] and second.bodies[0].endswith(b'{"inputs": "hi"}')
+        heads = [json.loads(replica.heads[0][HEAD_HEADER]) for replica in (first, second)]
+        assert heads[0]["id"] == heads[1]["id"] and heads[0]["created"] == heads[1]["created"]
+
+    through([first, second], test)
+
+
+def test_a_replica_that_stops_hands_its_streams_over() -> None:
+    stopping = [MARKS, chunk(b":+0=11\ndata: a\n\n"), chunk(b":!\ndata: error\n\n"), END, None]
+    first = FakeReplica(stopping)
+    second = FakeReplica([MARKS, chunk(b":.0=12\ndata: b\n\n"), END, None])
+
+    async def test(balancer: Balancer) -> None:
+        assert (await ask(balancer)).body == b"data: a\n\ndata: b\n\n"
+        assert second.sent == [[11]]
+
+    through([first, second], test)
+
+
+def test_without_another_replica_the_last_words_of_the_first_are_passed_on() -> None:
+    stopping = [MARKS, chunk(b":+0=11\ndata: a\n\n"), chunk(b":!\ndata: error\n\n"), END, None]
+
+    async def test(balancer: Balancer) -> None:
+        balancer.replicas.all[0].is_draining = False
+        task = asyncio.create_task(ask(balancer))
+        await until(lambda: balancer.replicas.all[0].num_active == 0 and balancer.replicas.all[0].num_requests)
+        balancer.replicas.all[0].is_draining = True
+        assert (await task).body == b"data: a\n\ndata: error\n\n"
+
+    through([FakeReplica(stopping)], test)
+
+
+def test_a_stream_whose_end_was_passed_on_is_complete() -> None:
+    cut = [MARKS, chunk(b":.0=11/length\ndata: a\n\n")]
+
+    async def test(balancer: Balancer) -> None:
+        assert (await ask(balancer)).body == b"data: a\n\n"
+
+    through([FakeReplica(cut), FakeReplica([BUSY, None])], test)
+
+
+@pytest.mark.parametrize(("path", "word"), [("/generate_stream", "generation"), ("/v1/chat/completions", "generation")])
+def test_a_stream_without_marks_that_was_cut_ends_with_an_error_and_is_not_doubled(path: str, word: str) -> None:
+    cut = [EVENTS + b"\r\n", chunk(b"data: a\n\n")]
+    second = FakeReplica([EVENTS + b"\r\n", chunk(b"data: a\n\n"), END, None])
+
+    async def test(balancer: Balancer) -> None:
+        answer = await ask(balancer, path)
+        event, error = answer.body.split(b"\n\n")[:2]
+        assert event == b"data: a" and json.loads(error[6:])["error_type"] == word
+        assert second.heads == []
+
+    through([FakeReplica(cut), second], test, key=None)
+
+
+def test_a_request_that_loses_every_replica_is_not_sent_for_ever() -> None:
+    replicas = [FakeReplica([MARKS, chunk(b":+0=11\ndata: a\n\n")]) for _ in range(6)]
+
+    async def test(balancer: Balancer) -> None:
+        answer = await ask(balancer)
+        assert b'"error_type":"generation"' in answer.body
+        assert sum(len(replica.heads) for replica in replicas) == 4
+
+    through(replicas, test)
+
+
+def test_without_a_replica_clients_are_told_to_come_back() -> None:
+    async def test(balancer: Balancer) -> None:
+        balancer.replicas.all[0].lost("gone")
+        answer = await ask(balancer, "/v1/completions")
+        assert answer.status == 503 and answer.headers["retry-after"] == "1"
+
+    through([FakeReplica([OK, None])], test)
+
+
+def test_a_client_that_hangs_up_takes_its_request_with_it() -> None:
+    replica = FakeReplica([MARKS, chunk(b":+0=11\ndata: a\n\n"), None])
+
+    async def test(balancer: Balancer) -> None:
+        call = Call(balancer, "POST", "/generate_stream", [b"{}"])
+        await call.wait_for(2)
+        call.hang_up()
+        await asyncio.wait_for(call.task, 5)
+        assert balancer.replicas.all[0].num_active == 0 and balancer.replicas.all[0].num_losses == 0
+
+    through([replica], test)
+
+
+# ---- who may have how much -------------------------------------------------------------------------------------------
+
+
+def test_one_key_cannot_take_all_places_of_all_replicas() -> None:
+    admission = Admission(None)
+    admission.set_capacity(100)
+    for key in (b"greedy", b"modest"):
+        admission.accepted(key)
+    held = [admission.held(b"greedy") for _ in range(100)]
+    taken = 0
+    with pytest.raises(Overloaded):
+        for each in held:
+            each.__enter__()
+            taken += 1
+    assert 70 < taken < 90
+    with admission.held(b"modest"):
+        pass
+    held[0].__exit__(None, None, None)
+    admission.set_capacity(200)
+    with admission.held(b"greedy"):
+        pass
+
+
+@pytest.mark.parametrize("spec", ["dns:name", "dns::80", "dns:name:port", "srv:name:80", "dns:name:99999"])
+def test_what_cannot_be_discovered_is_refused(spec: str) -> None:
+    with pytest.raises(OptionError, match="expected dns:NAME:PORT"):
+        DnsDiscovery(spec)
+
+
+def test_every_address_of_a_name_is_a_replica() -> None:
+    assert ReplicaUrl("127.0.0.1", 81) in asyncio.run(DnsDiscovery("dns:localhost:81").resolve())
+
+
+def test_replicas_are_named_one_way() -> None:
+    with pytest.raises(OptionError, match="either --replica"):
+        RouteOptions()

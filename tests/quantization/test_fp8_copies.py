@@ -1,0 +1,44 @@
+"""fp8 copies of 4-bit matrices: kept by all matrices or by none, and used by steps of many rows alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from legato.quantization import fp8_copies
+from legato.quantization.fp8_copies import keep_fp8_copies
+from legato.quantization.on_load import QUANTIZERS
+from legato.quantization.operands import operand_of
+from legato.quantization.weight import QuantizedWeight
+
+OUT, IN = 48, 256
+
+
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> list[QuantizedWeight]:
+    """As on a GPU that multiplies fp8 and has room for ten such matrices."""
+    monkeypatch.setattr(fp8_copies, "can_copy_to_fp8", lambda operand: operand.is_packed)
+    monkeypatch.setattr(fp8_copies, "_free_memory", lambda device: 10 * OUT * IN)
+    torch.manual_seed(0)
+    made = [QuantizedWeight(QUANTIZERS["int4"](torch.randn(OUT, IN)), None) for _ in range(2)]
+    for weight in made:
+        weight.operand = operand_of(weight.matrix)
+    return made
+
+
+@pytest.mark.parametrize(("fraction", "kept"), [(0.0, False), (0.19, False), (0.2, True), (1.0, True)])
+def test_all_or_none_are_kept(weights: list[QuantizedWeight], fraction: float, kept: bool) -> None:
+    keep_fp8_copies(weights, fraction)
+    assert [weight.fp8_copy is not None for weight in weights] == [kept, kept]
+
+
+def test_steps_of_more_than_16_rows_use_them(weights: list[QuantizedWeight]) -> None:
+    weight = weights[0]
+    x = torch.randn(17, IN, dtype=torch.bfloat16)
+    exact = weight.apply(x)
+    keep_fp8_copies(weights, 1.0)
+    assert torch.equal(weight.apply(x[:16]), exact[:16])
+    rounded = weight.apply(x)
+    assert not torch.equal(rounded, exact)
+    distance = (rounded - exact).float().norm() / exact.float().norm()
+    assert distance < 0.04, distance
