@@ -20,16 +20,27 @@ shards work as well. The checkpoints are examples; any with the same `model_type
 Weights are safetensors. PyTorch's files (`*.bin`, else `*.pt`) are converted before a model is served, those of a local
 folder too: once, beside them, and by `torch.load(weights_only=True)`, which runs no code. GGUF files are dequantised
 when they are loaded. Quantized checkpoints: [docs/quantization.md](quantization.md). LoRA
-adapters: [docs/lora.md](lora.md).
+adapters: [docs/lora.md](lora.md). `--rope-scaling` is refused for models without rotary embeddings.
 """
 
 IMAGES = """\
 ## Images
 
 Architectures with a tick in the last column take images in chats, in native prompts and in chunks of the unary
-`Prefill` call. All others take text alone. Gemma 3's vision tower is not loaded. Videos are not read.
+`Prefill` call. All others take text alone, and so do GGUF files. Videos are not read.
 
-The tokens that Idefics2, Idefics3 and SmolVLM have between the parts of an image count as tokens of the image.
+The tokens that Gemma 3, Idefics2, Idefics3, Llama 4 and SmolVLM have around an image or between its parts count as
+tokens of the image.
+
+Images of Llama 3.2 Vision and of Idefics are not in the text: layers of their own attend to them. They have slots in
+the KV cache all the same (one for each patch of each tile, or 64 for an image), before the text and up to a multiple of
+128, which count as tokens of the prompt. Decodes of these models run without CUDA graphs. Tokens that no image precedes
+see none, as in Meta's code for Llama 3.2 Vision; in transformers they see all images.
+
+The tokens of an image in Gemma 3 see each other, and so do all tokens of a prompt in PaliGemma: one step computes them.
+PaliGemma's prompts are therefore limited by `--max-batch-prefill-tokens` and not kept in the prefix cache. A prompt of
+PaliGemma is written as in its training: images, `<bos>`, text, the end of a line. Gemma 3's crops of very wide or tall
+images (`do_pan_and_scan`) are not made.
 """
 
 ENCODER_DECODERS = """\
@@ -75,6 +86,9 @@ as in its training.
 LONG_CONTEXTS = """\
 ## Long contexts
 
+Llama 4 attends in chunks of 8,192 tokens (`attention_chunk_size`) in most of its layers. Legato serves it up to that
+length.
+
 Phi-3 and other models with rope of the type `longrope` have two sets of factors, one for sequences within the original
 context and one for longer ones. transformers chooses by the length of each sequence. A server cannot: cached keys are
 shared by sequences, and a sequence that grows would need its keys rotated again. So all sequences use one set, chosen
@@ -90,8 +104,7 @@ but attention is transformers' own code, keys and values are in Legato's cache. 
 on one shard. EXAONE 4, GLM, Granite MoE, OLMoE, Persimmon and StableLM are tested like the architectures above.
 
 Refused with the reason: models with state besides keys and values (state spaces, linear attention, convolutions), with
-bidirectional attention, and with windows that attention does not know of. Of TGI's models these are Mamba, Idefics
-(the first), Llama 4, Mllama and PaliGemma.
+bidirectional attention, and with windows that attention does not know of. Of TGI's models this is Mamba.
 
 Code that comes with a model is fetched and run only with `--trust-remote-code`.
 """

@@ -193,7 +193,8 @@ class Validator:
         else:
             inputs, sources = self.images.in_text(inputs)
             read = await self.images.read(sources, self.limits.max_input_tokens)
-            input_ids, images = self.images.place(await self.input_ids(inputs), read)
+            special = self.images.rules.adds_special_tokens
+            input_ids, images = self.images.place(await self.input_ids(inputs, add_special_tokens=special), read)
         if not input_ids:
             raise InvalidRequest("`inputs` cannot be empty")
         if images and parameters.decoder_input_details:
@@ -220,16 +221,16 @@ class Validator:
             offsets = [(places[start], places[stop]) for start, stop in offsets]
         return token_offsets(encoding.ids, offsets, inputs)
 
-    async def input_ids(self, inputs: str) -> list[int]:
+    async def input_ids(self, inputs: str, *, add_special_tokens: bool = True) -> list[int]:
         """Empty for text that the tokenizer's normalizer removes completely."""
         if len(inputs) <= _SHORT:
-            ids: list[int] = self.encode(inputs).ids
+            ids: list[int] = self.encode(inputs, add_special_tokens=add_special_tokens).ids
         else:
-            ids = await self.in_thread(lambda: self._ids_of_long(inputs), len(inputs))
+            ids = await self.in_thread(lambda: self._ids_of_long(inputs, add_special_tokens), len(inputs))
         return ids
 
-    def _ids_of_long(self, inputs: str) -> list[int]:
-        encoding = self.encode(inputs)
+    def _ids_of_long(self, inputs: str, add_special_tokens: bool) -> list[int]:
+        encoding = self.encode(inputs, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         # Making this list and ending the encoding both keep the interpreter lock, for tenths of a second where there
         # are millions of tokens: streams get their turn in between.
@@ -255,7 +256,8 @@ class Validator:
 
     def _check_known(self, ids: list[int]) -> None:
         """A tokenizer may have tokens that were added after the model was made: they would fail the whole step."""
-        strangers = [token_id for token_id in ids if token_id >= self.limits.vocab_size]
+        known = None if self.images is None else self.images.rules.token_id  # never generated, but embedded
+        strangers = [token_id for token_id in ids if token_id >= self.limits.vocab_size and token_id != known]
         if strangers:
             token = self._tokenizer.id_to_token(strangers[0])
             raise InvalidRequest(f"`inputs` holds {token!r}, a token of the tokenizer that the model does not have")

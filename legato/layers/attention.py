@@ -15,6 +15,7 @@ from legato.kernels.attention.turned import suits, turned_attention
 from legato.kernels.paged_kv import PagedKV, Scoring
 from legato.kernels.rotary import rotary_and_store
 from legato.layers.kv_cache import LayerCache
+from legato.layers.mutual import mutual_attention
 from legato.layers.rotary import Rotary
 from legato.layers.shard import Heads
 from legato.layers.step import Step
@@ -86,14 +87,18 @@ class SelfAttention:
         if self.k_norm is not None:
             k.copy_(self.k_norm(k))
         if step.on_host is None:
-            return self._with_kernels(qkv, cache, step)
-        if self.rotary is not None:
-            # Queries and keys have the same angles: one call rotates both.
-            turned = self.rotary.turn(heads[:, :num_turned], step)
-            q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
-        cache.store(k, v, step.slots)
-        k, v = cache.as_read(k, v)  # so that a prompt has the same keys whether it is computed here or found cached
-        return paged_attention(q, k, v, cache.keys, cache.values, step.on_host, self.scoring).flatten(1)
+            out = self._with_kernels(qkv, cache, step)
+        else:
+            if self.rotary is not None:
+                # Queries and keys have the same angles: one call rotates both.
+                turned = self.rotary.turn(heads[:, :num_turned], step)
+                q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
+            cache.store(k, v, step.slots)
+            k, v = cache.as_read(k, v)  # so that a prompt has the same keys whether it is computed here or found cached
+            out = paged_attention(q, k, v, cache.keys, cache.values, step.on_host, self.scoring).flatten(1)
+        if step.images is not None and step.images.mutual:
+            mutual_attention(q, out, cache, step, self.scoring)
+        return out
 
     def _with_kernels(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
         table = None if self.rotary is None else self.rotary.cos_sin

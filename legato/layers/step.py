@@ -37,12 +37,46 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
+class MutualTokens:
+    """Tokens of one sequence that see each other, whichever comes first: those of an image, or of a prompt. The last of
+    them are in the step, one after the other; others may be in the cache."""
+
+    first: int  # of the step's tokens, where the group's begin
+    count: int
+    start: int  # where that token is in its sequence
+    begin: int  # where the group is in the sequence: [begin, end)
+    end: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class CrossTokens:
+    """Tokens of text that attend to slots [begin, end) of their sequence, in which there are images."""
+
+    first: int  # of the step's tokens
+    count: int
+    begin: int
+    end: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class CrossImages:
+    groups: tuple[CrossTokens, ...]
+    # [max_rows, max_blocks] int32: the step's own begin with the text.
+    block_tables: torch.Tensor
+    sees: torch.Tensor | None  # [T, 1], 1 for tokens that see an image and else 0; None: no token does
+
+
+@dataclass(frozen=True, slots=True)
 class ImageEmbeddings:
     """The images of a step: embeddings that replace those of some tokens, and positions on three axes."""
 
     places: torch.Tensor | None  # [k] int64, tokens of the step; None: it has no image tokens
     embeddings: torch.Tensor | None  # [k, hidden_size]
     positions: torch.Tensor | None  # [3, T] int64; None for models whose images have the positions of text
+    mutual: tuple[MutualTokens, ...] = ()
+    cross: CrossImages | None = None  # of models whose images are beside the text
 
     def insert_into(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size], the embeddings of the tokens; overwritten where there are images."""

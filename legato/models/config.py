@@ -6,7 +6,7 @@ Only what every causal model has is a field. What one architecture has, its own 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from legato.common.errors import UnsupportedModel
@@ -20,11 +20,12 @@ class ModelConfig(Sizes):
 
     rope_option: tuple[str, float] | None = None  # what --rope-scaling and --rope-factor say
     decoder_start_token_id: int | None = None  # of encoder-decoder models: the first token of the decoder
+    ropes: list[RopeConfig] = field(default_factory=list, compare=False)  # what `rope` was asked for: none without rope
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
         sizes = Sizes.of(config)
-        return cls(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
+        return cls(**{each.name: getattr(sizes, each.name) for each in fields(sizes)})
 
     @property
     def is_tied(self) -> bool:
@@ -74,9 +75,11 @@ class ModelConfig(Sizes):
         own = keys.number("rope_theta", "rotary_emb_base", default=default_theta)
         share = keys.number("partial_rotary_factor", "rotary_pct", default=default_share)
         share = parameters.number("partial_rotary_factor", default=share)
-        return RopeConfig(
+        rope = RopeConfig(
             dim=dim or int(self.head_dim * share),
             theta=parameters.number("rope_theta", default=own),
             trained_positions=keys.count("max_position_embeddings", "n_positions", default=self.max_positions),
             scaling=scaling,
         )
+        self.ropes.append(rope)
+        return rope

@@ -89,18 +89,14 @@ class Gemma2(Gemma):
 
 
 class Gemma3(Gemma2):
-    """The language model, also of vision checkpoints."""
+    """The language model, also of vision checkpoints (`gemma_vision.py`)."""
 
     score_cap = 0.0
     logits_cap = 0.0
     full_every = 6
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        places = ("model.language_model", "language_model.model", "model")
-        self.prefix = next((place for place in places if f"{place}.embed_tokens.weight" in weights), "model")
-        for part in ("vision_tower", "multi_modal_projector"):
-            weights.skip_below(part)
-            weights.skip_below(f"model.{part}")
+        self.prefix = language_prefix(weights)
         self.local_rotary = Rotary(_local_rope(config), config.max_positions, weights.dtype, weights.device)
         super().__init__(config, weights)
 
@@ -112,6 +108,12 @@ class Gemma3(Gemma2):
 
     def layer(self, parts: LlamaParts, name: str, rotary: Rotary, window: int) -> Layer:
         return super().layer(parts, name, self.local_rotary if window else rotary, window)
+
+
+def language_prefix(weights: Weights) -> str:
+    """Of the names of the language model: checkpoints with a vision tower have had it in two places."""
+    places = ("model.language_model", "language_model.model", "model")
+    return next((place for place in places if f"{place}.embed_tokens.weight" in weights), "model")
 
 
 def _cap(keys: Keys, name: str, default: float) -> float:

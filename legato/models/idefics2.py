@@ -19,7 +19,7 @@ from legato.layers.step import Step
 from legato.models.config import ModelConfig
 from legato.models.keys import Keys
 from legato.models.llama import Llama, LlamaShape, Mistral
-from legato.models.siglip import SiglipShape, SiglipTower
+from legato.models.siglip import PatchTowerShape, SiglipTower
 from legato.models.vision import ImageSpan
 from legato.models.weights import Weights
 from legato.vision.idefics import Idefics2Rules
@@ -101,7 +101,7 @@ class Idefics2(Llama):
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         keys, hidden = config.keys, config.hidden_size
         vision = keys.below("vision_config")
-        shape = SiglipShape.of(Keys({"hidden_size": 768, "num_attention_heads": 12, **vision.raw}, vision.path))
+        shape = PatchTowerShape.of(vision.over(hidden_size=768, num_attention_heads=12))
         super().__init__(config, weights)
         connector, inner = "model.connector", keys.count("intermediate_size")
         self.tower = SiglipTower(shape, weights, "model.vision_model")

@@ -14,7 +14,7 @@ from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
 from legato.models.llama import Llama, LlamaShape
-from legato.models.siglip import SiglipShape, SiglipTower
+from legato.models.siglip import PatchTowerShape, SiglipTower
 from legato.models.vision import ImageSpan
 from legato.models.weights import Weights
 from legato.vision.idefics import IdeficsRules
@@ -28,7 +28,7 @@ class Idefics3(Llama):
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         keys = config.keys
-        shape = SiglipShape.of(keys.below("vision_config"))
+        shape = PatchTowerShape.of(keys.below("vision_config"))
         self.merge = keys.count("scale_factor", default=2)
         if shape.side % self.merge:
             raise ModelFileError(f"config.json: scale_factor={self.merge} does not divide {shape.side} patches")

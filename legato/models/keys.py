@@ -56,6 +56,10 @@ class Keys:
             raise self._wrong(names, f"a list of {length} strings")
         return value
 
+    def over(self, **defaults: Any) -> Keys:
+        """With values for keys that are absent."""
+        return Keys({**defaults, **{name: value for name, value in self.raw.items() if value is not None}}, self.path)
+
     def below(self, *names: str) -> Keys:
         """The object under a key; an empty one where there is none."""
         value = self.get(*names)

@@ -108,8 +108,10 @@ class LayerNormParts(LlamaParts):
 
 class Llama(Decoder):
     prefix = "model"  # of all names but the head's
+    head_name = "lm_head"
     parts: type[LlamaParts] = LlamaParts
     is_tied = False  # unless config.json says otherwise
+    num_inputs_only = 0  # tokens behind the vocabulary that are read and never generated
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         shape = self.read(config)
@@ -120,14 +122,15 @@ class Llama(Decoder):
         super().__init__(config, weights, heads)
 
         size = (config.vocab_size, config.hidden_size)
-        self.embedding = weights.embedding(f"{self.prefix}.embed_tokens", *size)
+        rows = config.vocab_size + self.num_inputs_only
+        self.embedding = weights.embedding(f"{self.prefix}.embed_tokens", rows, config.hidden_size)
         self.layers = [
             self.layer(parts, f"{self.prefix}.layers.{i}", self.rotary, shape.windows[i] if shape.windows else 0)
             for i in range(config.num_layers)
         ]
         self.norm = parts.norm(f"{self.prefix}.norm")
         self.head = weights.head(
-            "lm_head", self.embedding, *size, tied=is_tied, bias=shape.head_bias, normed=shape.has_normed_head
+            self.head_name, self.embedding, *size, tied=is_tied, bias=shape.head_bias, normed=shape.has_normed_head
         )
 
     def limit(self, longest: int) -> None:

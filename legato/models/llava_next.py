@@ -7,7 +7,6 @@ row of patches of the latter ends with a token of its own, and rows and columns 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,40 +16,25 @@ from legato.layers.step import Step
 from legato.models.config import ModelConfig
 from legato.models.keys import Keys
 from legato.models.llama import Llama, LlamaShape, Mistral
-from legato.models.vision import ImageSpan, TowerAttention, TowerLayer
+from legato.models.siglip import PatchTowerShape, tower_layer
+from legato.models.vision import ImageSpan
 from legato.models.weights import Weights
 from legato.vision.rules import LlavaNextRules, Size
 
-
-@dataclass(frozen=True, slots=True)
-class ClipShape:
-    width: int
-    num_heads: int
-    num_layers: int
-    inner: int
-    patch: int
-    tile: int
-    eps: float
-    activation: str
-
-    @classmethod
-    def of(cls, keys: Keys) -> ClipShape:
-        return cls(
-            width=keys.count("hidden_size", default=1024),
-            num_heads=keys.count("num_attention_heads", default=16),
-            num_layers=keys.count("num_hidden_layers", default=24),
-            inner=keys.count("intermediate_size", default=4096),
-            patch=keys.count("patch_size", default=14),
-            tile=keys.count("image_size", default=336),
-            eps=keys.number("layer_norm_eps", default=1e-5),
-            activation=keys.text("hidden_act", default="quick_gelu"),
-        )
+# CLIP's tower, where config.json leaves its sizes out.
+CLIP = dict(
+    hidden_size=1024, num_attention_heads=16, num_hidden_layers=24, intermediate_size=4096, patch_size=14,
+    image_size=336, layer_norm_eps=1e-5, hidden_act="quick_gelu",
+)  # fmt: skip
 
 
 class ClipTower:
     """Up to the layer whose states the projector reads; layers behind that one are not loaded."""
 
-    def __init__(self, shape: ClipShape, depth: int, weights: Weights, name: str) -> None:
+    def __init__(
+        self, shape: PatchTowerShape, depth: int, weights: Weights, name: str, *, keeps_first: bool = False
+    ) -> None:
+        self.first_kept = 0 if keeps_first else 1
         kernel = (shape.width, 3, shape.patch, shape.patch)
         self.patch = shape.patch
         self.patches = weights.tensor(f"{name}.embeddings.patch_embedding.weight", kernel).flatten(1)
@@ -58,13 +42,13 @@ class ClipTower:
         num_places = (shape.tile // shape.patch) ** 2 + 1
         self.places = weights.tensor(f"{name}.embeddings.position_embedding.weight", (num_places, shape.width))
         self.norm = weights.layer_norm(f"{name}.pre_layrnorm", shape.width, shape.eps)
-        self.layers = [_layer(shape, weights, f"{name}.encoder.layers.{i}") for i in range(depth)]
+        self.layers = [tower_layer(shape, weights, f"{name}.encoder.layers.{i}") for i in range(depth)]
         for unread in (*(f"encoder.layers.{i}" for i in range(depth, shape.num_layers)), "post_layernorm"):
             weights.skip_below(f"{name}.{unread}")
         weights.skip(f"{name}.embeddings.position_ids")
 
     def __call__(self, tiles: torch.Tensor) -> torch.Tensor:
-        """tiles [n, 3, tile, tile] -> [n, patches, width], without the token that stands for the whole tile."""
+        """tiles [n, 3, tile, tile] -> [n, patches, width], with or without the token that stands for the whole tile."""
         side = tiles.shape[-1] // self.patch
         cut = tiles.unflatten(3, (side, self.patch)).unflatten(2, (side, self.patch))  # [n, 3, row, y, column, x]
         patches = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2).to(self.patches.dtype) @ self.patches.t()
@@ -73,40 +57,21 @@ class ClipTower:
         groups = [(len(tiles), len(x) // len(tiles))]
         for layer in self.layers:
             x = layer(x, groups)
-        return x.unflatten(0, (len(tiles), -1))[:, 1:]
-
-
-def _layer(shape: ClipShape, weights: Weights, name: str) -> TowerLayer:
-    width = shape.width
-    return TowerLayer(
-        weights.layer_norm(f"{name}.layer_norm1", width, shape.eps),
-        TowerAttention(
-            weights.linear([f"{name}.self_attn.{part}_proj" for part in "qkv"], width, width, bias=True),
-            weights.linear(f"{name}.self_attn.out_proj", width, width, bias=True),
-            shape.num_heads,
-        ),
-        weights.layer_norm(f"{name}.layer_norm2", width, shape.eps),
-        MLP(
-            weights.linear(f"{name}.mlp.fc1", shape.inner, width, bias=True),
-            weights.linear(f"{name}.mlp.fc2", width, shape.inner, bias=True),
-            shape.activation,
-        ),
-    )
+        return x.unflatten(0, (len(tiles), -1))[:, self.first_kept :]
 
 
 class LlavaNext(Llama):
     prefix = "language_model.model"
+    head_name = "language_model.lm_head"
     position_shifts: torch.Tensor | None = None
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         keys, hidden = config.keys, config.hidden_size
-        shape = ClipShape.of(keys.below("vision_config"))
+        shape = PatchTowerShape.of(keys.below("vision_config").over(**CLIP))
         depth = _depth(keys, shape.num_layers)
         bias = keys.flag("multimodal_projector_bias", default=True)
         self.rules = LlavaNextRules.of(keys.raw, {})
         super().__init__(config, weights)
-        size = (config.vocab_size, hidden)
-        self.head = weights.head("language_model.lm_head", self.embedding, *size, tied=config.is_tied)
         prefix = "vision_tower.vision_model"
         self.tower = ClipTower(
             shape, depth, weights, prefix if f"{prefix}.pre_layrnorm.bias" in weights else "vision_tower"

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from legato.common.errors import ModelFileError, UnsupportedModel
+from legato.common.errors import ModelFileError, OptionError, UnsupportedModel
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.layers.shard import Shard
 from legato.layers.step import Step
@@ -45,7 +45,7 @@ ARCHITECTURES = {
     "falcon": "legato.models.falcon:Falcon",
     "gemma": "legato.models.gemma:Gemma",
     "gemma2": "legato.models.gemma:Gemma2",
-    "gemma3": "legato.models.gemma:Gemma3",
+    "gemma3": "legato.models.gemma_vision:Gemma3WithImages",
     "gemma3_text": "legato.models.gemma:Gemma3",
     "gpt2": "legato.models.gpt2:GPT2",
     "gpt_bigcode": "legato.models.gpt2:GPTBigCode",
@@ -54,18 +54,23 @@ ARCHITECTURES = {
     "gpt_oss": "legato.models.gpt_oss:GptOss",
     "gptj": "legato.models.gptj:GPTJ",
     "granite": "legato.models.granite:Granite",
+    "idefics": "legato.models.idefics:Idefics",
     "idefics2": "legato.models.idefics2:Idefics2",
     "idefics3": "legato.models.idefics3:Idefics3",
     "llama": "legato.models.llama:Llama",
+    "llama4": "legato.models.llama4:Llama4WithImages",
+    "llama4_text": "legato.models.llama4:Llama4",
     "llava_next": "legato.models.llava_next:LlavaNext",
     "mistral": "legato.models.llama:Mistral",
     "mixtral": "legato.models.mixtral:Mixtral",
+    "mllama": "legato.models.mllama:Mllama",
     "mpt": "legato.models.mpt:MPT",
     "mt5": "legato.models.t5:MT5",
     "olmo": "legato.models.olmo2:Olmo",
     "olmo2": "legato.models.olmo2:Olmo2",
     "olmo3": "legato.models.olmo2:Olmo3",
     "opt": "legato.models.opt:OPT",
+    "paligemma": "legato.models.gemma_vision:PaliGemma",
     "pegasus": "legato.models.bart:Pegasus",
     "phi": "legato.models.phi:Phi",
     "phi3": "legato.models.llama:Phi3",
@@ -154,6 +159,7 @@ def get_model(
         method = DENSE if quantize is None else on_load(quantize)
         made = DummyWeights(dtype, device, shard, method, packs)
         built: CausalModel = architecture(config, made)
+        check_rope_option(config)
         _note_targets(targets, made)
         keep_fp8_copies(made.quantized, fp8_copy_fraction)
         return built
@@ -166,12 +172,20 @@ def get_model(
         model: CausalModel = architecture(config, weights)
         weights.check_all_used()
     except ModelFileError as error:
+        check_rope_option(config)  # tables of positions are not as long as the option says
         raise ModelFileError(f"{files.path}: {error}") from None
+    check_rope_option(config)
     _note_targets(targets, weights)
     if weights.kinds:
         logger.info("Quantized weights", extra={"fields": {"method": method.name, "layers": dict(weights.kinds)}})
     keep_fp8_copies(weights.quantized, fp8_copy_fraction)
     return model
+
+
+def check_rope_option(config: ModelConfig) -> None:
+    """Of a model that was built with this configuration."""
+    if config.rope_option is not None and not config.ropes:
+        raise OptionError(f"--rope-scaling: model_type '{config.model_type}' has no rotary embedding to scale")
 
 
 def _note_targets(targets: list[AdapterTarget] | None, weights: Weights) -> None:

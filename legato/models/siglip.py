@@ -1,4 +1,7 @@
-"""SigLIP's tower, as Idefics has it: learned positions on a grid of patches, and no token for the whole image."""
+"""SigLIP's tower: learned positions on a grid of patches, and no token for the whole image.
+
+Gemma's images are squares of one size. Those of Idefics may be smaller: patches then have the nearest positions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from legato.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
-class SiglipShape:
+class PatchTowerShape:
+    """Of SigLIP's tower and of CLIP's; the defaults are SigLIP's."""
+
     width: int
     num_heads: int
     num_layers: int
@@ -24,7 +29,7 @@ class SiglipShape:
     activation: str
 
     @classmethod
-    def of(cls, keys: Keys) -> SiglipShape:
+    def of(cls, keys: Keys) -> PatchTowerShape:
         return cls(
             width=keys.count("hidden_size", default=1152),
             num_heads=keys.count("num_attention_heads", default=16),
@@ -43,7 +48,9 @@ class SiglipShape:
 
 
 class SiglipTower:
-    def __init__(self, shape: SiglipShape, weights: Weights, name: str) -> None:
+    is_fractional = True  # also where an image has all patches, whose places are then found by rounding
+
+    def __init__(self, shape: PatchTowerShape, weights: Weights, name: str) -> None:
         self.shape = shape
         kernel = (shape.width, 3, shape.patch, shape.patch)
         self.patches = weights.tensor(f"{name}.embeddings.patch_embedding.weight", kernel).flatten(1)
@@ -53,6 +60,7 @@ class SiglipTower:
         self.layers = [tower_layer(shape, weights, f"{name}.encoder.layers.{i}") for i in range(shape.num_layers)]
         self.norm = weights.layer_norm(f"{name}.post_layernorm", shape.width, shape.eps)
         weights.skip(f"{name}.embeddings.position_ids")
+        weights.skip_below(f"{name}.head")
 
     def __call__(self, tiles: torch.Tensor) -> torch.Tensor:
         """tiles [n, 3, height, width] -> [n, patches, width of the tower]"""
@@ -71,6 +79,8 @@ class SiglipTower:
         In float32 and by these operations: what is exactly between two places falls where it fell in training.
         """
         side = self.shape.side
+        if rows == columns == side and not self.is_fractional:
+            return torch.arange(side**2, device=self.places.device)
         edges = torch.arange(1 / side, 1.0, 1 / side)
         down, across = (
             torch.bucketize((torch.arange(count).float() * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6), edges,
@@ -80,7 +90,7 @@ class SiglipTower:
         return (down[:, None] * side + across).flatten().to(self.places.device)
 
 
-def tower_layer(shape: SiglipShape, weights: Weights, name: str) -> TowerLayer:
+def tower_layer(shape: PatchTowerShape, weights: Weights, name: str) -> TowerLayer:
     width = shape.width
     return TowerLayer(
         weights.layer_norm(f"{name}.layer_norm1", width, shape.eps),

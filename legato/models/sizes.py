@@ -23,12 +23,21 @@ _IDEFICS3 = dict(
     max_position_embeddings=2048,
 )  # fmt: skip
 _IDEFICS2 = dict(_IDEFICS3, intermediate_size=14_336, num_key_value_heads=8, max_position_embeddings=131_072)
+_PALIGEMMA = dict(
+    vocab_size=257_216, num_attention_heads=8, num_key_value_heads=1, head_dim=256, max_position_embeddings=8192
+)
+_MLLAMA = dict(
+    hidden_size=4096, intermediate_size=14_336, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128_256, max_position_embeddings=131_072, rope_theta=500_000.0, rms_norm_eps=1e-5,
+)  # fmt: skip
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "llava_next": _LLAVA_NEXT,
     "idefics2": _IDEFICS2,
     "idefics3": _IDEFICS3,
+    "mllama": _MLLAMA,
+    "paligemma": _PALIGEMMA,
     "smolvlm": _IDEFICS3,
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from legato.layers.kv_cache import KVCache
 from legato.layers.mlp import Product
 from legato.layers.rotary import rotate
 from legato.models.registry import CausalModel
@@ -58,6 +59,28 @@ class WithImageTokens(Protocol):
     """A `VisionModel` whose images have tokens of text among theirs."""
 
     image_rules: ImageRules | None  # written by the server, whose tokenizer they know
+
+
+@runtime_checkable
+class MutualModel(Protocol):
+    """A `VisionModel` with tokens that see those behind them: one step must compute them together."""
+
+    whole_prompts: bool  # all tokens of a prompt do; else the tokens of each image
+
+    def groups(self, num_prompt: int, images: Sequence[ImageSpan]) -> list[tuple[int, int]]:
+        """[begin, end) of the tokens of a prompt that see each other."""
+        ...
+
+
+@runtime_checkable
+class CrossModel(Protocol):
+    """A `VisionModel` whose images are not in the text: some layers attend to them (`legato/vision/cross.py`)."""
+
+    sees_runs: bool  # tokens see all images that stand beside each other before them; else the last one alone
+
+    def store_images(self, states: torch.Tensor, slots: torch.Tensor, cache: KVCache) -> None:
+        """Write the keys and values of the embeddings [k, hidden_size] of images to the slots [k]."""
+        ...
 
 
 class TowerAttention:

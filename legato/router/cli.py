@@ -137,11 +137,12 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
     sizes = step_sizes(info.device_type, options.max_batch_prefill_tokens)
     rows = min(options.max_batch_size or sizes.max_rows, options.max_concurrent_requests)
     step_tokens, longest_input = sizes.max_tokens, None
-    has_encoder = decoder_start(info) is not None
-    if has_encoder:
+    if not info.support_chunking:
         prompt_tokens = whole_prompt_tokens(sizes, options)
         # Room beside all decodes: a prompt that cannot be chunked would otherwise wait for ever.
         step_tokens, longest_input = prompt_tokens + rows, prompt_tokens - 1
+    elif info.whole_image_tokens:
+        step_tokens = max(step_tokens, info.whole_image_tokens + rows)
     found = await shards.warmup(
         WarmupLimits(
             options.max_input_tokens, options.max_total_tokens, step_tokens, options.max_batch_total_tokens, rows
@@ -163,7 +164,7 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
         vocab_size=info.vocab_size,
         block_size=info.block_size,
         eos_token_ids=frozenset(info.eos_token_ids),
-        has_encoder=has_encoder,
+        has_encoder=decoder_start(info) is not None,
     )
     logger.info(
         "Connected to the shards",
@@ -201,6 +202,8 @@ def scheduler_limits(
         max_queued_tokens=options.max_queued_tokens,
         share_prefix_cache=options.share_prefix_cache,
         decoder_start_token_id=decoder_start(info),
+        whole_prompts=not info.support_chunking,
+        whole_images=info.whole_image_tokens > 0,
         num_adapter_pages=info.num_adapter_pages,
         speculate=info.speculate,
         num_proposals=info.num_proposals,

@@ -53,7 +53,7 @@ class Entry:
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_tokens: list[list[tuple[int, float]]] = field(default_factory=list)
     done: bool = False
-    num_whole: int = 1  # leading tokens that one step must compute together
+    wholes: tuple[tuple[int, int], ...] = ()  # [begin, end) of tokens that one step must compute together, in order
     num_losses: int = 0  # of the shards, in a row, in steps that would have given it the token after `lost_at` others
     lost_at: int = 0
     drafts: RequestDrafts | None = None  # what guesses at its next tokens are made of; only with speculation
@@ -73,6 +73,9 @@ class Entry:
             tokens.append(limits.decoder_start_token_id)
         num_prompt = len(tokens)
         tokens.extend(request.emitted_ids)
+        wholes: tuple[tuple[int, int], ...] = ((0, num_prompt),) if limits.has_whole_prompts else ()
+        if limits.whole_images:
+            wholes = tuple((image.start, image.start + image.num_tokens) for image in request.images)
         return cls(
             request=request,
             id=request.id,
@@ -84,7 +87,7 @@ class Entry:
             first_len=len(tokens) + 1,
             end_ids=request.stop_token_ids if request.ignore_eos else model_ends | request.stop_token_ids,
             num_known=len(tokens),
-            num_whole=num_prompt if limits.has_whole_prompts else 1,
+            wholes=wholes,
             queued_at=now,
         )
 
@@ -124,7 +127,15 @@ class Entry:
         takes its place."""
         longest = len(self.request.input_ids) + self.request.max_new_tokens
         room = limits.max_step_tokens - limits.max_rows + 1  # beside all decodes
-        return longest <= limits.max_tokens and self.num_whole <= room
+        return longest <= limits.max_tokens and max((end - begin for begin, end in self.wholes), default=1) <= room
+
+    def cut(self, start: int, count: int, most: int) -> int:
+        """How many of `count` tokens from `start` on a step may compute without cutting what must be whole: fewer, or
+        up to `most`. 0: it has to wait for another step."""
+        for first, last in self.wholes:
+            if first < start + count < last:
+                return first - start if first > start else last - start if last - start <= most else 0
+        return count
 
     def take_row(self, row: int, node: Node, blocks: list[int], limits: SchedulerLimits) -> None:
         """It begins to run, with what the tree has of its tokens, down to `node`."""
@@ -218,6 +229,8 @@ class InFlight:
     mixed_units: float = 0.0
     # What was spent on admissions, in blocks that were looked up.
     work: int = 0
+    # Tokens that fit into the step beyond its budget, for what must not be cut.
+    spare: int = 0
 
     @property
     def may_look_up(self) -> bool:

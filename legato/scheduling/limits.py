@@ -57,8 +57,11 @@ class SchedulerLimits:
     # Guesses that the shards can make themselves, behind what they have sampled.
     num_proposals: int = 0
     vocab_size: int = 1 << 31
-    # Of an encoder-decoder model: what its decoder sees first. Prompts are then computed whole and never shared.
+    # Of an encoder-decoder model: what its decoder sees first.
     decoder_start_token_id: int | None = None
+    # Whether prompts are computed whole and never shared, and whether the images in them are computed whole.
+    whole_prompts: bool = False
+    whole_images: bool = False
     # The shards embed texts: prompts are computed whole, too.
     embeds: bool = False
     # What the device holds of LoRA adapters.
@@ -79,11 +82,11 @@ class SchedulerLimits:
     @property
     def has_whole_prompts(self) -> bool:
         """Whether one step must compute all of a prompt, because each of its tokens sees all others."""
-        return self.embeds or self.decoder_start_token_id is not None
+        return self.whole_prompts or self.embeds or self.decoder_start_token_id is not None
 
     @property
     def step_sizes(self) -> StepSizes:
-        if self.has_whole_prompts:  # a whole prompt must fit, also beside decodes
+        if self.has_whole_prompts:  # one must fit, also beside decodes
             return StepSizes(self.max_step_tokens, self.max_step_tokens)
         mixed = self.max_step_tokens if self.max_mixed_tokens is None else self.max_mixed_tokens
         return StepSizes(

@@ -37,15 +37,14 @@ _rank = attrgetter("rank")
 class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         assert limits.max_step_tokens >= limits.max_rows, "every running request must fit in a step"
-        assert not (limits.has_whole_prompts and limits.prefix_caching), "what an encoder made is not shared"
+        assert not (limits.has_whole_prompts and limits.prefix_caching), "what depends on a whole prompt is not shared"
         self.queue: Queue[Entry] = Queue()
         self.stats = SchedulerStats()
         self.adapters = AdapterSlots(limits.num_adapter_pages)
         self._drafter = Drafter()
         self._use(limits)
-        self._tenants = Tenants()
+        self._tenants, self._retry = Tenants(), RetryEstimate()
         self.shares = RequestShares(limits.max_requests, limits.max_queued_tokens)
-        self._retry = RetryEstimate()
         self._now = 0.0  # as callers told last
         queue = Deadlines(limits.queue_timeout, Refusal.WAITED_TOO_LONG)
         self._deadlines = RequestDeadlines(queue, Deadlines(limits.request_timeout, Refusal.RAN_TOO_LONG))
@@ -142,7 +141,9 @@ class Scheduler:
         if self.limits.speculate and first is None and not (self.queue and self._free_rows):
             num_spare = self.pool.available + self.tree.num_evictable - len(running)
             drafts = self._drafter.draft(step.plan, running, self.limits, num_spare)
-        room = self._budget.room(num_decodes + sum(map(len, drafts.values())))
+        others = num_decodes + sum(map(len, drafts.values()))
+        room = self._budget.room(others)
+        step.spare = self.limits.max_step_tokens - others - room.tokens
         if first is not None:  # a prompt has begun: requests of a better rank come first
             self._plan_admissions(step, room, first.rank)
         self._plan_running(step, running, wanted, room, drafts)
@@ -163,7 +164,7 @@ class Scheduler:
         for entry, num_wanted in zip(running, wanted, strict=True):
             begin, count = entry.num_scheduled, num_wanted
             if num_wanted > 1:
-                count = room.offer(num_wanted, begin) if room.is_left else 0
+                count = entry.cut(begin, room.offer(count, begin), room.tokens + step.spare) if room.is_left else 0
             if count == 0 or entry.row is None:  # no row: preempted by a better one in this very loop
                 continue
             guesses = drafts.get(entry.id, []) if drafts else []
@@ -199,7 +200,7 @@ class Scheduler:
                 continue
             begin = (first_new := len(blocks) + len(on_host)) * self.limits.block_size
             wanted = len(entry.tokens) - begin
-            count = room.offer(wanted, begin) if entry.num_whole <= room.tokens else 0
+            count = entry.cut(begin, room.offer(wanted, begin), room.tokens + step.spare)
             has_room = count > 0 and self.adapters.has_room(entry.request.adapter)
             if not has_room or not self._admit(step.plan, entry, node, blocks, on_host):
                 passed.append(entry)

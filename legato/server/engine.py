@@ -19,7 +19,7 @@ from legato.layers.lora import StepAdapters
 from legato.layers.shard import Shard
 from legato.models.registry import CausalModel, GreedyModel
 from legato.models.speculators import Speculator
-from legato.models.vision import VisionModel
+from legato.models.vision import CrossModel, VisionModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
@@ -36,6 +36,7 @@ from legato.server.rows import Rows, RowStep, to_device
 from legato.server.speculation.draft_model import NOT_GUESSED, DraftModel
 from legato.server.speculation.guessers import Guesser
 from legato.server.speculation.verification import verify, verify_at_once
+from legato.server.vision.cross import CrossVisionEncoder
 from legato.server.vision.images import VisionEncoder
 from legato.vision.rules import ImageRules
 
@@ -82,7 +83,8 @@ class Engine:
             self.draft_model = DraftModel(draft, self.rows, self.sampler, cache, drafts)
         self.vision_encoder: VisionEncoder | None = None
         if image_rules is not None and isinstance(model, VisionModel):
-            self.vision_encoder = VisionEncoder(model, image_rules, max_rows, self.device)
+            encoder = CrossVisionEncoder if isinstance(model, CrossModel) else VisionEncoder
+            self.vision_encoder = encoder(model, image_rules, max_rows, self.device)
         self._num_proposals = 0  # that the step which is computed asks for
         self.shard = shard or Shard()
         # One shard of several must not split a step: the others would compute the whole.
@@ -136,6 +138,8 @@ class Engine:
             self._configure_sampler(admission)
             if self.vision_encoder is not None:
                 self.vision_encoder.admit(admission)
+        if self.vision_encoder is not None:
+            parts = self.vision_encoder.keep_whole(parts)
         if self.adapters is not None:
             self.adapters.place(request.adapters)
         if self.host_blocks is not None:
@@ -207,15 +211,20 @@ class Engine:
 
     def _compute(self, parts: list[RowStep]) -> tuple[torch.Tensor, torch.Tensor | None, dict[int, list[PromptScores]]]:
         """States and logits of the rows that sample, if any do, and log probabilities of prompts."""
-        step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
         if self.vision_encoder is not None:
-            step = self.vision_encoder.add_images(step, parts)
+            parts = self.vision_encoder.store_images(parts, self.rows, self.cache)
+            if not parts:
+                return torch.empty(0), None, {}
+        step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
+        rows, context_lens = step.rows, step.context_lens
+        if self.vision_encoder is not None:
+            step = self.vision_encoder.add_images(step, parts, self.cache.block_size)
         has_scores = any(map(self.rows.wants_scores, parts))
         if self.adapters is not None:
             self.adapters.begin(step.adapters)
         hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
         if self.graphs is not None:
-            self.rows.lengths[step.rows] = step.context_lens
+            self.rows.lengths[rows] = context_lens
             self.rows.out_of_sync.difference_update(part.row for part in parts)
         scores = self._prompt_scores(hidden, parts, step.adapters) if has_scores else {}
         hidden = step.wanted(hidden) if has_scores else hidden
@@ -335,6 +344,8 @@ class Engine:
         ids, num_prompt = sequence.input_ids, len(sequence.input_ids) - admission.num_generated
         # Penalties are for what the decoder has before it.
         prompt_ids, generated_ids = ids[sequence.encoder_len : num_prompt], ids[num_prompt:]
+        if self.vision_encoder is not None:  # a token that stands for an image need not be one that is generated
+            prompt_ids = prompt_ids[prompt_ids < self.model.config.vocab_size]
         self.sampler.set_row(
             admission.row, admission.parameters, prompt_ids, generated_ids, top_n_tokens=admission.top_n_tokens
         )

@@ -11,12 +11,14 @@ from dataclasses import replace
 import grpc
 import torch
 
+from legato.common.errors import OptionError
 from legato.common.gc import unfreeze_gc
 from legato.common.options import ServerOptions
 from legato.common.progress import WARMED_UP, WARMING_UP
 from legato.kernels.precompile import can_compile_ahead
 from legato.layers.kv_cache import KVCache, KVShape
 from legato.models.registry import LimitedModel
+from legato.models.vision import CrossModel, MutualModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
 from legato.server.adapters import open_adapters
@@ -39,6 +41,8 @@ from legato.server.memory.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacit
 from legato.server.memory.offload import HostBlockStore
 from legato.server.memory.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
 from legato.server.speculation.draft_model import MOST_TOKENS, num_spare_blocks
+from legato.vision.cross import ALIGNMENT
+from legato.vision.gemma import SquareRules
 from legato.vision.rules import image_rules
 
 logger = logging.getLogger(__name__)
@@ -68,6 +72,8 @@ class Model:
         self.eos_token_ids = loaded.files.eos_token_ids()
         self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
         self.image_rules = image_rules(loaded.files)
+        if isinstance(loaded.model, CrossModel) and ALIGNMENT % options.block_size:
+            raise OptionError(f"--block-size is {options.block_size}: for this model it must divide {ALIGNMENT}")
         self.adapters = open_adapters(loaded, options)
         self._engine: Engine | None = None
         self._capacity: Capacity | None = None
@@ -94,14 +100,24 @@ class Model:
         return self.loaded.model.config.decoder_start_token_id
 
     @property
+    def whole_prompts(self) -> bool:
+        """An encoder reads a prompt at once, and so does a model whose tokens of a prompt see each other: every state
+        depends on all of them."""
+        model = self.loaded.model
+        return self.decoder_start_token_id is not None or (isinstance(model, MutualModel) and model.whole_prompts)
+
+    @property
+    def _whole_image_tokens(self) -> int:
+        rules = self.image_rules
+        return len(rules.ids) if isinstance(self.loaded.model, MutualModel) and isinstance(rules, SquareRules) else 0
+
+    @property
     def alone(self) -> bool:
         """Whether this shard is the whole model: then it need not stay in sync with others."""
         return self.loaded.shard.world_size == 1
 
     def info(self) -> pb.InfoResponse:
         config = self.loaded.model.config
-        # An encoder reads a prompt at once: every state depends on all tokens.
-        has_encoder = config.decoder_start_token_id is not None
         graphs = None if self._engine is None else self._engine.graphs
         return pb.InfoResponse(
             requires_padding=False,
@@ -109,8 +125,9 @@ class Model:
             device_type=self.loaded.device.type,
             speculate=self.speculate,
             num_proposals=self.num_proposals,
-            support_chunking=not has_encoder,
-            use_prefix_caching=self.options.prefix_caching and not has_encoder,
+            support_chunking=not self.whole_prompts,
+            use_prefix_caching=self.options.prefix_caching and not self.whole_prompts,
+            whole_image_tokens=self._whole_image_tokens,
             attention_impl="paged",
             block_size=self.block_size,
             eos_token_ids=self.eos_token_ids,

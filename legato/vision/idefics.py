@@ -13,16 +13,15 @@ from typing import Any, ClassVar
 
 from tokenizers import Tokenizer
 
-from legato.vision.sizes import PixelNormalization, Size, UnsupportedImageShape
+from legato.vision.sizes import STANDARD, PixelNormalization, PromptText, Size, UnsupportedImageShape
 
-STANDARD = (0.5, 0.5, 0.5)  # SigLIP's mean and deviation of each channel
 # No side of an image is longer.
 LARGEST_SIDE = 4096
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
 @dataclass(frozen=True)
-class IdeficsRules:
+class IdeficsRules(PromptText):
     token_id: int
     normalization: PixelNormalization
     tokenizer: Tokenizer
@@ -37,11 +36,9 @@ class IdeficsRules:
         vision = config.get("vision_config") or {}
         tile = int((processor.get("max_image_size") or {}).get("longest_edge") or vision.get("image_size") or 364)
         cell = int(vision.get("patch_size") or 14) * int(config.get("scale_factor") or 2)
-        mean, std = (tuple(map(float, processor.get(name) or STANDARD)) for name in ("image_mean", "image_std"))
-        scale = float(processor.get("rescale_factor") or 1 / 255)
         return cls(
             int(config.get("image_token_id", 128_257)),
-            PixelNormalization(scale, mean, std),
+            PixelNormalization.of(processor, STANDARD, STANDARD),
             tokenizer,
             longest_edge=int((processor.get("size") or {}).get("longest_edge") or 4 * tile),
             tile=tile,
@@ -117,7 +114,7 @@ def _image_ids(rules: IdeficsRules, rows: int, columns: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Idefics2Rules:
+class Idefics2Rules(PromptText):
     """The four quarters of an image and the image itself, each within limits of its own shape, or the latter alone."""
 
     token_id: int
@@ -135,10 +132,9 @@ class Idefics2Rules:
         around = tokenizer.token_to_id(AROUND)
         if around is None:
             raise ValueError(f"the tokenizer has no token {AROUND}")
-        mean, std = (tuple(map(float, processor.get(name) or STANDARD)) for name in ("image_mean", "image_std"))
         return cls(
             int(config.get("image_token_id", 32_001)),
-            PixelNormalization(float(processor.get("rescale_factor") or 1 / 255), mean, std),
+            PixelNormalization.of(processor, STANDARD, STANDARD),
             around,
             shortest_edge=int(size.get("shortest_edge") or 378),
             longest_edge=int(size.get("longest_edge") or 980),

@@ -19,7 +19,7 @@ from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import PromptSpan
 from legato.vision.fetch import Fetcher, FetchRefused
 from legato.vision.files import MIMES, InvalidImage, decode, format_of, has_decoder
-from legato.vision.rules import ImageRules, Size, UnsupportedImageShape, expand_placeholders
+from legato.vision.rules import ImageRules, Size, UnsupportedImageShape
 
 # TGI's syntax for an image in a prompt.
 _MARKDOWN = re.compile(r"!\[\]\(([^)]*)\)")
@@ -97,7 +97,7 @@ class Images:
     def in_text(self, text: str) -> tuple[str, list[ImageSource]]:
         """A prompt with the model's placeholders instead of its images, and those images."""
         sources = [ImageSource(url, "inputs") for url in _MARKDOWN.findall(text)]
-        return _MARKDOWN.sub(lambda _: self.rules.marker, text), sources
+        return self.rules.written(_MARKDOWN.sub(lambda _: self.rules.marker, text)), sources
 
     async def read(self, sources: list[ImageSource], max_tokens: int) -> list[CheckedImage]:
         """Fetch and check images one after the other, until they exceed `max_tokens`."""
@@ -124,7 +124,7 @@ class Images:
                 f"the request has {len(images)} images, but the prompt has {num_placeholders} image placeholders: the"
                 " chat template omits images, or the text contains the placeholder token"
             )
-        placed, starts = expand_placeholders(ids, token_id, [image.num_tokens for image in images])
+        placed, starts = self.rules.placed(ids, [image.num_tokens for image in images])
         found = [
             PromptImage(image.data, image.mimetype, PromptSpan(start, image.num_tokens, token_id))
             for image, start in zip(images, starts, strict=True)

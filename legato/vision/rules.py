@@ -6,14 +6,17 @@ The router needs the counts to know the length of a prompt; the server resizes a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from legato.common.errors import ModelFileError
 from legato.modelfiles.files import ModelFiles, read_json
+from legato.vision.cross import CrossRules, FlamingoRules, MllamaRules
+from legato.vision.gemma import Gemma3Rules, PaliGemmaRules, SquareRules
 from legato.vision.idefics import Idefics2Rules, IdeficsRules
+from legato.vision.llama4 import Llama4Rules
 from legato.vision.sizes import PixelNormalization as PixelNormalization
+from legato.vision.sizes import PromptText
 from legato.vision.sizes import Size as Size
 from legato.vision.sizes import UnsupportedImageShape as UnsupportedImageShape
 
@@ -22,7 +25,7 @@ LLAVA_RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008
 
 
 @dataclass(frozen=True, slots=True)
-class QwenRules:
+class QwenRules(PromptText):
     """Qwen2-VL: the aspect ratio is kept. Sides become multiples of a cell, and each cell is one token."""
 
     token_id: int
@@ -81,7 +84,7 @@ class QwenRules:
 
 
 @dataclass(frozen=True, slots=True)
-class LlavaNextRules:
+class LlavaNextRules(PromptText):
     """LLaVA-NeXT: an image is fitted into the best of a few resolutions, which consist of square tiles."""
 
     token_id: int
@@ -142,28 +145,20 @@ class LlavaNextRules:
         return max(self.resolutions, key=lambda resolution: resolution.height * resolution.width)
 
 
-ImageRules = QwenRules | LlavaNextRules | IdeficsRules | Idefics2Rules
+ImageRules = QwenRules | LlavaNextRules | IdeficsRules | Idefics2Rules | SquareRules | CrossRules | Llama4Rules
 
 
-# Families whose images have tokens of text among theirs.
-WITH_TOKENS: dict[str, type[IdeficsRules] | type[Idefics2Rules]] = {
+TokenizerRules = IdeficsRules | Idefics2Rules | Gemma3Rules | PaliGemmaRules | FlamingoRules | Llama4Rules
+# Families whose images have tokens of text among theirs, or whose prompts are written around them.
+WITH_TOKENS: dict[str, type[TokenizerRules]] = {
+    "gemma3": Gemma3Rules,
+    "idefics": FlamingoRules,
     "idefics2": Idefics2Rules,
     "idefics3": IdeficsRules,
+    "llama4": Llama4Rules,
+    "paligemma": PaliGemmaRules,
     "smolvlm": IdeficsRules,
 }
-
-
-def expand_placeholders(ids: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """A prompt with each placeholder `token_id` repeated once per token of its image, and their start positions."""
-    expanded: list[int] = []
-    starts: list[int] = []
-    for number in ids:
-        if number != token_id:
-            expanded.append(number)
-            continue
-        starts.append(len(expanded))
-        expanded += [token_id] * counts[len(starts) - 1]
-    return expanded, starts
 
 
 def image_rules(files: ModelFiles) -> ImageRules | None:
@@ -171,7 +166,8 @@ def image_rules(files: ModelFiles) -> ImageRules | None:
     if files.weight_format != "safetensors":
         return None  # the vision encoder of a GGUF model is in a second file
     config = files.config()
-    families: dict[str, type[QwenRules] | type[LlavaNextRules]] = {
+    families: dict[str, type[QwenRules] | type[LlavaNextRules] | type[MllamaRules]] = {
+        "mllama": MllamaRules,
         "qwen2_vl": QwenRules,
         "qwen2_5_vl": QwenRules,
         "qwen3_vl": QwenRules,
@@ -179,7 +175,7 @@ def image_rules(files: ModelFiles) -> ImageRules | None:
     }
     kind = str(config.get("model_type"))
     family = families.get(kind)
-    if family is None and kind not in WITH_TOKENS:
+    if family is None and (kind not in WITH_TOKENS or (kind == "gemma3" and not config.get("vision_config"))):
         return None
     processor = read_json(files.path / "preprocessor_config.json", optional=True)
     if not processor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.models import tiny_experts as experts
+from tests.models import tiny_llama4 as llama4
 from tests.models import tiny_more as more
 from tests.models import tiny_seeds as seeds
 from tests.models import tiny_t5 as t5
@@ -137,6 +138,7 @@ CASES = [
          rope_parameters={**experts.STRETCH, "mscale": 1.0, "mscale_all_dim": 0.4})),
     Case("deepseek-v2-plain-rope", experts.tiny_deepseek, dict(rope_parameters=dict(rope_type="default",
          rope_theta=10_000.0), first_k_dense_replace=0)),
+    Case("llama4-text", llama4.tiny_llama4_text, is_variant=True),
     Case("cohere", more.tiny_cohere),
     Case("cohere-plus", more.tiny_cohere, dict(use_qk_norm=True, attention_bias=True), is_variant=True),
     Case("cohere2", more.tiny_cohere2, is_variant=True),

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from legato.common.errors import ModelFileError, UnsupportedModel
+from legato.common.errors import ModelFileError, OptionError, UnsupportedModel
 from legato.layers.positions import alibi_slopes
 from legato.layers.rotary import RopeConfig, rope_angles
 from legato.layers.shard import Shard
+from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.keys import Keys
+from legato.models.registry import get_model
+from tests.models import tiny_seeds as seeds
 
 GPT = dict(model_type="gpt2", vocab_size=10, n_embd=12, n_head=3, n_layer=2, n_positions=32)
 
@@ -100,3 +105,12 @@ def test_alibi_slopes_of_the_shards_are_those_of_the_model() -> None:
     device = torch.device("cpu")
     shares = [alibi_slopes(Shard(rank, 3).heads(12, 12, 4), device) for rank in range(3)]
     assert torch.equal(torch.cat(shares), alibi_slopes(Shard().heads(12, 12, 4), device))
+
+
+@pytest.mark.parametrize("make", [seeds.tiny_bloom, seeds.tiny_gpt2], ids=["bloom", "gpt2"])
+def test_rope_scaling_of_a_model_without_rope_is_refused(make: Callable[..., Path], tmp_path: Path) -> None:
+    files = ModelFiles.open(make(tmp_path))
+    config = ModelConfig.from_hf(files.config()).with_rope_option("linear", 2.0)
+    for dummy in (False, True):
+        with pytest.raises(OptionError, match=f"--rope-scaling: model_type '{config.model_type}' has no rotary"):
+            get_model(files, config, torch.float32, torch.device("cpu"), dummy=dummy)

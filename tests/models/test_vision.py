@@ -17,13 +17,18 @@ from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
+from legato.models.vision import CrossModel
 from legato.scheduling.state import GenerationRequest, PromptSpan
+from legato.server.vision.cross import CrossVisionEncoder
 from legato.server.vision.images import VisionEncoder
 from legato.server.vision.pixels import num_pixels, pixels_of
 from legato.vision.files import decode
 from legato.vision.prompts import PromptImage
 from legato.vision.rules import ImageRules, Size, image_rules
 from tests.generation import admission_of, generation
+from tests.models import tiny_cross as cross
+from tests.models import tiny_gemma_vision as gemma
+from tests.models import tiny_llama4 as llama4
 from tests.models import tiny_vision as tiny
 from tests.models.shards import ShardProcesses
 from tests.server.local import DEVICE, LocalServer, load
@@ -47,22 +52,22 @@ class Seeing:
         files = ModelFiles.open(self.folder)
         model: Any = get_model(files, ModelConfig.from_hf(files.config()), torch.float32, DEVICE, shard=shard)
         server = LocalServer(model, max_rows=MAX_ROWS, **settings)
-        server.engine.vision_encoder = VisionEncoder(model, self.rules, MAX_ROWS, DEVICE)
+        encoder = CrossVisionEncoder if isinstance(model, CrossModel) else VisionEncoder
+        server.engine.vision_encoder = encoder(model, self.rules, MAX_ROWS, DEVICE)
         return server
 
     def request(self, number: int, *parts: int | bytes) -> GenerationRequest:
         """Token ids and pictures."""
-        ids: list[int] = []
-        images = []
-        for part in parts:
-            if isinstance(part, int):
-                ids.append(part)
-                continue
-            picture = decode(part)
-            count = self.rules.num_tokens(Size(picture.height, picture.width))
-            images.append(PromptImage(part, "image/png", PromptSpan(len(ids), count, self.rules.token_id)))
-            ids += [self.rules.token_id] * count
-        return generation(number, ids, NUM_TOKENS, ignore_eos=True, images=tuple(images))
+        pictures = [part for part in parts if isinstance(part, bytes)]
+        sizes = [Size(picture.height, picture.width) for picture in map(decode, pictures)]
+        counts = [self.rules.num_tokens(size) for size in sizes]
+        token_id = self.rules.token_id
+        ids, starts = self.rules.placed([part if isinstance(part, int) else token_id for part in parts], counts)
+        images = tuple(
+            PromptImage(data, "image/png", PromptSpan(start, count, token_id))
+            for data, start, count in zip(pictures, starts, counts, strict=True)
+        )
+        return generation(number, ids, NUM_TOKENS, ignore_eos=True, images=images)
 
     def expected(self, request: GenerationRequest) -> tuple[list[int], torch.Tensor]:
         ids = [self.rules.token_id if token_id >= 1 << 32 else token_id for token_id in request.input_ids]
@@ -79,6 +84,12 @@ FAMILIES = {
     "qwen2-vl": Family(tiny.tiny_qwen2_vl, tiny.qwen_oracle),
     "qwen2-5-vl": Family(tiny.tiny_qwen2_5_vl, tiny.qwen_oracle),
     "qwen3-vl": Family(tiny.tiny_qwen3_vl, tiny.qwen_oracle),
+    "gemma3": Family(gemma.tiny_gemma3_images, gemma.gemma3_oracle),
+    "llama4": Family(llama4.tiny_llama4, llama4.llama4_oracle),
+    "mllama": Family(cross.tiny_mllama, cross.mllama_oracle),
+    "paligemma": Family(gemma.tiny_paligemma, gemma.paligemma_oracle),
+    "paligemma2": Family(gemma.tiny_paligemma2, gemma.paligemma_oracle),
+    "idefics": Family(cross.tiny_idefics, cross.idefics_oracle),
     "idefics2": Family(tiny.tiny_idefics2, tiny.idefics2_oracle),
     "idefics3": Family(tiny.tiny_idefics3, tiny.idefics_oracle),
     "smolvlm": Family(tiny.tiny_smolvlm, tiny.idefics_oracle),
@@ -141,8 +152,11 @@ def answers(seeing: Seeing, shard: Shard | None = None) -> list[tuple[list[int],
 
 
 def marks(name: str, world_size: int) -> list[pytest.MarkDecorator]:
-    """Towers are whole on every shard, and SmolVLM is Idefics3 by another name: for `make test-shards`."""
-    is_variant = name == "smolvlm" or (world_size == 2 and name not in ("qwen2-vl", "llava-next"))
+    """Towers are whole on every shard, and some families are others by another name, or simpler: for
+    `make test-shards`."""
+    is_variant = name in ("smolvlm", "paligemma", "idefics") or (
+        world_size == 2 and name not in ("qwen2-vl", "llava-next")
+    )
     return [pytest.mark.shards] if is_variant else []
 
 
@@ -313,3 +327,39 @@ def test_a_mistral_may_be_the_language_model(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     model: Any = load(folder)
     assert {layer.attention.attention.scoring.window for layer in model.layers} == {8}
+
+
+def test_images_that_see_themselves_are_never_cut(tmp_path: Path) -> None:
+    """Steps of 40 tokens have room for one image at a time, beside the decodes of the others. Blocks end within an
+    image, so that the second time a part of it is in the prefix cache."""
+    seeing = make("gemma3", tmp_path)
+    requests = prompts(seeing)
+    server = seeing.server(step_tokens=40, block_size=4)
+    expected = [seeing.expected(request)[0] for request in requests]
+    assert [server.run(requests)[request.id] for request in requests] == expected
+    again = seeing.request(9, 1, 20, tiny.BEGIN, tiny.picture(130, 90, 1), 70, 71)
+    assert server.run([again])[9] == seeing.expected(again)[0]
+    assert server.outputs[9][0].num_cached == 20
+
+
+def test_a_prompt_that_sees_itself_is_computed_at_once_and_again_after_preemption(tmp_path: Path) -> None:
+    seeing = make("paligemma2", tmp_path)
+    requests = prompts(seeing)
+    longest = max(len(request.input_ids) for request in requests) + NUM_TOKENS
+    tight = seeing.server(num_blocks=longest // 8 + 3, block_size=8, step_tokens=longest + MAX_ROWS)
+    assert tight.run(requests) == {request.id: seeing.expected(request)[0] for request in requests}
+    assert tight.scheduler.stats.preemptions > 0
+
+
+def test_images_beside_the_text_are_shared_and_computed_in_pieces(tmp_path: Path) -> None:
+    """In steps of 24 tokens some have images alone. The second time they come from the prefix cache."""
+    seeing = make("mllama", tmp_path)
+    requests = prompts(seeing)
+    server = seeing.server(step_tokens=24)
+    assert server.run(requests) == {request.id: seeing.expected(request)[0] for request in requests}
+    wide = tiny.picture(130, 90, 1)
+    again = seeing.request(9, 1, 20, tiny.BEGIN, wide, tiny.END, 70, 71)
+    assert server.run([again])[9] == seeing.expected(again)[0]
+    assert server.outputs[9][0].num_cached == 128
+    beside = seeing.request(10, 1, wide, tiny.picture(31, 31, 3), 70, 71)
+    assert server.run([beside])[10] == seeing.expected(beside)[0]

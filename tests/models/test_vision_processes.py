@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from legato.modelfiles.files import ModelFiles
+from legato.vision.rules import Size, image_rules
 from tests.integration.client import Client
 from tests.integration.processes import free_port, launched
+from tests.models import tiny_cross as cross
+from tests.models import tiny_gemma_vision as gemma
 from tests.models import tiny_vision as tiny
 
 pytest.importorskip("PIL", reason="pictures need Pillow, the extra `vision`")
@@ -54,6 +57,30 @@ def qwen_prompt(folder: Path, text: str, images: list[bytes]) -> list[int]:
     return [number for number in ids for _ in range(next(counts) if number == tiny.IMAGE else 1)]
 
 
+def gemma3_prompt(folder: Path, text: str, images: list[bytes]) -> list[int]:
+    """As its processor writes it: empty lines around each image."""
+    text = text.replace("<start_of_image>", "\n\n<start_of_image>\n\n")
+    spelled = {gemma.FIRST: [gemma.FIRST, *[tiny.IMAGE] * gemma.NUM_TOKENS, gemma.LAST]}
+    ids = ModelFiles.open(folder).tokenizer().encode(text).ids
+    return [token for number in ids for token in spelled.get(number, [number])]
+
+
+def paligemma_prompt(folder: Path, text: str, images: list[bytes]) -> list[int]:
+    """As its processor writes it: the first token of text is behind the last image, and a line ends the prompt."""
+    end = text.rfind("<image>") + len("<image>")
+    ids = ModelFiles.open(folder).tokenizer().encode(f"{text[:end]}<s>{text[end:]}\n", add_special_tokens=False).ids
+    return [number for number in ids for _ in range(64 if number == tiny.IMAGE else 1)]
+
+
+def mllama_prompt(folder: Path, text: str, images: list[bytes]) -> list[int]:
+    """Slots for the tiles of the pictures, 17 each, up to a multiple of 128, and the text as it is."""
+    sizes = [Size(picture.height, picture.width) for picture in tiny.decoded(images)]
+    rules = image_rules(ModelFiles.open(folder))
+    assert rules is not None
+    ids = ModelFiles.open(folder).tokenizer().encode(text).ids
+    return rules.placed(ids, [rules.num_tokens(size) for size in sizes])[0]
+
+
 @dataclass(frozen=True)
 class Family:
     make: Callable[[Path], Path]
@@ -63,6 +90,9 @@ class Family:
 
 
 FAMILIES = {
+    "gemma3": Family(gemma.tiny_gemma3_images, gemma3_prompt, "<start_of_image>", gemma.gemma3_oracle),
+    "mllama": Family(cross.tiny_mllama, mllama_prompt, "<|image|>", cross.mllama_oracle),
+    "paligemma": Family(gemma.tiny_paligemma, paligemma_prompt, "<image>", gemma.paligemma_oracle),
     "llava-next": Family(tiny.tiny_llava_next, llava_prompt, "<image>", tiny.llava_oracle),
     "qwen2-vl": Family(
         tiny.tiny_qwen2_vl, qwen_prompt, "<|vision_start|><|image_pad|><|vision_end|>", tiny.qwen_oracle
@@ -98,6 +128,9 @@ def image(data: bytes) -> dict[str, Any]:
 SERVERS = [
     pytest.param(("llava-next", 1), id="llava-next-1"),
     pytest.param(("qwen2-vl", 1), id="qwen2-vl-1"),
+    pytest.param(("gemma3", 1), id="gemma3-1", marks=pytest.mark.shards),
+    pytest.param(("mllama", 1), id="mllama-1", marks=pytest.mark.shards),
+    pytest.param(("paligemma", 1), id="paligemma-1", marks=pytest.mark.shards),
     pytest.param(("llava-next", 2), id="llava-next-2", marks=pytest.mark.shards),
     pytest.param(("qwen2-vl", 2), id="qwen2-vl-2", marks=pytest.mark.shards),
 ]
@@ -107,7 +140,7 @@ SERVERS = [
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     name, world_size = request.param
     folder = FAMILIES[name].make(tmp_path_factory.mktemp(name))
-    limits = ["--max-total-tokens=512", "--max-concurrent-requests=8", "--dtype=float32"]  # by default packed on a CPU
+    limits = ["--max-total-tokens=768", "--max-concurrent-requests=8", "--dtype=float32"]  # by default packed on a CPU
     shards = [f"--num-shard={world_size}", f"--master-port={free_port()}"]
     with launched(tmp_path_factory.mktemp("server"), folder, *limits, *shards) as server:
         yield Served(folder, FAMILIES[name], server.client)

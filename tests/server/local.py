@@ -15,6 +15,7 @@ from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import CausalModel, get_model
 from legato.models.speculators import Speculator
+from legato.models.vision import MutualModel
 from legato.router.shards import _from_pb, _to_pb
 from legato.sampling.sampler import Sampler
 from legato.scheduling.limits import SchedulerLimits
@@ -46,10 +47,12 @@ class LocalServer:
         load_trie: Callable[[], TokenTrie] = no_grammars, speculate: int = 0, speculator: Speculator | None = None,
         adapters: ShardAdapters | None = None, draft: Guesser | None = None, host_bytes: int = 0,
     ) -> None:  # fmt: skip
-        start = model.config.decoder_start_token_id
+        start, mutual = model.config.decoder_start_token_id, isinstance(model, MutualModel)
+        whole = isinstance(model, MutualModel) and model.whole_prompts
         limits = SchedulerLimits(
-            num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching and start is None,
-            decoder_start_token_id=start, speculate=speculate, vocab_size=model.config.vocab_size,
+            num_blocks, block_size, max_rows, step_tokens, eos, prefix_caching and start is None and not whole,
+            decoder_start_token_id=start, whole_prompts=whole, whole_images=mutual and not whole,
+            speculate=speculate, vocab_size=model.config.vocab_size,
             num_proposals=speculate if draft is not None else 0 if speculator is None else speculator.num_tokens,
             num_adapter_pages=0 if adapters is None else adapters.device.num_pages,
             num_host_blocks=host_bytes // (model.kv_shape.bytes_per_token * block_size),

@@ -121,7 +121,7 @@ class UnaryBatches:
 
     def _chunk(self, member: Member) -> int:
         """The caller sizes the first chunk of a prompt; the rest follows in one."""
-        can_cut = self._model.decoder_start_token_id is None
+        can_cut = not self._model.whole_prompts and not member.images
         if can_cut and not member.admitted and member.request.HasField("chunk_len") and member.request.chunk_len:
             return min(int(member.request.chunk_len), member.num_to_compute)
         return member.num_to_compute

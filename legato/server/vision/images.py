@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from legato.layers.step import ImageEmbeddings, Step
-from legato.models.vision import ImageSpan, VisionModel, WithImageTokens
+from legato.layers.kv_cache import KVCache
+from legato.layers.step import ImageEmbeddings, MutualTokens, Step
+from legato.models.vision import ImageSpan, MutualModel, VisionModel, WithImageTokens
 from legato.pb import generate_pb2 as pb
 from legato.pb import unpack_token_ids
-from legato.server.rows import RowStep, to_device
+from legato.server.rows import Rows, RowStep, to_device
 from legato.server.vision.pixels import num_pixels, pixels_of
 from legato.vision.files import decode
 from legato.vision.rules import ImageRules, Size
@@ -48,6 +49,18 @@ class RowImages:
     images: list[ImageInPrompt]
     positions: np.ndarray | None  # [3, num_tokens]
     shift: int = 0  # of the tokens that follow them
+    groups: Sequence[tuple[int, int]] = ()  # positions [begin, end) of tokens that see each other
+
+    def mutual(self, part: RowStep, offset: int) -> list[MutualTokens]:
+        """Those of a step's part whose tokens begin at `offset` in the step."""
+        found, last = [], part.start + part.count
+        for begin, end in self.groups:
+            if begin < last and part.start < end:
+                assert end <= last, "tokens that see each other are computed in one step"
+                first = max(begin, part.start)
+                place = offset + first - part.start
+                found.append(MutualTokens(place, end - first, first, begin, end, part.row))
+        return found
 
     def positions_of(self, part: RowStep) -> np.ndarray:
         """[3, count] of the tokens that a row computes in a step."""
@@ -113,14 +126,22 @@ class VisionEncoder:
         spans = [image.span for image in images]
         positions = self._model.image_positions(num_tokens + 1, spans) if spans else None
         shift = 0 if positions is None else int(positions[0, -1]) - num_tokens
-        self._rows[row] = RowImages(num_tokens, images, positions, shift)
+        groups: Sequence[tuple[int, int]] = ()
+        if isinstance(self._model, MutualModel):
+            groups = self._model.groups(num_tokens - admission.num_generated, spans)
+        self._rows[row] = RowImages(num_tokens, images, positions, shift, groups)
         self._shifts[row] = shift
 
-    def add_images(self, step: Step, parts: Sequence[RowStep]) -> Step:
+    def store_images(self, parts: list[RowStep], rows: Rows, cache: KVCache) -> list[RowStep]:
+        """For images that are beside the text: those of the step enter the cache. Returns what is left to compute."""
+        return parts
+
+    def add_images(self, step: Step, parts: Sequence[RowStep], block_size: int) -> Step:
         """The step with the images of its rows; `parts` are in its order."""
         rows = [self._rows.get(part.row, RowImages(0, [], None)) for part in parts]
         places: list[np.ndarray] = []
         embeddings: list[torch.Tensor] = []
+        mutual: list[MutualTokens] = []
         offset = 0  # of a token's index in the step over its position in the sequence
         for row, part in zip(rows, parts, strict=True):
             for image in row.images:
@@ -129,6 +150,7 @@ class VisionEncoder:
                     assert image.embeddings is not None, "it was said to be in the cache"
                     places.append(np.arange(first, last) - part.start + offset)
                     embeddings.append(image.embeddings[first - image.span.start : last - image.span.start])
+            mutual += row.mutual(part, offset)
             offset += part.count
         axes = np.concatenate([row.positions_of(part) for row, part in zip(rows, parts, strict=True)], axis=1)
         return replace(
@@ -137,8 +159,18 @@ class VisionEncoder:
                 to_device(np.concatenate(places), self._device) if places else None,
                 torch.cat(embeddings) if embeddings else None,
                 to_device(axes, self._device),
+                tuple(mutual),
             ),
         )
+
+    def keep_whole(self, parts: Sequence[RowStep]) -> list[RowStep]:
+        """The parts of a step; those with tokens that see each other are not to be cut."""
+        kept = []
+        for part in parts:
+            row = self._rows.get(part.row)
+            has_group = row is not None and bool(row.mutual(part, 0))
+            kept.append(replace(part, num_whole=part.count) if has_group else part)
+        return kept
 
     def forget(self, parts: Sequence[RowStep]) -> None:
         """The step is computed: images of finished prompts are no longer needed."""

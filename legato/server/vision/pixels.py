@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from legato.vision.cross import FlamingoRules, MllamaRules
+from legato.vision.gemma import SquareRules
 from legato.vision.idefics import Idefics2Rules, IdeficsRules
+from legato.vision.llama4 import Llama4Rules
 from legato.vision.rules import ImageRules, LlavaNextRules, PixelNormalization, QwenRules, Size
 
 if TYPE_CHECKING:
@@ -17,6 +20,14 @@ if TYPE_CHECKING:
 
 
 def pixels_of(image: Image, rules: ImageRules) -> np.ndarray:
+    if isinstance(rules, SquareRules | FlamingoRules):
+        return square(image, rules)
+    if isinstance(rules, MllamaRules | Llama4Rules):
+        tiles = padded_tiles(image, rules)
+        if isinstance(rules, MllamaRules) or len(tiles) == 1:
+            return tiles
+        whole = image.resize((rules.tile, rules.tile), rules.resample)
+        return np.concatenate((tiles, _numbers(np.asarray(whole), rules.normalization).transpose(2, 0, 1)[None]))
     if isinstance(rules, IdeficsRules):
         return idefics_tiles(image, rules)
     if isinstance(rules, Idefics2Rules):
@@ -26,6 +37,12 @@ def pixels_of(image: Image, rules: ImageRules) -> np.ndarray:
 
 def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
     """Shape of what `pixels_of` makes of an image that has this shape in the language model."""
+    if isinstance(rules, SquareRules | FlamingoRules):
+        return 1, 3, rules.side, rules.side
+    if isinstance(rules, MllamaRules):
+        return shape.height * shape.width, 3, rules.tile, rules.tile
+    if isinstance(rules, Llama4Rules):
+        return shape.height * shape.width + (shape.height * shape.width > 1), 3, rules.tile, rules.tile
     if isinstance(rules, IdeficsRules):
         return shape.height * shape.width + 1, 3, rules.tile, rules.tile
     if isinstance(rules, Idefics2Rules):
@@ -88,6 +105,27 @@ def idefics2_parts(image: Image, rules: Idefics2Rules) -> np.ndarray:
         resized = np.asarray(image.crop(box).resize((part.width, part.height), Resampling.BILINEAR))
         pixels[i, :, : part.height, : part.width] = _numbers(resized, rules.normalization).transpose(2, 0, 1)
     return pixels
+
+
+def square(image: Image, rules: SquareRules | FlamingoRules) -> np.ndarray:
+    """[1, 3, side, side] float32"""
+    from PIL.Image import Resampling
+
+    resized = np.asarray(image.resize((rules.side, rules.side), Resampling(rules.resample)))
+    return np.ascontiguousarray(_numbers(resized, rules.normalization).transpose(2, 0, 1))[None]
+
+
+def padded_tiles(image: Image, rules: MllamaRules | Llama4Rules) -> np.ndarray:
+    """[n, 3, tile, tile] float32: the tiles row by row. Padding is black."""
+    from PIL.Image import Resampling
+
+    size, tile = Size(image.height, image.width), rules.tile
+    shape, fitted = rules.shape(size), rules.resized(size)
+    page = np.zeros((shape.height * tile, shape.width * tile, 3), dtype=np.uint8)
+    resized = image.resize((fitted.width, fitted.height), Resampling(rules.resample))
+    page[: fitted.height, : fitted.width] = np.asarray(resized)
+    cut = page.reshape(shape.height, tile, shape.width, tile, 3).swapaxes(1, 2).reshape(-1, tile, tile, 3)
+    return np.ascontiguousarray(_numbers(cut, rules.normalization).transpose(0, 3, 1, 2))
 
 
 def _resized(image: Image, size: Size) -> np.ndarray:

@@ -13,7 +13,7 @@ from legato.pb import generate_pb2 as pb
 from legato.server.interceptor import RequestRefused
 from legato.text.galactica import SequenceSplitter
 from legato.vision.files import InvalidImage, decode, has_decoder
-from legato.vision.rules import ImageRules, Size, UnsupportedImageShape, expand_placeholders
+from legato.vision.rules import ImageRules, Size, UnsupportedImageShape
 
 # Of one image: the default of --max-image-pixels.
 MAX_PIXELS = 1 << 24
@@ -44,7 +44,10 @@ class PromptReader:
         if not ids:
             spelled = "".join(marker if chunk.HasField("image") else chunk.text for chunk in chunks)
             text = spelled if images else request.inputs or spelled
-            ids = self._tokenizer.encode(self._splitter.marked(text), add_special_tokens=request.add_special_tokens).ids
+            special = request.add_special_tokens
+            if self._rules is not None:
+                text, special = self._rules.written(text), special and self._rules.adds_special_tokens
+            ids = self._tokenizer.encode(self._splitter.marked(text), add_special_tokens=special).ids
         prompt = UnaryPrompt(ids) if self._rules is None else _placed(request, ids, images, self._rules)
         if not request.truncate or len(prompt.input_ids) <= request.truncate:
             return prompt
@@ -64,7 +67,7 @@ def _placed(request: pb.Request, ids: list[int], images: list[pb.Image], rules: 
             " the token that stands for an image, or `input_ids` does not have one for each"
         )
     counts = [_num_tokens(request, number, image, rules) for number, image in enumerate(images)]
-    placed, starts = expand_placeholders(ids, rules.token_id, counts)
+    placed, starts = rules.placed(ids, counts)
     admitted = [
         pb.AdmittedImage(image=image, start=start, num_tokens=count)
         for image, start, count in zip(images, starts, counts, strict=True)

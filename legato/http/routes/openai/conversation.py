@@ -98,6 +98,8 @@ async def read_conversation(
 
     def read() -> tuple[str, list[int]]:
         text = _render(request, template, format.tooling, use)
+        if validator.images is not None:
+            text = validator.images.rules.written(text)
         return text, validator.encode(text, add_special_tokens=False).ids
 
     text, ids = await validator.in_thread(read, _size(request))
