@@ -23,8 +23,10 @@ BLOCK, ROWS = 16, 512
 class Driver:
     """A scheduler whose shard answers every plan with the same token."""
 
-    def __init__(self, num_blocks: int, step_tokens: int = 8192) -> None:
-        limits = SchedulerLimits(num_blocks, BLOCK, ROWS, step_tokens, max_mixed_tokens=2048)
+    def __init__(self, num_blocks: int, step_tokens: int = 8192, num_host_blocks: int = 0) -> None:
+        limits = SchedulerLimits(
+            num_blocks, BLOCK, ROWS, step_tokens, max_mixed_tokens=2048, num_host_blocks=num_host_blocks
+        )
         self.scheduler = Scheduler(limits)
         self.milliseconds: list[float] = []
         self._next_id = 0
@@ -111,6 +113,19 @@ def evictions() -> Driver:
     return driver
 
 
+def offloaded() -> Driver:
+    """64 conversations of 20,000 tokens in a cache that holds a quarter of them, the others in host memory: every turn
+    evicts one and brings one back."""
+    driver = Driver(num_blocks=16 * 1400, num_host_blocks=64 * 1400)
+    for turn in range(2):
+        for number in range(64):
+            driver.submit([number * 20_000 + at for at in range(20_000 + 100 * turn)], 20)
+        driver.run()
+        if turn == 0:
+            driver.milliseconds.clear()
+    return driver
+
+
 def scattered() -> Driver:
     """1,024 waiting requests of mixed lengths, nothing cached."""
     driver = Driver(num_blocks=30_000)
@@ -121,7 +136,14 @@ def scattered() -> Driver:
     return driver
 
 
-SCENARIOS: list[Callable[[], Driver]] = [decodes, shared_prefix, returning_conversations, evictions, scattered]
+SCENARIOS: list[Callable[[], Driver]] = [
+    decodes,
+    shared_prefix,
+    returning_conversations,
+    evictions,
+    offloaded,
+    scattered,
+]
 
 
 def results() -> Iterator[tuple[str, str, dict[str, float]]]:

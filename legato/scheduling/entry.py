@@ -214,6 +214,7 @@ class Entry:
 # admitted over several plans, instead of holding up the router's event loop and every token that is on its way.
 MAX_ADMISSION_WORK = 4096
 ENTRY_WORK = 24  # of each request that is considered, besides its blocks
+RETURN_WORK = 4  # of each block that comes back from host memory and takes the place of another
 # What must be remembered of a row that was sent off: the entry and its epoch, how many tokens are computed once the
 # step is done, and whether it samples one. A tuple, because one is made for every row of every step.
 PlannedRow = tuple[Entry, int, int, bool]
@@ -236,6 +237,6 @@ class InFlight:
     def may_look_up(self) -> bool:
         return self.work < MAX_ADMISSION_WORK
 
-    def look_up(self, num_blocks: int) -> None:
-        """A request of so many blocks is considered for admission."""
-        self.work += ENTRY_WORK + num_blocks
+    def look_up(self, num_blocks: int, num_returning: int) -> None:
+        """A request of so many blocks is considered for admission, of which some would come back from host memory."""
+        self.work += ENTRY_WORK + num_blocks + RETURN_WORK * num_returning

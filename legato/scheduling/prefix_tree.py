@@ -131,9 +131,12 @@ class PrefixTree:
             last_used, _, node = heapq.heappop(self._leaves)
             if last_used != node.last_used or node.users or node.children or node.parent is None:
                 continue
-            keep(node)
-            blocks.append(node.block)
-            self._remove(node)
+            # The next in line is nearly always the parent, last used by the same request.
+            while node.last_used == last_used and len(blocks) < count and _is_free(node):
+                keep(node)
+                blocks.append(node.block)
+                node = self._remove(node)
+            self._offer(node)
         return blocks
 
     def evict_beyond(self, most: int | None) -> list[int]:
@@ -144,23 +147,29 @@ class PrefixTree:
         for root in self._roots.values():
             yield from _below(root)
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: Node) -> Node:
+        """Returns its parent, which may be a leaf now."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
         node.parent = None
         self._num_nodes -= 1
         self._num_unused -= 1
-        self._offer(parent)
+        return parent
 
     def _offer(self, node: Node) -> None:
         """Remember `node` for eviction if it is an unused leaf."""
-        if node.users or node.children or node.parent is None:
+        if not _is_free(node):
             return
         heapq.heappush(self._leaves, (node.last_used, next(self._clock), node))
         if len(self._leaves) > 2 * self._num_nodes + 64:  # mostly stale: without this, hits alone would grow it
             self._leaves = [leaf for leaf in self._leaves if leaf[0] == leaf[2].last_used and leaf[2].parent]
             heapq.heapify(self._leaves)
+
+
+def _is_free(node: Node) -> bool:
+    """An unused leaf."""
+    return not (node.users or node.children or node.parent is None)
 
 
 def _below(root: Node) -> Iterator[Node]:

@@ -186,11 +186,11 @@ class Scheduler:
             entry = self.queue.call()
             if entry is None:
                 break
-            step.look_up(len(entry.tokens) // self.limits.block_size)
             if entry.rank >= before:
                 passed.append(entry)
                 break
             node, blocks, on_host = self._cached_prefix(entry)
+            step.look_up(len(entry.tokens) // self.limits.block_size, len(on_host))
             upcoming = entry.next_block(node, len(blocks), size)
             # Preempted, and its last token is still on the way; or another request is computing what comes next:
             # in a moment it is in the cache. Or it waits for room for its adapter, and not for long yet.
