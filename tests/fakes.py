@@ -33,8 +33,13 @@ class FakeShard:
     vocab: int = 50
     rows: dict[int, FakeRow] = field(default_factory=dict)
     memory: dict[int, tuple[int, int]] = field(default_factory=dict)
+    host: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> StepResult:
+        for block, slot in plan.copies_out:
+            self.host[slot] = [self.memory[place] for place in self._places(block)]
+        for slot, block in plan.copies_in:
+            self.memory.update(zip(self._places(block), self.host[slot], strict=True))
         for admission in plan.admitted:
             wants = admission.request.prompt_logprobs and admission.num_generated == 0
             self.rows[admission.row] = FakeRow(
@@ -84,6 +89,9 @@ class FakeShard:
             state.tokens.append(token)
             result.token_ids.append(token)
             result.logprobs.append(-1.0)
+
+    def _places(self, block: int) -> range:
+        return range(block * self.block_size, (block + 1) * self.block_size)
 
     def _slot(self, state: FakeRow, position: int) -> int:
         return state.blocks[position // self.block_size] * self.block_size + position % self.block_size

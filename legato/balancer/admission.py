@@ -18,7 +18,7 @@ MAX_KNOWN_KEYS = 4096
 UNKNOWN = "unknown"
 
 
-class Admission:
+class KeyShares:
     def __init__(self, limit: int | None) -> None:
         """None: as many as the replicas take together."""
         self._limit = limit

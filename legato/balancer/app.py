@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from legato.api.errors import ClientGone, InternalError, NotFound, RequestError
-from legato.balancer.admission import Admission
+from legato.balancer.admission import KeyShares
 from legato.balancer.calls import ClientCall
 from legato.balancer.forwarding import Forwarding, NoReplica
 from legato.balancer.metrics import RouteMetrics
@@ -39,7 +39,7 @@ class Balancer:
         self.replicas = replicas
         self.selection = Selection(replicas, options.policy)
         self.metrics = RouteMetrics(replicas, self.selection)
-        self.admission = Admission(options.max_concurrent_requests)
+        self.admission = KeyShares(options.max_concurrent_requests)
         self.probes = Probes(replicas, options.route_key, options.probe_interval, options.probe_timeout, self._on_state)
         replicas.on_join = self.probes.start
         replicas.on_leave = self._on_leave

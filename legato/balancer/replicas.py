@@ -94,7 +94,7 @@ class Replica:
         """Returns whether its cache was emptied since the last probe."""
         was_emptied = state is not None and self.state is not None and state.epoch != self.state.epoch
         self.state = state
-        if state is not None:
+        if state is not None and healthy:
             self._num_foreign = max(0, state.running + state.queued - self.num_active)
             healthy, self.is_draining = state.ready or state.draining, state.draining
         if healthy and not self.is_up:

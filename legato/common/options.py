@@ -129,6 +129,12 @@ class ComputeOptions(Options):
         " Default: on a CPU as many as the weight files have, at least 128; on a GPU no limit.",
         minimum=0,
     )
+    kv_offload_gb: float = option(
+        0.0,
+        "Gigabytes of host memory, of all shards together, for KV cache blocks of prefixes that were evicted: they are"
+        " copied back instead of computed again. 0 disables it; not with a draft model.",
+        minimum=0,
+    )
     watermark_gamma: float | None = option(
         None, "Fraction of the vocabulary in the watermark's green list. Default: 0.5.", minimum=0, maximum=1
     )

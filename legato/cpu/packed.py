@@ -28,9 +28,10 @@ def pack_4(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> P
     float16: weight = scale * code + minimum."""
     rows, groups = scale.shape
     assert codes.shape == (rows, groups * GROUP // 2) and minimum.shape == scale.shape, (codes.shape, scale.shape)
-    data = _empty(FORM_4, rows, groups)
+    data = _empty(FORM_4, rows, groups, codes.device)
     codes, scale, minimum = codes.contiguous(), scale.half().contiguous(), minimum.half().contiguous()
-    _loaded().pack_4(codes.data_ptr(), scale.data_ptr(), minimum.data_ptr(), rows, groups, data.data_ptr())
+    if not data.is_meta:
+        _loaded().pack_4(codes.data_ptr(), scale.data_ptr(), minimum.data_ptr(), rows, groups, data.data_ptr())
     return PackedRows(FORM_4, rows, groups * GROUP, data)
 
 
@@ -38,9 +39,10 @@ def pack_8(codes: torch.Tensor, scale: torch.Tensor) -> PackedRows:
     """codes [out, groups * 32] int8 from -127 on, scale [out, groups] float16."""
     rows, groups = scale.shape
     assert codes.shape == (rows, groups * GROUP), (codes.shape, scale.shape)
-    data = _empty(FORM_8, rows, groups)
+    data = _empty(FORM_8, rows, groups, codes.device)
     codes, scale = codes.contiguous(), scale.half().contiguous()
-    _loaded().pack_8(codes.data_ptr(), scale.data_ptr(), rows, groups, data.data_ptr())
+    if not data.is_meta:
+        _loaded().pack_8(codes.data_ptr(), scale.data_ptr(), rows, groups, data.data_ptr())
     return PackedRows(FORM_8, rows, groups * GROUP, data)
 
 
@@ -48,8 +50,9 @@ def pack_dense(matrix: torch.Tensor) -> PackedRows:
     """[out, in] of floats, rounded to 8 bits as `rounded_to_8_bits` does."""
     matrix = matrix.float().contiguous()
     rows, in_features = matrix.shape
-    data = _empty(FORM_8, rows, -(-in_features // GROUP))
-    _loaded().pack_dense(matrix.data_ptr(), rows, in_features, data.data_ptr())
+    data = _empty(FORM_8, rows, -(-in_features // GROUP), matrix.device)
+    if not data.is_meta:
+        _loaded().pack_dense(matrix.data_ptr(), rows, in_features, data.data_ptr())
     return PackedRows(FORM_8, rows, in_features, data)
 
 
@@ -147,8 +150,8 @@ def _loaded() -> Library:
     return found
 
 
-def _empty(form: int, rows: int, groups: int) -> torch.Tensor:
-    """Whole blocks, on a boundary of 64 bytes as torch allocates everything."""
-    data = torch.empty(-(-rows // BLOCK_ROWS) * _loaded().block_bytes(form, groups), dtype=torch.uint8)
+def _empty(form: int, rows: int, groups: int, device: torch.device) -> torch.Tensor:
+    """Whole blocks, on a boundary of 64 bytes as torch allocates everything. On the meta device only their size."""
+    data = torch.empty(-(-rows // BLOCK_ROWS) * _loaded().block_bytes(form, groups), dtype=torch.uint8, device=device)
     assert data.data_ptr() % 64 == 0, data.data_ptr()
     return data

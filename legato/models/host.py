@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeGuard, TypeVar
@@ -216,7 +216,7 @@ def torch_layout(cache: KVCache, blocks: torch.Tensor) -> Iterator[None]:
     to_torch = {"keys": (0, 3, 1, 2), "values": (0, 2, 1, 3)}
     to_ours = {"keys": (0, 2, 3, 1), "values": (0, 2, 1, 3)}
 
-    def convert(shapes: dict[str, tuple[int, ...]], axes: dict[str, tuple[int, ...]]) -> None:
+    def convert(shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, tuple[int, ...]]) -> None:
         for layer in cache.layers:
             for name in ("keys", "values"):
                 tensor: torch.Tensor = getattr(layer, name)
@@ -234,7 +234,7 @@ def _blocks_of(context: PagedContext) -> torch.Tensor:
     """All blocks that a step reads or writes, each once: sequences may share them."""
     counts = [-(-length // context.block_size) for length in context.context_lens]
     used = [table[:count] for table, count in zip(context.block_tables, counts, strict=True)]
-    return torch.cat(used).long().unique()
+    return torch.from_numpy(np.unique(torch.cat(used).numpy()).astype(np.int64))
 
 
 def on_host(model: CausalModel) -> CausalModel:

@@ -410,13 +410,14 @@ class WarmupRequest(_message.Message):
     def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., max_input_tokens: _Optional[int] = ..., max_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "num_blocks", "max_rows", "max_unused_blocks", "max_step_ms")
+    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "num_blocks", "max_rows", "max_unused_blocks", "num_host_blocks", "max_step_ms")
     MAX_SUPPORTED_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     MAX_UNUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     max_supported_total_tokens: int
     max_input_tokens: int
@@ -424,8 +425,9 @@ class WarmupResponse(_message.Message):
     num_blocks: int
     max_rows: int
     max_unused_blocks: int
+    num_host_blocks: int
     max_step_ms: int
-    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_unused_blocks: _Optional[int] = ..., max_step_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_unused_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., max_step_ms: _Optional[int] = ...) -> None: ...
 
 class PrepareGrammarRequest(_message.Message):
     __slots__ = ("grammar", "grammar_type")
@@ -520,7 +522,7 @@ class AdmittedImage(_message.Message):
     def __init__(self, image: _Optional[_Union[Image, _Mapping]] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("id", "admitted", "rows", "num_tokens", "num_new_blocks", "new_blocks", "traces", "num_drafts", "draft_ids", "num_proposals", "adapters")
+    __slots__ = ("id", "admitted", "rows", "num_tokens", "num_new_blocks", "new_blocks", "traces", "num_drafts", "draft_ids", "num_proposals", "adapters", "copied_out_blocks", "copied_out_slots", "copied_in_slots", "copied_in_blocks")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -532,6 +534,10 @@ class StepRequest(_message.Message):
     DRAFT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_OUT_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_IN_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_IN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     id: int
     admitted: _containers.RepeatedCompositeFieldContainer[Admission]
     rows: _containers.RepeatedScalarFieldContainer[int]
@@ -543,7 +549,11 @@ class StepRequest(_message.Message):
     draft_ids: _containers.RepeatedScalarFieldContainer[int]
     num_proposals: int
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterPlacement]
-    def __init__(self, id: _Optional[int] = ..., admitted: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_blocks: _Optional[_Iterable[int]] = ..., traces: _Optional[_Iterable[_Union[TracedRow, _Mapping]]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_ids: _Optional[_Iterable[int]] = ..., num_proposals: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ...) -> None: ...
+    copied_out_blocks: _containers.RepeatedScalarFieldContainer[int]
+    copied_out_slots: _containers.RepeatedScalarFieldContainer[int]
+    copied_in_slots: _containers.RepeatedScalarFieldContainer[int]
+    copied_in_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., admitted: _Optional[_Iterable[_Union[Admission, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_new_blocks: _Optional[_Iterable[int]] = ..., new_blocks: _Optional[_Iterable[int]] = ..., traces: _Optional[_Iterable[_Union[TracedRow, _Mapping]]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_ids: _Optional[_Iterable[int]] = ..., num_proposals: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ..., copied_out_blocks: _Optional[_Iterable[int]] = ..., copied_out_slots: _Optional[_Iterable[int]] = ..., copied_in_slots: _Optional[_Iterable[int]] = ..., copied_in_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TracedRow(_message.Message):
     __slots__ = ("row", "traceparent")

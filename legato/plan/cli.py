@@ -81,18 +81,21 @@ def make_plan(options: PlanOptions) -> MemoryPlan:
     config = SHAPES[str(options.model_id)] if files is None else files.config()
     device = _device(options.memory)
     dtype = choose_dtype(options.dtype, config, device)
+    from legato.cpu.library import library
     from legato.plan.counting import AdapterRoom, CountedModel  # brings in torch; mistakes are found before
 
     ranks = options.lora_device_ranks
     adapters = None if ranks is None else AdapterRoom(ranks, options.lora_target_modules)
-    model = CountedModel(config, dtype, files, options.quantize, device.kind, adapters)
+    packs = device.kind == "cpu" and options.dtype is None and library() is not None
+    model = CountedModel(config, dtype, files, options.quantize, device.kind, adapters, packs)
     return MemoryPlan(
         model=options.model_id or hub.DEFAULT_MODEL,
         shape=model.shape,
         formats=model.formats,
         sizes=[model.shard_size(count) for count in model.shape.shard_counts],
         dtype=dtype,
-        kv_dtype=options.kv_cache_dtype or dtype,
+        kv_dtype=options.kv_cache_dtype,
+        packs=packs,
         device=device,
         num_rows=options.max_concurrent_requests,
         step_tokens=step_sizes(device.kind, options.max_batch_prefill_tokens).max_tokens,
@@ -176,7 +179,8 @@ def show(plan: MemoryPlan, line: str | None, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(
-        f"In {plan.dtype}, KV cache in {plan.kv_dtype}, on {plan.device.name} with {_gib(plan.device.memory)} each;"
+        f"In {plan.dtype}{', matrices packed' if plan.packs else ''}, KV cache in {plan.kv_dtypes},"
+        f" on {plan.device.name} with {_gib(plan.device.memory)} each;"
         f" {plan.num_rows} requests, steps of {plan.step_tokens:,} tokens",
         soft_wrap=True,
     )

@@ -23,18 +23,23 @@ from legato.models import checkpoint
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
 from legato.models.gguf_source import GgufSource
+from legato.models.host import on_host
 from legato.models.methods import find_method, on_load
 from legato.models.registry import ARCHITECTURES, CausalModel, architecture_for, open_source
 from legato.models.sizes import Sizes
 from legato.models.sources import STORED_DTYPES
 from legato.models.targets import LoraLayout, usual_modules
 from legato.plan.memory import SIZES, ModelShape, ShardSize
+from legato.quantization.affine import GROUP, AffineGroups
 from legato.quantization.dense import Weight
 from legato.quantization.experts import ExpertWeights
+from legato.quantization.matrix import ColumnGroups
 from legato.quantization.method import DENSE, Method
-from legato.quantization.stored import Ranges
+from legato.quantization.stored import MatrixSlice, Ranges
 from legato.quantization.weight import Matrix
 
+# Of GGUF, that a CPU computes with as they are.
+FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K"}
 # Floating-point formats of safetensors, which are loaded in the model's dtype; others stay as they are.
 FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -62,8 +67,9 @@ class CountingWeights(DummyWeights):
         shard: Shard,
         method: Method = DENSE,
         device_kind: str = "cuda",
+        packs: bool = False,
     ) -> None:
-        super().__init__(dtype, torch.device("meta"), shard, method)
+        super().__init__(dtype, torch.device("meta"), shard, method, packs)
         self.dequantizes = device_kind in checkpoint.DEQUANTIZED_ON
         self._stored_tensors = stored
         self.numbers: dict[str, int] = {}  # name -> how many this shard loads
@@ -120,6 +126,24 @@ class CountingWeights(DummyWeights):
         self.num_bytes = before + matrix.nbytes
         return matrix
 
+    def _packed_vocabulary(self, *arguments: Any, **how: Any) -> Weight:
+        before = self.num_bytes
+        weight = super()._packed_vocabulary(*arguments, **how)
+        self.num_bytes = before + weight.nbytes
+        return weight
+
+    def _stored_matrix(self, wanted: MatrixSlice, *arguments: Any, **how: Any) -> Matrix:
+        """What GGUF has in 4 bits is packed as it is, by a single shard."""
+        matrix = super()._stored_matrix(wanted, *arguments, **how)
+        is_coded = self.packs and self.shard.world_size == 1
+        stored = (self._stored_tensors or {}).get(f"{wanted.name}.weight")
+        if not is_coded or stored is None or stored.format not in FOUR_BITS or not isinstance(matrix, torch.Tensor):
+            return matrix
+        rows, columns = matrix.shape
+        scale = matrix.new_empty(rows, columns // GROUP, dtype=torch.float16)
+        codes = matrix.new_empty(rows, columns // 2, dtype=torch.uint8)
+        return AffineGroups(ColumnGroups.regular(columns, GROUP), scale, scale, codes)
+
     def experts(self, *arguments: Any) -> tuple[ExpertWeights, ExpertWeights]:
         before = self.num_bytes
         gate_up, down = super().experts(*arguments)
@@ -147,10 +171,11 @@ class CountedModel:
         quantize: str | None = None,
         device_kind: str = "cuda",
         adapters: AdapterRoom | None = None,
+        packs: bool = False,
     ) -> None:
         self._config = config
         self._adapters = adapters
-        self._device_kind = device_kind
+        self._device_kind, self._packs = device_kind, packs
         self._dtype = dtype
         self._stored = None if files is None else dict(_stored(files))
         self._path = "" if files is None else f"{files.path}: "
@@ -165,17 +190,19 @@ class CountedModel:
             inner = max(inner, chosen * keys.count("moe_intermediate_size", default=inner))
         num_layers, num_kv_heads, head_dim = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
         adapter_bytes = 0
+        kv_dtype: str | None = None
         if is_native := sizes.model_type in ARCHITECTURES:
             model, weights = self._build(Shard())
             adapter_bytes = self._adapter_bytes(weights)
             self.numbers, num_bytes, kv = weights.numbers, weights.num_bytes, model.kv_shape
+            kv_dtype = self._kv_dtype(model)
             sizes, num_layers, num_kv_heads, head_dim = model.config, kv.num_layers, kv.num_kv_heads, kv.head_dim
         else:
             assert self._stored is not None, "transformers has no shapes of ours"
             unused = {"lm_head.weight"} if keys.flag("tie_word_embeddings") else set()
             self.numbers = {name: math.prod(self._stored[name].shape) for name in self._stored.keys() - unused}
             num_bytes = sum(self._stored[name].loaded_bytes(dtype) for name in self.numbers)
-        self._whole = ShardSize(1, num_bytes, 2 * num_layers * num_kv_heads * head_dim, adapter_bytes)
+        self._whole = ShardSize(1, num_bytes, 2 * num_layers * num_kv_heads * head_dim, adapter_bytes, kv_dtype)
         self.shape = ModelShape(
             model_type=sizes.model_type,
             num_layers=num_layers,
@@ -220,8 +247,15 @@ class CountedModel:
         layout = LoraLayout(weights.targets, set(self._adapters.modules) or usual_modules(weights.targets))
         return self._adapters.ranks // PAGE_RANKS * layout.page_size * weights.dtype.itemsize
 
+    def _kv_dtype(self, model: CausalModel) -> str | None:
+        """Of the library that computes the layers, on one shard."""
+        kv_shape = on_host(model).kv_shape if self._packs else model.kv_shape
+        return None if kv_shape == model.kv_shape else str(kv_shape.dtype).removeprefix("torch.")
+
     def _build(self, shard: Shard) -> tuple[CausalModel, CountingWeights]:
-        weights = CountingWeights(self._stored, getattr(torch, self._dtype), shard, self._method, self._device_kind)
+        weights = CountingWeights(
+            self._stored, getattr(torch, self._dtype), shard, self._method, self._device_kind, self._packs
+        )
         config = ModelConfig.from_hf(self._config)
         try:
             model: CausalModel = architecture_for(config.model_type)(config, weights)

@@ -67,6 +67,7 @@ class ShardSize:
     weights: int  # bytes
     kv_numbers: int  # of each token in the KV cache
     adapters: int = 0  # bytes for LoRA adapters
+    kv_dtype: str | None = None  # the model's own, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,8 @@ class MemoryPlan:
     formats: dict[str, int]  # format -> bytes in the weight files
     sizes: list[ShardSize]  # one for each number of shards
     dtype: str
-    kv_dtype: str
+    kv_dtype: str | None  # what was asked for
+    packs: bool  # matrices on a CPU, in 4 or 8 bits
     device: Device
     num_rows: int
     step_tokens: int
@@ -121,8 +123,16 @@ class MemoryPlan:
         step = self.shape.step_bytes(self.step_tokens, self.num_rows, self.dtype, count)
         if self.device.kind == "cuda":
             step += self.shape.graph_bytes(self.num_rows, self.dtype)
-        token_bytes = size.kv_numbers * SIZES[self.kv_dtype]
+        token_bytes = size.kv_numbers * SIZES[self._kv_dtype(size)]
         return Fit(count, size.weights, step, token_bytes, self.device.room(count), size.adapters)
+
+    def _kv_dtype(self, size: ShardSize) -> str:
+        return self.kv_dtype or size.kv_dtype or self.dtype
+
+    @property
+    def kv_dtypes(self) -> str:
+        """In words, for one shard and for several."""
+        return ", ".join(dict.fromkeys(map(self._kv_dtype, self.sizes)))
 
     @property
     def best(self) -> Fit | None:

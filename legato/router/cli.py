@@ -191,6 +191,7 @@ def scheduler_limits(
         eos_token_ids=frozenset(info.eos_token_ids),
         prefix_caching=info.use_prefix_caching,
         max_unused_blocks=found.max_unused_blocks if found.HasField("max_unused_blocks") else None,
+        num_host_blocks=found.num_host_blocks,
         max_prompt_tokens=sizes.max_prompt_tokens,
         max_mixed_tokens=sizes.mixed_tokens,
         most_mixed_tokens=sizes.most_mixed_tokens,

@@ -301,6 +301,12 @@ def _to_pb(plan: StepPlan) -> pb.StepRequest:
         request.traces.add(row=row, traceparent=traceparent)
     for placement in plan.placements:
         request.adapters.add(adapter_id=placement.name, slot=placement.slot, pages=placement.pages)
+    for block, slot in plan.copies_out:
+        request.copied_out_blocks.append(block)
+        request.copied_out_slots.append(slot)
+    for slot, block in plan.copies_in:
+        request.copied_in_slots.append(slot)
+        request.copied_in_blocks.append(block)
     return request
 
 

@@ -210,6 +210,10 @@ class Entry:
         return FinishReason.LENGTH if num_generated >= request.max_new_tokens else None
 
 
+# What one plan may spend on admissions, in blocks that are looked up: some 3 ms. Requests with long cached prefixes are
+# admitted over several plans, instead of holding up the router's event loop and every token that is on its way.
+MAX_ADMISSION_WORK = 4096
+ENTRY_WORK = 24  # of each request that is considered, besides its blocks
 # What must be remembered of a row that was sent off: the entry and its epoch, how many tokens are computed once the
 # step is done, and whether it samples one. A tuple, because one is made for every row of every step.
 PlannedRow = tuple[Entry, int, int, bool]
@@ -227,3 +231,11 @@ class InFlight:
     work: int = 0
     # Tokens that fit into the step beyond its budget, for what must not be cut.
     spare: int = 0
+
+    @property
+    def may_look_up(self) -> bool:
+        return self.work < MAX_ADMISSION_WORK
+
+    def look_up(self, num_blocks: int) -> None:
+        """A request of so many blocks is considered for admission."""
+        self.work += ENTRY_WORK + num_blocks

@@ -9,6 +9,10 @@ from legato.scheduling.budget import StepSizes
 
 # What is sampled beside few rows takes no memory to speak of: a megabyte of logits each at most.
 FEWEST_SAMPLED = 32
+# Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
+LOOK_AHEAD = 32
+# Losses of the shards in a row, without a token in between, that a request survives: it may be what they die of.
+MAX_LOSSES = 2
 
 
 class Refusal:
@@ -62,6 +66,8 @@ class SchedulerLimits:
     embeds: bool = False
     # What the device holds of LoRA adapters.
     num_adapter_pages: int = 0
+    # Slots in host memory for blocks of evicted prefixes.
+    num_host_blocks: int = 0
 
     @property
     def max_tokens(self) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # The tokens of one block, or of several, 8 bytes each.
 TokenBytes = bytes
@@ -25,7 +25,7 @@ TOKEN_BYTES = 8
 
 
 class Node:
-    __slots__ = ("block", "children", "key", "last_used", "parent", "users")
+    __slots__ = ("block", "children", "digest", "key", "last_used", "parent", "users")
 
     def __init__(self, parent: Node | None, key: TokenBytes, block: int) -> None:
         self.parent = parent
@@ -34,6 +34,7 @@ class Node:
         self.children: dict[TokenBytes, Node] = {}
         self.users = 0
         self.last_used = 0
+        self.digest = b""  # of `host_blocks.digest_of`, once somebody asked
 
 
 class PrefixTree:
@@ -60,7 +61,7 @@ class PrefixTree:
     def root(self, owner: str = "", adapter: int = 0) -> Node:
         root = self._roots.get((adapter, owner))
         if root is None:
-            root = self._roots[adapter, owner] = Node(None, b"", -1)
+            root = self._roots[adapter, owner] = Node(None, f"{adapter} {owner}".encode(), -1)
         return root
 
     def drop(self, adapter: int) -> list[int]:
@@ -123,13 +124,14 @@ class PrefixTree:
             node.users -= 1
         return child, taken
 
-    def evict(self, count: int) -> list[int]:
-        """Give back up to `count` unused blocks."""
+    def evict(self, count: int, keep: Callable[[Node], None] = lambda node: None) -> list[int]:
+        """Give back up to `count` unused blocks; `keep` sees each while it is still in its place."""
         blocks: list[int] = []
         while len(blocks) < count and self._leaves:
             last_used, _, node = heapq.heappop(self._leaves)
             if last_used != node.last_used or node.users or node.children or node.parent is None:
                 continue
+            keep(node)
             blocks.append(node.block)
             self._remove(node)
         return blocks

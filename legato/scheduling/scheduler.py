@@ -15,6 +15,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 
 from legato.scheduling.adapters import AdapterSlots
 from legato.scheduling.blocks import BlockPool
@@ -22,20 +23,15 @@ from legato.scheduling.budget import PromptRoom, StepBudget
 from legato.scheduling.deadlines import Deadlines, RequestDeadlines
 from legato.scheduling.drafting import Drafter
 from legato.scheduling.entry import Entry, InFlight, PlannedRow
-from legato.scheduling.limits import Refusal, SchedulerLimits
+from legato.scheduling.host_blocks import Digest, HostBlocks
+from legato.scheduling.limits import LOOK_AHEAD, MAX_LOSSES, Refusal, SchedulerLimits
 from legato.scheduling.prefix_tree import Node, PrefixTree
 from legato.scheduling.queue import LAST, Queue, Rank, Tenants, rank
 from legato.scheduling.retry import RetryEstimate
 from legato.scheduling.shares import RequestShares
 from legato.scheduling.state import GenerationRequest, Output, SchedulerStats, StepPlan, StepResult
 
-# Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
-LOOK_AHEAD = 32
-# What one plan may spend on admissions, in blocks that are looked up: some 3 ms. More would hold up all tokens.
-MAX_ADMISSION_WORK = 4096
-ENTRY_WORK = 24  # of each request that is considered, besides its blocks
-# Losses of the shards in a row, without a token in between, that a request survives: it may be what they die of.
-MAX_LOSSES = 2
+_rank = attrgetter("rank")
 
 
 class Scheduler:
@@ -59,6 +55,7 @@ class Scheduler:
         """Rows and blocks of shards that have computed nothing yet."""
         self.limits = limits
         self.pool, self.tree = BlockPool(limits.num_blocks), PrefixTree(limits.block_size)
+        self.host = HostBlocks(limits.num_host_blocks, limits.block_size)
         self.running: list[Entry] = []
         self.max_running_tokens = 0  # what the running requests hold or may still come to
         self._budget = StepBudget(limits.step_sizes)
@@ -94,8 +91,7 @@ class Scheduler:
 
     def cancel(self, request_id: int) -> None:
         """Forget a request at once. Steps run in order, so its row and blocks may be reused by the very next plan."""
-        entry = self._entries.get(request_id)
-        if entry is not None:
+        if (entry := self._entries.get(request_id)) is not None:
             self._finish(entry)
 
     def next_deadline(self) -> float | None:
@@ -153,7 +149,9 @@ class Scheduler:
         self._plan_running(step, running, wanted, room, drafts)
         self._plan_admissions(step, room)
         if not step.planned:
+            self.host.cancel()
             return None
+        step.plan.copies_out, step.plan.copies_in = self.host.take_copies()
         step.mixed_units = room.num_units if num_decodes else 0.0
         self._in_flight.append(step)
         self._drafter.pace.begin(self._now)
@@ -184,15 +182,15 @@ class Scheduler:
         size = self.limits.block_size if self.limits.prefix_caching else 0
         filling = {entry.next_block(entry.node, entry.num_indexed, size) for entry in self.running}
         passed: list[Entry] = []
-        while room.is_left and self._free_rows and len(passed) < LOOK_AHEAD and step.work < MAX_ADMISSION_WORK:
+        while room.is_left and self._free_rows and len(passed) < LOOK_AHEAD and step.may_look_up:
             entry = self.queue.call()
             if entry is None:
                 break
-            step.work += ENTRY_WORK + len(entry.tokens) // self.limits.block_size
+            step.look_up(len(entry.tokens) // self.limits.block_size)
             if entry.rank >= before:
                 passed.append(entry)
                 break
-            node, blocks = self._cached_prefix(entry)
+            node, blocks, on_host = self._cached_prefix(entry)
             upcoming = entry.next_block(node, len(blocks), size)
             # Preempted, and its last token is still on the way; or another request is computing what comes next:
             # in a moment it is in the cache. Or it waits for room for its adapter, and not for long yet.
@@ -200,11 +198,11 @@ class Scheduler:
             if is_early or self.adapters.is_overtaken(entry.request.adapter, self._now - entry.queued_at):
                 passed.append(entry)
                 continue
-            first_new, begin = len(blocks), len(blocks) * self.limits.block_size
+            begin = (first_new := len(blocks) + len(on_host)) * self.limits.block_size
             wanted = len(entry.tokens) - begin
             count = entry.cut(begin, room.offer(wanted, begin), room.tokens + step.spare)
             has_room = count > 0 and self.adapters.has_room(entry.request.adapter)
-            if not has_room or not self._admit(step.plan, entry, node, blocks):
+            if not has_room or not self._admit(step.plan, entry, node, blocks, on_host):
                 passed.append(entry)
                 break  # it waits for memory, or for a step with room for it, and no other overtakes it there
             fits = self._grow(entry, count)
@@ -227,15 +225,16 @@ class Scheduler:
         plan.new_blocks.append(new_blocks)
         step.planned.append((entry, entry.epoch, end, samples))
 
-    def _cached_prefix(self, entry: Entry) -> tuple[Node, list[int]]:
-        """Some token must always be computed, to get logits at all."""
+    def _cached_prefix(self, entry: Entry) -> tuple[Node, list[int], list[Digest]]:
+        """On the device, and behind that in host memory. Some token must always be computed, to get logits at all."""
         reusable = (len(entry.tokens) - 1) // self.limits.block_size
         if not self.limits.prefix_caching or entry.wants_prompt_logprobs:
             reusable = 0
         root = self.tree.root("" if self.limits.share_prefix_cache else entry.request.tenant, entry.request.adapter)
-        return self.tree.match(root, entry.tokens.tobytes(), reusable)
+        node, blocks = self.tree.match(root, tokens := entry.tokens.tobytes(), reusable)
+        return node, blocks, self.host.match(node, tokens, len(blocks), reusable)
 
-    def _admit(self, plan: StepPlan, entry: Entry, node: Node, blocks: list[int]) -> bool:
+    def _admit(self, plan: StepPlan, entry: Entry, node: Node, blocks: list[int], on_host: list[Digest]) -> bool:
         """Give a request a row and the cached part of its tokens, if the rest has a chance to fit."""
         tokens, size = entry.tokens, self.limits.block_size
         self.tree.lock(node)
@@ -246,6 +245,11 @@ class Scheduler:
             return False
         self.queue.remove(entry)
         entry.take_row(heapq.heappop(self._free_rows), node, blocks, self.limits)
+        if on_host:
+            first_new, slots = len(blocks), self.host.reserve(on_host)
+            self._grow(entry, len(on_host) * size)
+            entry.num_scheduled = entry.capacity
+            self.host.add_copies_in(slots, entry.blocks[first_new:])
         if entry.epoch == 0:
             entry.num_cached = entry.num_scheduled
             entry.queue_time = self._now - entry.queued_at
@@ -266,7 +270,7 @@ class Scheduler:
         """Blocks for `count` more tokens of `entry`; evicts, then preempts those behind it. False: it lost its own."""
         missing = -(-(entry.num_scheduled + count) // self.limits.block_size) - len(entry.blocks)
         while missing > self.pool.available:
-            evicted = self.tree.evict(missing - self.pool.available)
+            evicted = self.tree.evict(missing - self.pool.available, self.host.keep)
             self.pool.free(evicted)
             if missing > self.pool.available:
                 last = self.running[-1]
@@ -316,6 +320,7 @@ class Scheduler:
         self._drafter.learn(step.plan, result.forward_ns / 1e9, now)
         assert step.plan.id == result.id, f"result of step {result.id}, expected {step.plan.id}"
         if result.error is not None:
+            self.host.forget(step.plan.copies_out)
             return self._fail(step.planned, result.error)
         if step.mixed_units:
             self._budget.learn(step.mixed_units, result.forward_ns / 1e9)
@@ -394,7 +399,3 @@ class Scheduler:
                 error = Refusal.LOST_TOO_OFTEN.format(num_losses) if num_losses > MAX_LOSSES else Refusal.DOES_NOT_FIT
                 ended.append((entry.id, Output(error=error)))
         return ended
-
-
-def _rank(entry: Entry) -> Rank:
-    return entry.rank

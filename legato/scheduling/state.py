@@ -160,6 +160,10 @@ class StepPlan:
     traces: list[tuple[int, str]] = field(default_factory=list)
     # Adapters that are brought to the device before its rows are computed.
     placements: list[Placement] = field(default_factory=list)
+    # Before anything is computed: (block, slot) of blocks that are copied to host memory, then (slot, block) of those
+    # that are copied back.
+    copies_out: list[tuple[int, int]] = field(default_factory=list)
+    copies_in: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_waited_for(self) -> bool:

@@ -29,6 +29,7 @@ from legato.server.graphs.captures import mixed_sizes
 from legato.server.graphs.decode import CudaRecorder, Record
 from legato.server.graphs.steps import StepGraphs
 from legato.server.memory.budget import is_out_of_memory, refused_for_memory, release
+from legato.server.memory.offload import HostBlockStore
 from legato.server.pending import ForwardResult, PendingStep, SampledTokens, StepClock
 from legato.server.prepare import decodes_first, halves, prepare
 from legato.server.rows import Rows, RowStep, to_device
@@ -63,6 +64,7 @@ class Engine:
         draft: Guesser | None = None,  # what guesses up to `drafts` tokens
         drafts: int = 0,  # that a decode may bring
         adapters: ShardAdapters | None = None,  # None: the shard takes none
+        host_blocks: HostBlockStore | None = None,  # None: evicted prefixes are gone
     ) -> None:
         self.model = model
         self.cache = cache
@@ -70,6 +72,7 @@ class Engine:
         self.dtype = model.kv_shape.dtype
         has_encoder = model.config.decoder_start_token_id is not None
         self.adapters = adapters
+        self.host_blocks = host_blocks
         on_device = None if adapters is None else adapters.device
         self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device, has_encoder, on_device)
         self.sampler = make_sampler(max_rows)
@@ -139,6 +142,8 @@ class Engine:
             parts = self.vision_encoder.keep_whole(parts)
         if self.adapters is not None:
             self.adapters.place(request.adapters)
+        if self.host_blocks is not None:
+            self.host_blocks.run(request, self.cache)
         self.rows.write_blocks()
         self._num_proposals = request.num_proposals
         if self.draft_model is not None:

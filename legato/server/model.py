@@ -28,8 +28,17 @@ from legato.server.graphs.captures import kept_rows, mixed_sizes
 from legato.server.interceptor import RequestRefused
 from legato.server.loading import LoadedModel
 from legato.server.memory.allocator import release_blocks, return_freed_memory, use_small_pages
-from legato.server.memory.budget import cache_budget, graph_bytes, host_budget, measure, refused_for_memory
+from legato.server.memory.budget import (
+    OutOfMemory,
+    available_ram,
+    cache_budget,
+    graph_bytes,
+    host_budget,
+    measure,
+    refused_for_memory,
+)
 from legato.server.memory.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacity, RequestedLimits, gib
+from legato.server.memory.offload import HostBlockStore
 from legato.server.memory.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
 from legato.server.speculation.draft_model import MOST_TOKENS, num_spare_blocks
 from legato.vision.cross import ALIGNMENT
@@ -69,6 +78,7 @@ class Model:
         self._engine: Engine | None = None
         self._capacity: Capacity | None = None
         self._has_compiled = False
+        self.host_blocks: HostBlockStore | None = None
         # Seconds of the stages of warm-up, for its log line.
         self._stages: dict[str, float] = {}
 
@@ -174,6 +184,7 @@ class Model:
         if self._engine is not None:  # a second warm-up replaces the first cache
             unfreeze_gc()
         self._engine = self._capacity = None
+        self._open_host_blocks()
         request = self._with_defaults(request)
         max_positions = self.loaded.model.config.max_positions
         token_bytes = self.token_bytes
@@ -243,6 +254,20 @@ class Model:
         if not request.max_input_tokens and self.options.max_input_tokens is not None:
             named.max_input_tokens = self.options.max_input_tokens
         return named
+
+    def _open_host_blocks(self) -> None:
+        """Before memory is measured, since part of it is on the device. A new router finds the memory of the last."""
+        gigabytes, shard = self.options.kv_offload_gb, self.loaded.shard
+        if not gigabytes or self.host_blocks is not None or self.decoder_start_token_id is not None:
+            return
+        if self.loaded.draft is not None:  # whose own keys and values would not come back with a block
+            raise RequestRefused("--kv-offload-gb cannot be combined with a draft model; leave out one of them")
+        num_bytes = int(gigabytes * 1e9) // shard.world_size
+        refused = f"no {gib(num_bytes)} of host memory for blocks of evicted prefixes; lower --kv-offload-gb"
+        if num_bytes > available_ram():
+            raise OutOfMemory(refused)
+        with refused_for_memory(refused, self.loaded.device), self._stage("host_memory_seconds"):
+            self.host_blocks = HostBlockStore(self.kv_shape, self.block_size, num_bytes, self.loaded.device)
 
     def _budget(self, requested: RequestedLimits) -> int:
         """Bytes for the KV cache."""
@@ -323,6 +348,7 @@ class Model:
             self.loaded.draft,
             drafts=self.num_proposals or self.speculate,
             adapters=self.adapters,
+            host_blocks=self.host_blocks,
         )
 
     def _make_sampler(self, max_rows: int) -> Sampler:

@@ -103,6 +103,7 @@ class TextGenerationService(StepStreamService):
             num_blocks=capacity.num_blocks,
             max_rows=capacity.max_rows,
             max_unused_blocks=self._model.max_unused_blocks,
+            num_host_blocks=0 if self._model.host_blocks is None else self._model.host_blocks.num_slots,
         )
         self._warm = request, response
         return response

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from legato.api.errors import Overloaded
-from legato.balancer.admission import Admission
+from legato.balancer.admission import KeyShares
 from legato.balancer.app import Balancer
 from legato.balancer.options import RouteOptions
 from legato.balancer.probing import DnsDiscovery
@@ -266,7 +266,7 @@ def test_a_client_that_hangs_up_takes_its_request_with_it() -> None:
 
 
 def test_one_key_cannot_take_all_places_of_all_replicas() -> None:
-    admission = Admission(None)
+    admission = KeyShares(None)
     admission.set_capacity(100)
     for key in (b"greedy", b"modest"):
         admission.accepted(key)
@@ -298,3 +298,58 @@ def test_every_address_of_a_name_is_a_replica() -> None:
 def test_replicas_are_named_one_way() -> None:
     with pytest.raises(OptionError, match="either --replica"):
         RouteOptions()
+
+
+# ---- probes ----------------------------------------------------------------------------------------------------------
+
+
+def test_streams_of_a_replica_that_hangs_go_on_elsewhere() -> None:
+    hung = FakeReplica([MARKS, chunk(b":+0=11\ndata: a\n\n"), None])
+    alive = FakeReplica([MARKS, chunk(b":.0=12\ndata: b\n\n"), END, None])
+
+    async def test(balancer: Balancer) -> None:
+        call = Call(balancer, "POST", "/generate_stream", [b"{}"])
+        await call.wait_for(2)
+        balancer.replicas.all[0].hung("no answer to a probe")
+        assert (await call.answer()).body == b"data: a\n\ndata: b\n\n"
+
+    through([hung, alive], test)
+
+
+STATE = whole("200 OK", msgspec.json.encode(state(epoch="b", max_requests=7)))
+GONE, SICK = whole("404 Not Found", b""), whole("503 Service Unavailable", b"")
+FINE = whole("200 OK", b"")
+
+
+@pytest.mark.parametrize(
+    ("scripts", "is_up", "has_state"),
+    [
+        ([[STATE]], True, True),
+        ([[GONE], [FINE]], True, False),  # a server of another kind
+        ([[GONE], [SICK]], False, False),
+        ([[SICK]], False, True),  # its workers are being replaced
+        ([[b"no HTTP"]], False, True),
+        ([[whole("200 OK", b"{}")]], False, True),
+        ([[]], False, True),
+    ],
+)
+def test_what_a_probe_finds(scripts: list[Script], is_up: bool, has_state: bool) -> None:
+    async def test(balancer: Balancer) -> None:
+        (replica,) = balancer.replicas.all
+        await balancer.probes._probe(replica)
+        assert (replica.is_up, replica.state is not None) == (is_up, has_state)
+        assert balancer.admission._shares.total == (7 if scripts == [[STATE]] else balancer.admission._shares.total)
+
+    through([FakeReplica(*scripts)], test)
+
+
+def test_a_probe_without_an_answer_ends_what_waits_for_the_replica() -> None:
+    async def test(balancer: Balancer) -> None:
+        (replica,) = balancer.replicas.all
+        task = asyncio.create_task(ask(balancer))
+        await until(lambda: replica.num_active)
+        await balancer.probes._probe(replica)
+        assert not replica.is_up
+        assert (await task).status == 424
+
+    through([FakeReplica([None])], test, probe_timeout=0.1)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from legato.common.errors import OptionError
+from legato.cpu.library import library
+from legato.layers.linear import PackedEmbedding
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import SHAPES
@@ -42,16 +44,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base_model(tmp_path_factory.mktemp("base"))
 
 
-def loaded_bytes(folder: Path, shard: Shard, quantize: str | None = None) -> int:
+def loaded_bytes(folder: Path, shard: Shard, quantize: str | None = None, packs: bool = False) -> int:
     """Of the tensors that a model holds."""
     files = ModelFiles.open(folder)
     config = ModelConfig.from_hf(files.config())
     with kept_quantized():
-        model = get_model(files, config, torch.float32, torch.device("cpu"), shard=shard, quantize=quantize)
+        model = get_model(
+            files, config, torch.float32, torch.device("cpu"), shard=shard, quantize=quantize, packs=packs
+        )
     assert isinstance(model, Llama)
+    if packs:
+        assert isinstance(model.embedding, PackedEmbedding)
+        table = model.embedding.packed
+    else:
+        table = model.embedding.weight
     weights = [model.head.weight, *(linear.weight for layer in model.layers for linear in linears(layer))]
     norms = [norm.weight for layer in model.layers for norm in (layer.norm, layer.mlp_norm)] + [model.norm.weight]
-    return model.embedding.weight.nbytes + sum(part.nbytes for part in [*weights, *norms])
+    return table.nbytes + sum(part.nbytes for part in [*weights, *norms])
 
 
 def linears(layer) -> list:
@@ -100,6 +109,16 @@ def test_the_command_has_the_method(base: Path) -> None:
     assert "--quantize int8" in str(command_for(make_plan(options), options))
     with pytest.raises(OptionError, match="--quantize awq"):
         make_plan(PlanOptions(model_id=str(base), memory="1GiB", quantize="awq"))
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("layout", [gptq(), awq()], ids=["gptq", "awq"])
+def test_on_a_cpu_matrices_are_packed(layout: Layout, base: Path, tmp_path: Path) -> None:
+    for folder in write_twins(base, tmp_path, layout):
+        files = ModelFiles.open(folder)
+        counted = CountedModel(files.config(), "float32", files, device_kind="cpu", packs=True).shard_size(1)
+        assert counted.weights == loaded_bytes(folder, Shard(), packs=True)
+        assert counted.kv_dtype == "float16"
 
 
 def test_on_a_cpu_matrices_become_dense(base: Path, tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from legato.scheduling.limits import Refusal
-from legato.scheduling.scheduler import MAX_LOSSES
+from legato.scheduling.limits import MAX_LOSSES, Refusal
 from legato.scheduling.state import GenerationRequest
 from tests.fakes import Simulation, check_blocks, expected_tokens
 from tests.scheduling.test_scheduler import VOCAB, limits, request

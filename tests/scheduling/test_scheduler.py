@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from legato.scheduling.blocks import BlockPool
-from legato.scheduling.limits import Refusal, SchedulerLimits
+from legato.scheduling.entry import MAX_ADMISSION_WORK
+from legato.scheduling.limits import MAX_LOSSES, Refusal, SchedulerLimits
 from legato.scheduling.prefix_tree import Node
 from legato.scheduling.queue import AGING_SECONDS
-from legato.scheduling.scheduler import MAX_ADMISSION_WORK, MAX_LOSSES, Scheduler
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import FinishReason, GenerationRequest, StepPlan, StepResult
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
@@ -280,10 +281,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         seed=st.integers(0, 2**31),
         timeouts=st.sampled_from([(0, 0), (3, 0), (0, 9), (3, 9)]),
+        on_host=st.sampled_from([0, 1, 4, 50]),
     )
     def start(
         self, block_size: int, blocks: int, rows: int, budget: int, mixed: int, caching: bool, seed: int,
-        timeouts: tuple[int, int],
+        timeouts: tuple[int, int], on_host: int,
     ) -> None:  # fmt: skip
         eos = frozenset({3, 7})
         num_blocks = 1 + blocks * 4 // block_size
@@ -299,6 +301,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 mixed_step_time=0.05,
                 queue_timeout=timeouts[0],
                 request_timeout=timeouts[1],
+                num_host_blocks=on_host,
             )
         )
         self.now = 0.0

@@ -24,6 +24,7 @@ from legato.scheduling.state import GenerationRequest, Output
 from legato.server.adapters import ShardAdapters
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars
+from legato.server.memory.offload import HostBlockStore
 from legato.server.speculation.guessers import Guesser
 
 # `make test-gpu` runs the same tests on a GPU.
@@ -44,7 +45,7 @@ class LocalServer:
         self, model: CausalModel, *, num_blocks: int = 256, block_size: int = 16, max_rows: int = 16,
         step_tokens: int = 512, prefix_caching: bool = True, eos: frozenset[int] = frozenset(),
         load_trie: Callable[[], TokenTrie] = no_grammars, speculate: int = 0, speculator: Speculator | None = None,
-        adapters: ShardAdapters | None = None, draft: Guesser | None = None,
+        adapters: ShardAdapters | None = None, draft: Guesser | None = None, host_bytes: int = 0,
     ) -> None:  # fmt: skip
         start, mutual = model.config.decoder_start_token_id, isinstance(model, MutualModel)
         whole = isinstance(model, MutualModel) and model.whole_prompts
@@ -54,6 +55,7 @@ class LocalServer:
             speculate=speculate, vocab_size=model.config.vocab_size,
             num_proposals=speculate if draft is not None else 0 if speculator is None else speculator.num_tokens,
             num_adapter_pages=0 if adapters is None else adapters.device.num_pages,
+            num_host_blocks=host_bytes // (model.kv_shape.bytes_per_token * block_size),
         )  # fmt: skip
         cache = KVCache(model.kv_shape, num_blocks, block_size, DEVICE)
         vocab = model.config.vocab_size
@@ -61,6 +63,7 @@ class LocalServer:
         self.engine = Engine(
             model, cache, max_rows, limits.max_tokens, lambda rows: Sampler(vocab, rows, DEVICE), Grammars(load_trie),
             adapters=adapters,
+            host_blocks=HostBlockStore(model.kv_shape, block_size, host_bytes, DEVICE) if host_bytes else None,
             speculator=speculator,
             draft=draft,
             drafts=speculate,

@@ -10,9 +10,8 @@ from functools import cached_property
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.grammar.wire import from_pb, grammar_type
 from legato.pb import generate_pb2 as pb
-from legato.scheduling.limits import Refusal
+from legato.scheduling.limits import MAX_LOSSES, Refusal
 from legato.scheduling.retry import LONGEST_WAIT
-from legato.scheduling.scheduler import MAX_LOSSES
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from tests.simulation.model import EOS, VOCAB, ExpectedText, top_tokens
 from tests.simulation.scenario import LONGEST, Scenario

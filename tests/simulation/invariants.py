@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from legato.router.recovery import grammars_of
 from legato.router.step_loop import PROBE, Shards, StepLoop
-from legato.scheduling.limits import Refusal, SchedulerLimits
-from legato.scheduling.scheduler import MAX_LOSSES, Scheduler
+from legato.scheduling.limits import MAX_LOSSES, Refusal, SchedulerLimits
+from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.shares import EVERYBODY, FACTOR
 from legato.scheduling.state import GenerationRequest, ModelLimits
 from tests.fakes import check_blocks

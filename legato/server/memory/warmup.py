@@ -24,6 +24,8 @@ COSTLY = pb.NextTokenChooserParameters(
 TOP_TOKENS = 5
 # Tokens of an ordinary prompt, and of the smallest step with prompts that warm-up runs: smaller ones are CUDA graphs.
 PROMPT, SMALL_STEP = 128, 1024
+# Of the first prompt that a new cache sees.
+FEW_TOKENS = 8
 
 
 def full_step(requested: RequestedLimits, *, with_adapters: bool = False) -> pb.StepRequest:
@@ -73,17 +75,24 @@ def ordinary_steps(requested: RequestedLimits, decodes: list[int] | None = None)
 
 
 def compile_ahead(engine: Engine, requested: RequestedLimits) -> None:
-    """Compile on several threads what `ordinary_steps` and the first CUDA graphs launch."""
+    """Compile on several threads what `ordinary_steps`, the first steps and the first CUDA graphs launch."""
     graphs, engine.graphs = engine.graphs, None  # the steps are to run eagerly
     decodes = _ladder(requested.max_rows) if graphs is None else []
     with compiling_ahead(), torch.inference_mode():
-        for step in ordinary_steps(requested, decodes):
+        for step in (*_few_tokens(requested), *ordinary_steps(requested, decodes)):
             engine.launch(step).read()
             engine.rows.last_tokens.zero_()  # nothing has chosen them, and the next step looks them up
         for kind in [] if graphs is None else graphs.kinds:
             for size in kind.policy.at_start:
                 kind.dry_run(size)
                 engine.rows.last_tokens.zero_()
+
+
+def _few_tokens(requested: RequestedLimits) -> list[pb.StepRequest]:
+    """As `first_step` and `decode_step`, which would compile for two seconds and a half what nothing else launches."""
+    if requested.longest < 2 * PROMPT:
+        return []
+    return [_step(requested, prompts=range(1), length=FEW_TOKENS), _step(requested, decodes=range(1))]
 
 
 def _ladder(highest: int) -> list[int]:
@@ -108,7 +117,7 @@ def _step(
 
 def first_step(capacity: Capacity, block_size: int) -> pb.StepRequest:
     """A prompt of a few tokens in row 0, with room for one more."""
-    length = min(8, capacity.max_total_tokens - 1)
+    length = min(FEW_TOKENS, capacity.max_total_tokens - 1)
     blocks = list(range(RESERVED_BLOCKS, RESERVED_BLOCKS - (-(length + 1) // block_size)))
     return pb.StepRequest(
         admitted=[pb.Admission(row=0, input_ids=pack_token_ids([0] * length))],

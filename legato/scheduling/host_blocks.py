@@ -1,0 +1,116 @@
+"""Which blocks of evicted prefixes are in host memory (`--kv-offload-gb`), and which copies a plan asks for.
+
+The router owns the slots there as it owns blocks; the shards own the bytes. A block that the prefix tree evicts is
+copied out before anything overwrites it, and a request that needs it again gets a block of its own into which it is
+copied back. A slot is read once: from then on the block is on the device, and enters the tree with the request's
+others. Blocks are found by a digest of all tokens up to their end and of whose they are, so none is found by others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from legato.scheduling.prefix_tree import TOKEN_BYTES, Node, TokenBytes
+
+Digest = bytes
+# (block, slot) or (slot, block): from, to.
+Copies = list[tuple[int, int]]
+
+
+class HostBlocks:
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        self._key_bytes = block_size * TOKEN_BYTES
+        self._free = list(range(num_slots - 1, -1, -1))
+        # Least recently copied out first.
+        self._slots: OrderedDict[Digest, int] = OrderedDict()
+        self._is_used = num_slots > 0
+        # Of the plan that is being made: copies, and slots that it reads and the next plan may use again.
+        self._out: dict[Digest, tuple[int, int]] = {}
+        self._in: Copies = []
+        self._read: list[int] = []
+
+    def __len__(self) -> int:
+        """Blocks in host memory."""
+        return len(self._slots)
+
+    def keep(self, node: Node) -> None:
+        """The tree evicts `node`."""
+        if not self._is_used:
+            return
+        digest = digest_of(node)
+        slot = self._slots.pop(digest, None)
+        if slot is None:
+            slot = self._free.pop() if self._free else self._forget_oldest()
+            if slot is None:
+                return
+            self._out[digest] = (node.block, slot)
+        self._slots[digest] = slot
+
+    def _forget_oldest(self) -> int | None:
+        if not self._slots:  # all slots are read by the plan that is being made
+            return None
+        digest, slot = self._slots.popitem(last=False)
+        self._out.pop(digest, None)
+        return slot
+
+    def match(self, node: Node, tokens: TokenBytes, num_found: int, max_blocks: int) -> list[Digest]:
+        """Blocks that follow `node`, the last of `num_found` on the device, in a sequence of these tokens."""
+        found: list[Digest] = []
+        if not self._slots or num_found >= max_blocks:
+            return found
+        digest, size = digest_of(node), self._key_bytes
+        for start in range(num_found * size, max_blocks * size, size):
+            digest = _digest(digest, tokens[start : start + size])
+            if digest not in self._slots or digest in self._out:  # what is on its way out is not there yet
+                break
+            found.append(digest)
+        return found
+
+    def reserve(self, found: Sequence[Digest]) -> list[int]:
+        """Slots that no eviction may take while room is made for their blocks."""
+        slots = [self._slots.pop(digest) for digest in found]
+        self._read += slots
+        return slots
+
+    def add_copies_in(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        self._in += zip(slots, blocks, strict=True)
+
+    def take_copies(self) -> tuple[Copies, Copies]:
+        """What the plan asks for: copies out, then copies in. They run before its step and those of the next plan."""
+        out, back = list(self._out.values()), self._in
+        self._free += self._read
+        self._out, self._in, self._read = {}, [], []
+        return out, back
+
+    def cancel(self) -> None:
+        """There is no plan after all: nothing is copied out before its block is used again."""
+        for digest in self._out:
+            self._free.append(self._slots.pop(digest))
+        self._out = {}
+        assert not self._in, "a plan that brings blocks back has a row for them"
+
+    def forget(self, out: Copies) -> None:
+        """A step failed: whether these were copied is not known."""
+        slots = {slot for _, slot in out}
+        for digest in [digest for digest, slot in self._slots.items() if slot in slots]:
+            self._free.append(self._slots.pop(digest))
+
+
+def digest_of(node: Node) -> Digest:
+    """Of the tokens on the path to `node`, the owner and the adapter; computed once."""
+    missing = []
+    while not node.digest:
+        missing.append(node)
+        if node.parent is None:
+            break
+        node = node.parent
+    digest = node.digest
+    for each in reversed(missing):
+        digest = each.digest = _digest(digest, each.key)
+    return digest
+
+
+def _digest(before: Digest, key: TokenBytes) -> Digest:
+    return blake2b(before + key, digest_size=16).digest()
