@@ -17,13 +17,6 @@ STATEFUL_TYPES = {
     "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba",
     "zamba2",
 }  # fmt: skip
-# Those of TGI that nothing here can compute yet.
-OTHERS_OF_TGI = {
-    "idefics": "some of its layers attend to images",
-    "llama4": "its attention is chunked",
-    "mllama": "some of its layers attend to images",
-    "paligemma": "its prompts are attended to in both directions",
-}
 
 
 class Mentioned:
@@ -43,8 +36,6 @@ def check(files: ModelFiles, trust_remote_code: bool, known: Container[str]) -> 
     kind = str(files.config().get("model_type"))
     if files.weight_format != "safetensors":
         raise UnsupportedModel(f"model_type '{kind}' runs through transformers, which needs safetensors")
-    if kind in OTHERS_OF_TGI:
-        raise unsupported(kind, f"transformers has it, but {OTHERS_OF_TGI[kind]}. TGI 3.3 serves it")
     if kind == "mamba":
         raise unsupported(kind, f"transformers has it, but {STATEFUL}. TGI 3.3 serves it")
     if kind in STATEFUL_TYPES and not trust_remote_code:

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from legato.layers.kv_cache import KVCache, LayerCache
 from legato.layers.mlp import MLP
 from legato.layers.mutual import cross_attention
+from legato.layers.norm import LayerNorm
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
-from legato.models.decoder import Norm
+from legato.models.decoder import Layer, Norm
 from legato.models.keys import Keys
 from legato.models.llama import Llama, LlamaParts
 from legato.models.llava_next import CLIP, ClipTower
@@ -82,7 +83,7 @@ class LatentsLayer:
         self.q = weights.linear(f"{attention}.q_proj", inner, width)
         self.kv = weights.linear([f"{attention}.{part}_proj" for part in "kv"], inner, width)
         self.output = weights.linear(f"{attention}.output_proj", width, inner)
-        self.head_norms = []
+        self.head_norms: list[LayerNorm] = []
         if keys.flag("qk_layer_norms_perceiver"):
             size = inner // self.num_heads
             self.head_norms = [weights.layer_norm(f"{attention}.{part}_layer_norm", size, NORM_EPS) for part in "qk"]
@@ -118,22 +119,23 @@ class Idefics(Llama):
         self.num_first = config.vocab_size  # tokens with rows in the usual matrices
         count = keys.count("additional_vocab_size", default=1) if keys.get("additional_vocab_size") else 0
         self.config = replace(self.config, vocab_size=config.vocab_size + count)
-        self.more_tokens = self.more_logits = None
+        self.more_tokens: torch.Tensor | None = None
+        self.more_logits: torch.Tensor | None = None
         if count:
             self.more_tokens = weights.tensor("model.embed_tokens.additional_embedding.weight", (count, hidden))
             name = "lm_head.additional_fc.weight"
-            tied = config.keys.flag("tie_word_embeddings") or name not in weights
+            tied = keys.flag("tie_word_embeddings") or name not in weights
             self.more_logits = self.more_tokens if tied else weights.tensor(name, (count, hidden))
             weights.skip(name)
         heads = weights.heads(config.num_heads, config.num_kv_heads, config.head_dim)
         parts, every = self.parts(self.read(config), heads, weights), keys.count("cross_layer_interval", default=1)
-        own = list(self.layers)
-        self.layers = []
-        for i, layer in enumerate(own):
+        layers: list[Layer] = []
+        for i, layer in enumerate(self.layers):
             if i % every == 0 and i // every < config.num_layers // every:
                 name = f"model.gated_cross_attn_layers.{i // every}"
-                self.layers.append(IdeficsCrossLayer(parts, name, width, keys))
-            self.layers.append(layer)
+                layers.append(IdeficsCrossLayer(parts, name, width, keys))
+            layers.append(layer)
+        self.layers = layers
         self.kv_shape = replace(self.kv_shape, num_layers=len(self.layers))
         self.tower = ClipTower(shape, shape.num_layers, weights, "model.vision_model", keeps_first=True)
         self.latents: torch.Tensor | None = None

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from legato.layers.mlp import MLP, Product
+from legato.layers.mlp import MLP
 from legato.models.keys import Keys
-from legato.models.vision import Angles, Groups, TowerLayer
+from legato.models.vision import Angles, Groups, TowerAttention, TowerLayer
 from legato.models.weights import Weights
 
 NORM_EPS = 1e-5
@@ -51,13 +51,8 @@ class Llama4TowerShape:
         return self.tile // self.patch
 
 
-class TurnedAttention:
+class TurnedAttention(TowerAttention):
     """Full attention within each tile. Neighbouring dimensions of a head turn together."""
-
-    def __init__(self, qkv: Product, output: Product, num_heads: int) -> None:
-        self.qkv = qkv
-        self.output = output
-        self.num_heads = num_heads
 
     def __call__(self, x: torch.Tensor, groups: Groups, angles: Angles | None) -> torch.Tensor:
         assert angles is not None

@@ -146,7 +146,8 @@ class MllamaTower:
         is_empty = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         is_empty[: len(tiles), : shape.num_patches] = False
         mask = ~(is_empty.flatten()[:, None] & is_empty.flatten())
-        x, features = x.flatten(0, 1), []
+        x = x.flatten(0, 1)
+        features: list[tuple[int, torch.Tensor]] = []
         for i, layer in enumerate(self.layers):
             x = layer(x, mask)
             if i in shape.intermediate:

@@ -141,8 +141,7 @@ class Scheduler:
         if self.limits.speculate and first is None and not (self.queue and self._free_rows):
             num_spare = self.pool.available + self.tree.num_evictable - len(running)
             drafts = self._drafter.draft(step.plan, running, self.limits, num_spare)
-        others = num_decodes + sum(map(len, drafts.values()))
-        room = self._budget.room(others)
+        room = self._budget.room(others := num_decodes + sum(map(len, drafts.values())))
         step.spare = self.limits.max_step_tokens - others - room.tokens
         if first is not None:  # a prompt has begun: requests of a better rank come first
             self._plan_admissions(step, room, first.rank)

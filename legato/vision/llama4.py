@@ -28,15 +28,16 @@ class Llama4Rules(PromptText):
     @classmethod
     def of(cls, config: dict[str, Any], processor: dict[str, Any], tokenizer: Tokenizer) -> Llama4Rules:
         vision, size = config.get("vision_config") or {}, processor.get("size") or {}
-        ids = [tokenizer.token_to_id(f"<|{name}|>") for name in TOKENS]
-        if None in ids:
-            raise ValueError(f"the tokenizer has no token <|{TOKENS[ids.index(None)]}|>")
+        found = {name: tokenizer.token_to_id(f"<|{name}|>") for name in TOKENS}
+        if missing := [name for name, number in found.items() if number is None]:
+            raise ValueError(f"the tokenizer has no token <|{missing[0]}|>")
+        ids = tuple(number for number in found.values() if number is not None)
         tile = int(size.get("height") or vision.get("image_size") or 336)
         side = tile // int(vision.get("patch_size") or 14) * float(vision.get("pixel_shuffle_ratio") or 0.5)
         return cls(
             ids[0],
             PixelNormalization.of(processor, STANDARD, STANDARD),
-            tuple(ids),
+            ids,
             tile=tile,
             tokens_per_tile=int(side) ** 2,
             max_tiles=int(processor.get("max_patches") or 16),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from legato.common.errors import ModelFileError
 from legato.modelfiles.files import ModelFiles, read_json
-from legato.vision.cross import CrossRules, FlamingoRules, MllamaRules
+from legato.vision.cross import FlamingoRules, MllamaRules
 from legato.vision.gemma import Gemma3Rules, PaliGemmaRules, SquareRules
 from legato.vision.idefics import Idefics2Rules, IdeficsRules
 from legato.vision.llama4 import Llama4Rules
@@ -145,7 +145,9 @@ class LlavaNextRules(PromptText):
         return max(self.resolutions, key=lambda resolution: resolution.height * resolution.width)
 
 
-ImageRules = QwenRules | LlavaNextRules | IdeficsRules | Idefics2Rules | SquareRules | CrossRules | Llama4Rules
+ImageRules = (
+    QwenRules | LlavaNextRules | IdeficsRules | Idefics2Rules | SquareRules | MllamaRules | FlamingoRules | Llama4Rules
+)
 
 
 TokenizerRules = IdeficsRules | Idefics2Rules | Gemma3Rules | PaliGemmaRules | FlamingoRules | Llama4Rules

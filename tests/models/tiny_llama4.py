@@ -66,9 +66,10 @@ def llama4_oracle(
     from transformers import Llama4ForConditionalGeneration
 
     model = Llama4ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    rules, seen = image_rules(ModelFiles.open(folder)), {}
+    rules = image_rules(ModelFiles.open(folder))
     assert rules is not None
-    pixels = []
+    pixels: list[torch.Tensor] = []
+    seen: dict[str, Any] = {}
     for data in images:
         picture = decode(data)
         pixels.append(torch.from_numpy(pixels_of(picture, rules)))

@@ -66,7 +66,7 @@ def tiny_gemma3_of_a_vision_model(folder: Path, **changes: Any) -> Path:
     text = {**SIZES, **_gemma3(), **changes}
     # Ids of images must be tokens, too.
     ids = dict(boi_token_index=317, eoi_token_index=318, image_token_index=319)
-    config = Gemma3Config(text_config=text, vision_config=TINY_EYES, **ids)
+    config = Gemma3Config(text_config=text, vision_config=TINY_EYES, mm_tokens_per_image=4, **ids)
     return _save(Gemma3ForConditionalGeneration(config), folder)
 
 

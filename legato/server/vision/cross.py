@@ -29,7 +29,8 @@ class RowBesideImages(RowImages):
     seen: Sequence[tuple[int, int, int]] = ()  # from this position on tokens see the slots [begin, end)
 
     def groups_of(self, part: RowStep, offset: int) -> list[CrossTokens]:
-        last, found = part.start + part.count, []
+        last = part.start + part.count
+        found: list[CrossTokens] = []
         ends = [*(first for first, _, _ in self.seen[1:]), last]
         for (first, begin, end), next_first in zip(self.seen, ends, strict=False):
             first, stop = max(first, part.start), min(next_first, last)
@@ -43,12 +44,13 @@ class CrossVisionEncoder(VisionEncoder):
         ids = unpack_token_ids(admission.input_ids)
         images = [self._image(image, admission.num_cached) for image in admission.images]
         front = aligned(images[-1].span.start + images[-1].span.num_tokens) if images else 0
-        seen = self._seen([front + i for i, id in enumerate(ids[front:]) if id == self._rules.token_id], images)
+        seen = self._seen([front + i for i, number in enumerate(ids[front:]) if number == self._rules.token_id], images)
         self._rows[admission.row] = RowBesideImages(len(ids), images, None, front=front, seen=seen)
 
     def _seen(self, places: list[int], images: list[ImageInPrompt]) -> list[tuple[int, int, int]]:
         assert isinstance(self._model, CrossModel)
-        seen, run = [], 0
+        run = 0
+        seen: list[tuple[int, int, int]] = []
         for number, (place, image) in enumerate(zip(places, images, strict=False)):
             if not self._model.sees_runs or (number and place != places[number - 1] + 1):
                 run = number
@@ -71,8 +73,8 @@ class CrossVisionEncoder(VisionEncoder):
                 begin = max(part.start, row.front)
                 text.append(replace(part, start=begin, count=last - begin))
         if states:
-            owners, positions = to_device(np.concatenate(places, axis=1), self._device)
-            size = cache.block_size
+            there, size = to_device(np.concatenate(places, axis=1), self._device), cache.block_size
+            owners, positions = there[0], there[1]
             slots = rows.block_tables[owners, positions // size].long() * size + positions % size
             assert isinstance(self._model, CrossModel)
             self._model.store_images(torch.cat(states), slots, cache)

@@ -53,7 +53,8 @@ class RowImages:
 
     def mutual(self, part: RowStep, offset: int) -> list[MutualTokens]:
         """Those of a step's part whose tokens begin at `offset` in the step."""
-        found, last = [], part.start + part.count
+        last = part.start + part.count
+        found: list[MutualTokens] = []
         for begin, end in self.groups:
             if begin < last and part.start < end:
                 assert end <= last, "tokens that see each other are computed in one step"
