@@ -59,7 +59,7 @@ class TurnedAttention(TowerAttention):
         ((count, _),) = groups
         q, k, v = self.qkv(x).unflatten(1, (3, self.num_heads, -1)).unflatten(0, (count, -1)).unbind(2)
         q, k = (_turned(part, *angles) for part in (q, k))
-        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)))
+        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.output(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
 
 

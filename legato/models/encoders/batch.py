@@ -166,8 +166,11 @@ def attend(
     shares_heads = q.shape[1] != k.shape[1]
     for group in batch.groups:
         mask = batch.mask(group, causal, window)
+        queries, keys, values = (_gather(x, group) for x in (q, k, v))
         attended = F.scaled_dot_product_attention(
-            *(_gather(x, group) for x in (q, k, v)),
+            queries,
+            keys,
+            values,
             attn_mask=mask,
             is_causal=causal and mask is None,
             enable_gqa=shares_heads,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -60,7 +60,7 @@ class EmbeddingRoutes:
         await self._serve(exchange, _rerank_decoder, self._rerank)
 
     @property
-    def main(self) -> Callable[[Exchange], Awaitable[None]]:
+    def main(self) -> Callable[[Exchange], Coroutine[None, None, None]]:
         """What `POST /` does, as in TEI."""
         labels = self._settings.labels
         return self.embed if labels is None else self.rerank if len(labels) == 1 else self.predict
@@ -155,9 +155,11 @@ def probabilities(logits: Vectors) -> Vectors:
     """Of several labels, which exclude each other; of one, by itself."""
     numbers = logits.astype(np.float64)
     if logits.shape[1] == 1:
-        return (1 / (1 + np.exp(-numbers.clip(-700, 700)))).astype(np.float32)
+        found: Vectors = (1 / (1 + np.exp(-numbers.clip(-700, 700)))).astype(np.float32)
+        return found
     powers = np.exp(numbers - numbers.max(axis=1, keepdims=True))
-    return (powers / powers.sum(axis=1, keepdims=True)).astype(np.float32)
+    found = (powers / powers.sum(axis=1, keepdims=True)).astype(np.float32)
+    return found
 
 
 def _predictions(labels: Sequence[str], scores: list[float]) -> list[Prediction]:
