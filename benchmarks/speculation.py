@@ -63,23 +63,25 @@ def functions() -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def edits(count: int) -> list[dict[str, Any]]:
-    tasks = functions()
-    codes = [(task["entry_point"], task["prompt"] + task["canonical_solution"]) for task in tasks]
-    return [_chat(EDIT.format(name=name, code=code), temperature=0.0) for name, code in (codes * 16)[:count]]
+def edits(first: int, count: int) -> list[dict[str, Any]]:
+    """Of the functions from this one on: what was answered before would be known."""
+    codes = [(task["entry_point"], task["prompt"] + task["canonical_solution"]) for task in functions()]
+    chosen = (codes * (2 + count // len(codes)))[first % len(codes) :][:count]
+    return [_chat(EDIT.format(name=name, code=code), temperature=0.0) for name, code in chosen]
 
 
-def unwritten(count: int) -> list[dict[str, Any]]:
+def unwritten(first: int, count: int) -> list[dict[str, Any]]:
     """Functions of which the model sees the beginning: greedy, and new to it."""
-    tasks = (functions() * 16)[:count]
+    tasks = functions()
+    chosen = (tasks * (2 + count // len(tasks)))[first % len(tasks) :][:count]
     ask = "Write this function. Answer with the code alone.\n\n```python\n{}```"
-    return [_chat(ask.format(task["prompt"]), temperature=0.0) for task in tasks]
+    return [_chat(ask.format(task["prompt"]), temperature=0.0) for task in chosen]
 
 
-def stories(count: int) -> list[dict[str, Any]]:
-    rng = random.Random(0)
+def stories(first: int, count: int) -> list[dict[str, Any]]:
+    rng = random.Random(first)
     subjects = [" and a ".join(rng.sample(WORDS, 3)) for _ in range(count)]
-    return [_chat(f"Write about a {subject}.", temperature=1.0, seed=i) for i, subject in enumerate(subjects)]
+    return [_chat(f"Write about a {subject}.", temperature=1.0, seed=i) for i, subject in enumerate(subjects, first)]
 
 
 def _chat(text: str, **fields: Any) -> dict[str, Any]:
@@ -149,10 +151,11 @@ def main() -> None:
         launched(*words, "--speculate=0") as (without, _),
         launched(*words, f"--speculate={options.speculate}", *shlex.split(options.drafting)) as (drafting, _),
     ):
+        num_asked = 0
         for streams in options.streams:
             work = Work(options.new_tokens, options.rounds * streams)
             for name in options.kinds:
-                bodies = KINDS[name](work.requests)
+                bodies = KINDS[name](num_asked, work.requests)
                 found = figures[f"{name} x {streams}"] = compare((without, drafting), bodies, streams, work)
                 print(
                     f"{name}, {streams} streams: {statistics.median(found['without']):.1f} tokens/s without drafts,"
@@ -160,6 +163,7 @@ def main() -> None:
                     f" {found['same_text']:.1%}, accepted {found['accepted']:.1%} of the tokens",
                     flush=True,
                 )
+            num_asked += work.requests
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         written = {**environment(), "speculate": options.speculate, **figures}

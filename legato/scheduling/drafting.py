@@ -53,6 +53,8 @@ class RequestDrafts:
     proposed_at: int = 0
     # How often a shard had guesses when it was asked.
     proposal_share: float = 1.0
+    # How long its text was when they were asked last.
+    asked_at: int = 0
 
     # How long the text will be when it is read again.
     read_at: int = 0
@@ -107,7 +109,7 @@ class Drafter:
         """How long a step took whose result has come; `forward` on the device."""
         seconds = self.pace.end(now)
         has_waited, self._is_waiting = self._is_waiting, plan.is_waited_for
-        if len(plan.rows) > MOST_ROWS or plan.admitted:
+        if len(plan.rows) > MOST_ROWS or plan.admitted or plan.is_catching_up:
             return
         num_tokens = sum(plan.num_tokens)
         if num_tokens == len(plan.rows) + sum(map(len, plan.drafts.values())):
@@ -152,9 +154,19 @@ class Drafter:
             chosen = self._choose(entries, limits, room, num_spare)
         if limits.num_proposals:
             plan.num_proposals = self._num_proposals(entries, limits, room)
+            plan.is_catching_up = plan.num_proposals > 0 and self._note_asked(entries, limits)
         elif any(entry.request.has_grammar for entry in entries):
             plan.num_proposals = self._num_forced(entries, limits, room)
         return chosen
+
+    def _note_asked(self, entries: Sequence[Entry], limits: SchedulerLimits) -> bool:
+        """Shards are asked for guesses at these. Whether that is new to them for some."""
+        is_new = False
+        for entry in entries:
+            drafts = self._read(entry)
+            is_new = is_new or entry.num_known - drafts.asked_at > 2 * (limits.speculate + 1)
+            drafts.asked_at = entry.num_known
+        return is_new
 
     def _num_forced(self, entries: Sequence[Entry], limits: SchedulerLimits, room: int) -> int:
         """How many tokens to ask the shards for that grammars force. Most grammars force some in some places, so a

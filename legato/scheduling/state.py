@@ -156,6 +156,8 @@ class StepPlan:
     drafts: dict[int, list[int]] = field(default_factory=dict)
     # Guesses that the shards are to return for each row that samples, for the next step to verify.
     num_proposals: int = 0
+    # For that they may have to read texts that they have not guessed at so far: its time says nothing about others.
+    is_catching_up: bool = False
     # (row, traceparent) of the prompts that are traced; only with tracing.
     traces: list[tuple[int, str]] = field(default_factory=list)
     # Adapters that are brought to the device before its rows are computed.
