@@ -113,6 +113,9 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "max-restarts": 10,
     "task": "generate",
     "pooling": None,
+    "fp8-copy-fraction": 0.1,
+    "kv-offload-gb": 0.0,
+    "route-key": None,
     "max-client-batch-size": None,  # TGI's 4 for prompts, and another number for texts to embed
 }
 
