@@ -9,10 +9,11 @@ import legato
 
 # What reads the time of day, and why it may: people or other programs read it, nothing is decided by it.
 ALLOWED = {
+    "balancer/calls.py": "`created`",
     "benchmark/report.py": "date of a report",
     "chat/environment.py": "strftime_now of chat templates",
+    "common/identity.py": "`created`",
     "http/routes/openai/models.py": "`created`",
-    "http/routes/openai/serving.py": "`created`",
     "http/routes/responses/job.py": "`created_at`",
     "router/monitoring/dashboard.py": "time on the page",
     "router/monitoring/tracing.py": "spans",
