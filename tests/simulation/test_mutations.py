@@ -102,12 +102,11 @@ def keep_tree(original: Callable[..., Any], scheduler: Scheduler, limits: Schedu
     scheduler.pool._free = [block for block in scheduler.pool._free if block not in taken]
 
 
-def keep_node(original: Callable[..., Any], tree: PrefixTree, node: Node) -> None:
+def keep_node(original: Callable[..., Node], tree: PrefixTree, node: Node) -> Node:
     """A block is given away, and whoever looks for its prefix finds it still."""
-    parent = node.parent
-    original(tree, node)
-    assert parent is not None
+    parent = original(tree, node)
     parent.children[node.key] = node
+    return parent
 
 
 class Unlisted(dict[int, str]):

@@ -89,8 +89,8 @@ def test_a_failed_generation_is_the_servers_fault() -> None:
 
 
 def test_an_unknown_route_and_another_method() -> None:
-    assert Server().ask("/v1/embeddings", {}).status == 404
-    assert problem(Server().ask("/v1/embeddings", {}))[2] == "There is no route /v1/embeddings"
+    assert Server().ask("/v1/fine_tuning/jobs", {}).status == 404
+    assert problem(Server().ask("/v1/fine_tuning/jobs", {}))[2] == "There is no route /v1/fine_tuning/jobs"
     answer = asyncio.run(get(Server().app, CHAT))
     assert answer.status == 405
     assert answer.json()["error"]["type"] == "invalid_request_error"
