@@ -168,6 +168,20 @@ def test_the_budget_settles_where_a_step_takes_as_long_as_it_should() -> None:
     assert 0.0487 < 0.030 + offered(budget, 256) * 20e-6 < 0.0513  # 64 tokens are 1.3 ms
 
 
+def test_fast_devices_learn_to_take_more_than_they_begin_with() -> None:
+    budget = StepBudget(StepSizes(8192, 2048, 0.050, most_mixed_tokens=4096))
+    assert offered(budget, 256) + 256 <= 2048 + 256
+    found = []
+    for _ in range(40):
+        tokens = offered(budget, 256)
+        budget.learn(tokens, 0.010 + tokens * 12e-6)  # 50 ms for 3,333
+        found.append(tokens)
+    assert 3200 <= found[-1] <= 3456
+    for _ in range(40):
+        budget.learn(offered(budget, 256), 0.001)
+    assert offered(budget, 256) <= 4096
+
+
 def test_the_budget_counts_attention() -> None:
     """Prompts of 32,768 tokens on a device where attention doubles the cost of a token behind 27,000 others: every step
     from the second prompt on takes about as long as it should, whatever comes before its tokens."""
