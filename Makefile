@@ -36,16 +36,16 @@ $(SERVE_VENV)/.legato: pyproject.toml constraints.txt
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing Legato and its development tools into $(VENV): once, one to two minutes plus the downloads"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip $(PIP_INSTALL) -e '.[dev]'
+	$(BIN)/pip $(PIP_INSTALL) --no-compile -e '.[dev]'
 	touch $@
 
 serve: install ## serve the default model on port 3000
 	$(SERVE_VENV)/bin/text-generation-launcher --port $(PORT)
 
-# Two targets at a time with one thread each, because oversubscribed OpenMP threads take twice as long. The longest
-# targets come first.
+# Three targets at a time, because many tests wait for processes, with one thread each, because oversubscribed OpenMP
+# threads take twice as long. The longest targets come first.
 test: setup ## everything CI runs
-	OMP_NUM_THREADS=1 $(MAKE) -j2 unit-processes unit-models unit-texts unit-engine types lint imports
+	OMP_NUM_THREADS=1 $(MAKE) -j3 unit-processes unit-models unit-texts unit-engine types lint imports
 
 lint: setup
 	$(BIN)/ruff check legato tests examples docker

@@ -29,6 +29,7 @@ def check_card(sm: int, folder, *options: str, timeout: float = 240.0) -> None:
     assert [kernel for kernel in kernels if kernel["registers"] > REGISTERS] == []
 
 
+@pytest.mark.cards
 @pytest.mark.parametrize("sm", [75, 86])
 def test_attention_fits_the_smallest_cards(sm, tmp_path):
     check_card(sm, tmp_path, "--quick")

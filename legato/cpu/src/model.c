@@ -245,13 +245,15 @@ EXPORT int legato_forward(const struct shape *s, const struct layer *layers, con
     int64_t last_pieces = t->wanted ? plan_attention(t, s->num_kv_heads, 1, &memory.last_pieces) : 0;
     if (last_pieces == -2) return -2;
     if (!queries || pieces < 0 || last_pieces < 0 || !quants_for(&memory.hidden, &normed, all, hidden / GROUP, 2) ||
-        !quants_for(&memory.attended, &attended, all, width / GROUP, 1) ||
-        !quants_for(&memory.inner, &inner, all, s->inner / GROUP, 1))
+        !quants_for(&memory.attended, &attended, all, width / GROUP, 2) ||
+        !quants_for(&memory.inner, &inner, all, s->inner / GROUP, 2))
         return -1;
     for (int64_t i = 0; i < s->num_layers; i++) {
         const struct layer *l = &layers[i];
         const int is_last = i == s->num_layers - 1;
-        normed.parts = 2;  // q, k and v suffer most from rounding, and are a small part of the products
+        // All inputs but those of gate and up are rounded twice: with q, k and v alone the default model no longer knew
+        // the capital of France.
+        normed.parts = 2;
         run_norm(x, l->norm, s->eps, all, hidden, &normed);
         struct layer_work j = {planned(s->num_heads + 2 * s->num_kv_heads, all), s, l, t, &normed, queries, 0, 0};
         pool_run(head_piece, &j, num_pieces(&j.plan));
