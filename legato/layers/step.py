@@ -100,6 +100,7 @@ class Step:
     sides: Sides | None = None  # of encoder-decoder models only
     images: ImageEmbeddings | None = None  # of vision models only
     adapters: StepAdapters | None = None  # of steps with tokens that have one
+    hidden: torch.Tensor | None = None  # [T, hidden_size], states from the stage before; None: this is the first
     in_last_layer: bool = False  # only the logits come after it
     _memo: dict[Hashable, object] = field(default_factory=dict)
 

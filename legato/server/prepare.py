@@ -9,7 +9,37 @@ import torch
 
 from legato.kernels.attention.paged import PagedContext
 from legato.layers.step import ChunkSpans, Sides, Step
+from legato.pb import generate_pb2 as pb
 from legato.server.rows import Rows, RowStep, to_device
+
+
+def advance(rows: Rows, request: pb.StepRequest) -> list[RowStep]:
+    """Write down what a request says about the rows; returns what each of them computes."""
+    for admission in request.admitted:
+        rows.admit(
+            admission.row,
+            admission.request_id,
+            np.frombuffer(admission.input_ids, dtype="<i4"),
+            admission.num_cached,
+            admission.prompt_logprobs,
+            admission.top_n_tokens,
+            admission.num_generated,
+        )
+        rows.append_blocks(admission.row, list(admission.blocks))
+        if rows.adapters is not None:
+            rows.adapters.set(admission.row, admission.adapter_slot if admission.adapter_id else None)
+    parts, first, first_draft = [], 0, 0
+    new_blocks = list(request.new_blocks)
+    num_drafts = request.num_drafts or [0] * len(request.rows)
+    columns = zip(request.rows, request.num_tokens, request.num_new_blocks, num_drafts, strict=True)
+    for row, count, num_new, drafts in columns:
+        if num_new:
+            rows.append_blocks(row, new_blocks[first : first + num_new])
+            first += num_new
+        draft_ids = tuple(request.draft_ids[first_draft : first_draft + drafts])
+        first_draft += drafts
+        parts.append(rows.advance(row, count, draft_ids))
+    return parts
 
 
 def decodes_first(parts: list[RowStep]) -> list[int]:
