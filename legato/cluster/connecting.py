@@ -47,6 +47,7 @@ class GuardedListener:
         self._key = key
         self._handle = handle
         self._strangers: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
+        self._known: set[asyncio.Task[None]] = set()
         self._log = ThrottledLog(logger)
         self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,13 +93,6 @@ class GuardedListener:
         try:
             async with asyncio.timeout(PROOF_SECONDS):
                 await prove_to_caller(connection, self._key)
-            tune(connection)
-            task = asyncio.current_task()
-            if task is not None:
-                self._strangers.pop(task, None)
-            async with asyncio.timeout(PROOF_SECONDS):
-                kind, fields = await receive_message(connection)
-            await self._handle(connection, kind, fields)
         except (WrongKey, ForeignProtocol):
             self._log.warning("A connection to the cluster's port was refused: it does not know the cluster key")
             connection.close()
@@ -107,6 +101,23 @@ class GuardedListener:
             connection.close()
         except asyncio.CancelledError:
             self._log.warning("Too many connections to the cluster's port have not proven that they know the key")
+            connection.close()
+        else:
+            await self._welcome(connection)
+
+    async def _welcome(self, connection: socket.socket) -> None:
+        """Of somebody who knows the key."""
+        if (task := asyncio.current_task()) is not None:
+            self._strangers.pop(task, None)
+            self._known.add(task)
+            task.add_done_callback(self._known.discard)
+        try:
+            tune(connection)
+            async with asyncio.timeout(PROOF_SECONDS):
+                kind, fields = await receive_message(connection)
+            await self._handle(connection, kind, fields)
+        except (BrokenLink, OSError, TimeoutError) as error:
+            logger.debug("A connection between machines ended: %s", describe(error))
             connection.close()
 
 

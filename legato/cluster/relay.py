@@ -26,7 +26,7 @@ from legato.common.options import LogOptions
 from legato.common.program import command, run_program
 from legato.common.sockets import claim_socket
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("legato.cluster.relay")  # which runs as __main__
 
 
 class RemoteShardLost(LegatoError):

@@ -123,10 +123,11 @@ async def _follow(
         max_restarts=options.max_restarts,
         load_timeout=options.load_timeout,
     )
-    dead = await follower.run(
-        options.master_addr, options.master_port, str(options.cluster_key).encode(), options.node_rank,
-        nodes.about(options, layout), options.node_addr,
-    )  # fmt: skip
+    with startup.lines():
+        dead = await follower.run(
+            options.master_addr, options.master_port, str(options.cluster_key).encode(), options.node_rank,
+            nodes.about(options, layout), options.node_addr,
+        )  # fmt: skip
     await supervisor.stop(*(child for child in follower.children if child.is_running), grace=EXIT_SECONDS)
     return dead
 

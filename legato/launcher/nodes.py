@@ -151,8 +151,9 @@ class NodeHub:
 
     async def stop(self) -> None:
         self._serving.cancel()
-        self._joined |= self._started
-        await asyncio.gather(*(link.close(STOPPED, FrameKind.STOP) for link in self._joined.values()))
+        links = [*self._joined.values(), *self._started.values()]
+        self._joined, self._started = {}, {}
+        await asyncio.gather(*(link.close(STOPPED, FrameKind.STOP) for link in links))
 
     async def _close_started(self, reason: str) -> None:
         links, self._started = list(self._started.values()), {}

@@ -24,6 +24,7 @@ from legato.launcher.processes import KILL_SECONDS, Child, ProcessCommand, Super
 
 logger = logging.getLogger(__name__)
 
+RELAY_SECONDS = 1.0
 
 # A stage of the start, and how much of it is done.
 Tell = Callable[[str, float], None]
@@ -136,8 +137,7 @@ class ServerProcesses:
         while True:
             dead = await group.first_exit()
             # A router that warms up shards for the first time ends with them. Machines come and go.
-            is_remote = any(child.name == RELAY and not child.is_running for child in group.children)
-            may_restart = self._was_ready or is_remote or (dead.is_hung and not dead.has_loaded)
+            may_restart = self._was_ready or (dead.is_hung and not dead.has_loaded) or await _has_lost_machine(group)
             is_final = not may_restart or dead.exited.result() == EXIT_NO_RESTART
             if is_final or not await group.restart(dead):
                 return dead
@@ -182,6 +182,14 @@ class ServerProcesses:
         await self._ready_again(self._tell)
         group.is_ready = True
         logger.info("Ready again %.1f s after a restart of %s", time.monotonic() - started, group.name)
+
+
+async def _has_lost_machine(group: ProcessGroup) -> bool:
+    """Shards may notice it a moment before what stands for those of other machines does."""
+    relays = [child.exited for child in group.children if child.name == RELAY]
+    if not relays:
+        return False
+    return bool((await asyncio.wait(relays, timeout=RELAY_SECONDS))[0])
 
 
 def _given(commands: Sequence[ProcessCommand]) -> Callable[[], Awaitable[Sequence[ProcessCommand]]]:

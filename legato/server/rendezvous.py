@@ -60,7 +60,7 @@ def _join_stage(options: ServerOptions, device: torch.device, links: ShardLinks)
     if shard.world_size == 1 or shard.collectives is not None:
         return shard
     stay_on_loopback()
-    file = f"{os.path.abspath(options.uds_path)}.{options.group_id}.{shard.stage}"
+    file = f"{os.path.abspath(options.uds_path)}.store.{options.group_id}.{shard.stage}"  # the launcher removes it
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -1,0 +1,213 @@
+"""Several machines on this one, for benchmarks and tests of a model on several machines.
+
+Loopback      machine i is 127.0.0.(i + 1): no privileges needed, the links cannot be slowed down or cut
+Namespaces    each machine is a network namespace, on a bridge of its own: `netem` delays and loses packets, `cut`
+              takes a machine off; needs root and `ip`
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.processes import free_port, stop
+
+START_SECONDS = 240.0
+KEY = "benchmarks of several machines"
+
+
+@dataclass(frozen=True)
+class Machine:
+    address: str  # that the others connect to
+    http_address: str  # that this program connects to
+    prefix: Sequence[str] = ()  # of commands that run there
+
+
+@dataclass(frozen=True)
+class Loopback:
+    machines: list[Machine]
+
+
+def loopback(count: int = 2) -> Loopback:
+    return Loopback([Machine(f"127.0.0.{number + 1}", "127.0.0.1") for number in range(count)])
+
+
+def missing_for_namespaces() -> str | None:
+    """Why this machine cannot have network namespaces, if it cannot."""
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "`ip` and `tc` are missing: install iproute2"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"lgt{secrets.token_hex(3)}"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"network namespaces are not possible here: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return None
+
+
+class Namespaces:
+    """Addresses are of 198.18.0.0/15, which is reserved for benchmarks."""
+
+    def __init__(self, count: int = 2) -> None:
+        self._name, self._net = f"lgt{secrets.token_hex(2)}", 2 * secrets.randbelow(100)
+        self._count = count
+        self.machines = [
+            Machine(f"198.18.{self._net}.{number + 1}", f"198.18.{self._net + 1}.1", ("ip", "netns", "exec", ns))
+            for number, ns in enumerate(map(self._namespace, range(count)))
+        ]
+
+    def __enter__(self) -> Namespaces:
+        try:
+            ip("link", "add", f"{self._name}br", "type", "bridge")
+            ip("link", "set", f"{self._name}br", "up")
+            for number, machine in enumerate(self.machines):
+                ns, outer = self._namespace(number), self._outer(number)
+                ip("netns", "add", ns)
+                ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", ns)
+                ip("link", "set", outer, "master", f"{self._name}br", "up")
+                ip("-n", ns, "addr", "add", f"{machine.address}/24", "dev", "eth0")
+                ip("-n", ns, "link", "set", "eth0", "up")
+                ip("-n", ns, "link", "set", "lo", "up")
+            # From here to the first machine, beside the links between machines.
+            ip("link", "add", f"{self._name}h", "type", "veth", "peer", "name", "eth1", "netns", self._namespace(0))
+            ip("addr", "add", f"198.18.{self._net + 1}.2/24", "dev", f"{self._name}h")
+            ip("link", "set", f"{self._name}h", "up")
+            ip("-n", self._namespace(0), "addr", "add", f"198.18.{self._net + 1}.1/24", "dev", "eth1")
+            ip("-n", self._namespace(0), "link", "set", "eth1", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in range(self._count):
+            ip("netns", "delete", self._namespace(number), check=False)
+        for name in (f"{self._name}h", f"{self._name}br", *(self._outer(number) for number in range(self._count))):
+            ip("link", "delete", name, check=False)
+
+    def netem(self, *words: str) -> None:
+        """Of every machine's link, both ways: `delay 5ms loss 1%`. Without words, as fast as it can."""
+        for number in range(self._count):
+            for prefix, device in (([*self.machines[number].prefix], "eth0"), ([], self._outer(number))):
+                run = [*prefix, "tc", "qdisc", "replace" if words else "delete", "dev", device, "root"]
+                subprocess.run([*run, *(["netem", *words] if words else [])], check=bool(words), capture_output=True)
+
+    def cut(self, number: int) -> None:
+        """Packets of this machine go nowhere; nobody is told."""
+        ip("link", "set", self._outer(number), "down")
+
+    def mend(self, number: int) -> None:
+        ip("link", "set", self._outer(number), "up")
+
+    def _namespace(self, number: int) -> str:
+        return f"{self._name}n{number}"
+
+    def _outer(self, number: int) -> str:
+        return f"{self._name}v{number}"
+
+
+def ip(*words: str, check: bool = True) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+@dataclass
+class ClusterServer:
+    """One model on several machines: a launcher on each, with the same arguments."""
+
+    machines: Sequence[Machine]
+    folder: Path
+    words: Sequence[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    launchers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.port, self.master_port = free_port(), _free_range(2 + 8 * len(self.machines))
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.machines[0].http_address}:{self.port}"
+
+    def start(self, rank: int) -> None:
+        machine = self.machines[rank]
+        place = [
+            f"--nnodes={len(self.machines)}", f"--node-rank={rank}", f"--master-addr={self.machines[0].address}",
+            f"--node-addr={machine.address}", f"--master-port={self.master_port}", f"--port={self.port}",
+            f"--hostname={self.machines[0].http_address}", f"--shard-uds-path={self.folder}/m{rank}-shard",
+            "--prometheus-port=0", "--http-workers=1",
+        ]  # fmt: skip
+        words = [*machine.prefix, sys.executable, "-m", "legato.launcher.cli", *place, *self.words]
+        environment = {**os.environ, "CLUSTER_KEY": KEY, **self.environment}
+        with self.log(rank).open("ab") as log:
+            # In a session of its own: `kill` ends all of it.
+            self.launchers[rank] = subprocess.Popen(
+                words, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"machine-{rank}.log"
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def until_ready(self, timeout: float = START_SECONDS) -> float:
+        """Seconds that it took."""
+        started = time.monotonic()
+        while not self.is_ready():
+            ended = [rank for rank, launcher in self.launchers.items() if launcher.poll() is not None]
+            if ended or time.monotonic() - started > timeout:
+                logs = "\n".join(self.log(rank).read_text(errors="replace")[-2000:] for rank in self.launchers)
+                raise RuntimeError(f"not ready after {timeout:g} s, ended: {ended}\n{logs}")
+            time.sleep(0.05)
+        return time.monotonic() - started
+
+    def kill(self, rank: int) -> None:
+        """The power fails: the launcher is killed, and its children with it."""
+        launcher = self.launchers.pop(rank)
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+
+    def stop(self) -> None:
+        """The first machine ends the others."""
+        for rank in sorted(self.launchers):
+            stop(self.launchers[rank])
+        self.launchers.clear()
+
+
+@contextmanager
+def cluster(
+    machines: Sequence[Machine], folder: Path, *words: str, environment: dict[str, str] | None = None
+) -> Iterator[ClusterServer]:
+    """A server that is ready, and is stopped at the end."""
+    server = ClusterServer(machines, folder, words, environment or {})
+    try:
+        for rank in range(len(machines)):
+            server.start(rank)
+        server.until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def _free_range(count: int) -> int:
+    """A port that is free, as those behind it probably are."""
+    while (port := free_port()) + count > 65535:
+        pass
+    return port
