@@ -165,7 +165,7 @@ class Engine:
             self.vision_encoder.forget(parts)
         for outcome in outcomes:
             if outcome.chosen is not None and self.stage is not None:
-                self.stage.return_tokens(outcome.chosen)
+                self.stage.return_tokens(outcome.chosen, clock.wait)
             if outcome.chosen is not None:
                 self.grammars.accept(outcome.chosen.rows, partial(_read_ids, clock, outcome.chosen))
         return PendingStep(request.id, started, clock, outcomes)

@@ -13,8 +13,10 @@ With several shards in a stage, each sends its span of the columns, and they are
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +31,10 @@ from legato.layers.step import Step
 from legato.server.nodes.collectives import bytes_of
 from legato.server.pending import SampledTokens
 from legato.server.rows import Rows, RowStep
+
+logger = logging.getLogger(__name__)
+# For `benchmarks/pipeline.py`: times of the clock that all processes of a machine share.
+COMPUTED = "Stage computed a step"
 
 
 class PipelineStage:
@@ -50,6 +56,7 @@ class PipelineStage:
         # Rows whose tokens are on their way back to the first stage, step by step.
         self._expected: deque[list[int]] = deque()
         self._pretends = False
+        self._began = 0  # when the step that is computed had its states, in nanoseconds
         self._sender = _Sender(behind, on_lost)
 
     @property
@@ -86,7 +93,10 @@ class PipelineStage:
         tokens."""
         if not self.is_last:
             step = replace(step, logits_indices=None)
-        return step if self.is_first else replace(step, hidden=self._receive(len(step.input_ids)))
+        if not self.is_first:
+            step = replace(step, hidden=self._receive(len(step.input_ids)))
+        self._began = time.monotonic_ns()
+        return step
 
     def leave(self, hidden: torch.Tensor, sampling: list[int]) -> None:
         """Hand the states on. `sampling` are the rows that the last stage samples, in its order."""
@@ -98,12 +108,13 @@ class PipelineStage:
         if columns < self._hidden_size:
             first = columns * (self._shard.rank % size)
             hidden = hidden[:, first : first + columns]
-        self._sender.put(hidden.contiguous())
+        on_host, wait = _copied(hidden.contiguous())
+        self._sender.put(on_host, wait, self._began)
 
-    def return_tokens(self, chosen: SampledTokens) -> None:
-        """From the last stage to the first. They are of the same step there."""
+    def return_tokens(self, chosen: SampledTokens, wait: Callable[[], object]) -> None:
+        """From the last stage to the first. They are on the host after `wait`."""
         if self.is_last and not self._pretends and chosen.rows:
-            self._sender.put(chosen.token_ids)
+            self._sender.put(chosen.token_ids, wait, self._began)
 
     def _receive(self, num_tokens: int) -> torch.Tensor:
         if self._pretends:
@@ -122,25 +133,30 @@ class _Sender:
     def __init__(self, link: TensorLink, on_lost: Callable[[str], None]) -> None:
         self._link = link
         self._on_lost = on_lost
-        self._outbox: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event | None]] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[torch.Tensor, Callable[[], object], int]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="stage-sender", daemon=True).start()
 
-    def put(self, tensor: torch.Tensor) -> None:
-        event = None
-        if tensor.device.type == "cuda":
-            on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            tensor = on_host.copy_(tensor, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._outbox.put((tensor, event))
+    def put(self, tensor: torch.Tensor, wait: Callable[[], object], began: int) -> None:
+        """What a step that began at this time has computed: on the host, after `wait`."""
+        self._outbox.put((tensor, wait, began))
 
     def _run(self) -> None:
         while True:
-            tensor, event = self._outbox.get()
+            tensor, wait, began = self._outbox.get()
             try:
-                if event is not None:
-                    event.synchronize()
+                wait()
+                logger.debug(COMPUTED, extra={"fields": {"began": began, "ended": time.monotonic_ns()}})
                 self._link.send(bytes_of(tensor))
             except BrokenLink as error:
                 self._on_lost(str(error))
                 return
+
+
+def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+    """On the host, and what to wait with before it is read."""
+    if tensor.device.type == "cpu":
+        return tensor, lambda: None
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return on_host, event.synchronize
