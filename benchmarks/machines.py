@@ -104,7 +104,7 @@ class Namespaces:
                 subprocess.run([*run, *(["netem", *words] if words else [])], check=bool(words), capture_output=True)
 
     def cut(self, number: int) -> None:
-        """Packets of this machine go nowhere; nobody is told."""
+        """The cable is pulled: the machine's interface has no carrier."""
         ip("link", "set", self._outer(number), "down")
 
     def mend(self, number: int) -> None:

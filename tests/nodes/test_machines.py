@@ -78,6 +78,7 @@ def restart_words(words: list[str]) -> list[str]:
     return [*words, "--max-restarts=1000", "--hang-timeout=20"]
 
 
+@pytest.mark.timeout(3600)
 def test_a_machine_that_is_killed_again_and_again(
     network: Namespaces, tmp_path: Path, words: list[str], expected: list[list[int]]
 ) -> None:
@@ -99,12 +100,13 @@ def test_a_machine_that_is_killed_again_and_again(
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize("kind", ["no carrier", "silent"])
 def test_a_link_that_is_cut_and_mended(
-    network: Namespaces, tmp_path: Path, words: list[str], expected: list[list[int]]
+    network: Namespaces, tmp_path: Path, words: list[str], expected: list[list[int]], kind: str
 ) -> None:
     with cluster(network.machines, tmp_path, *restart_words(words), *STAGES) as server, under_load(server) as rounds:
         time.sleep(1)
-        network.cut(1)
+        network.cut(1) if kind == "no carrier" else network.netem("loss", "100%")
         try:
             deadline = time.monotonic() + 40
             while server.is_ready():
@@ -113,6 +115,7 @@ def test_a_link_that_is_cut_and_mended(
             time.sleep(3)
         finally:
             network.mend(1)
+            network.netem()
         seconds = server.until_ready()
         print(f"ready {seconds:.1f} s after the link was mended")
         done = len(rounds)
@@ -196,6 +199,7 @@ def test_the_ports_listen_on_the_given_addresses_only(served: ClusterServer) -> 
             assert probe.connect_ex((served.machines[0].http_address, port)) != 0
 
 
+@pytest.mark.timeout(1800)
 def test_the_default_model_on_two_machines(network: Namespaces) -> None:
     """In every layout, over a fast link and a slow one that loses packets: `benchmarks/nodes.py` fails if a token
     differs."""
