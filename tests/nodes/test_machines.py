@@ -126,6 +126,32 @@ def test_a_link_that_is_cut_and_mended(
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize("what", ["shard", "machine"])
+def test_a_remote_shard_or_a_whole_machine_that_hangs(
+    network: Namespaces, tmp_path: Path, words: list[str], expected: list[list[int]], what: str
+) -> None:
+    """A shard for `--hang-timeout`, a machine for the ten seconds after which launchers miss it."""
+    with cluster(network.machines, tmp_path, *restart_words(words), *STAGES) as server, under_load(server) as rounds:
+        time.sleep(1)
+        launcher = psutil.Process(server.launchers[1].pid)
+        stopped = [child for child in launcher.children(recursive=True) if "serve" in child.cmdline()]
+        stopped += [launcher] if what == "machine" else []
+        for process in stopped:
+            process.suspend()
+        deadline = time.monotonic() + 40
+        while server.is_ready():
+            assert time.monotonic() < deadline, "nobody noticed"
+            time.sleep(0.1)
+        if what == "machine":
+            launcher.resume()
+        assert server.until_ready() < READY_SECONDS
+        done = len(rounds)
+        while len(rounds) < done + 2:
+            time.sleep(0.1)
+    assert check(rounds, expected) >= 2 * NUM_STREAMS
+    assert leftovers(tmp_path) == []
+
+
 def ports(server: ClusterServer) -> list[tuple[Machine, int]]:
     """All that a cluster of two machines with a shard each listens on."""
     first, second = server.machines
