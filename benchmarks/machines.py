@@ -1,8 +1,8 @@
 """Several machines on this one, for benchmarks and tests of a model on several machines.
 
 Loopback      machine i is 127.0.0.(i + 1): no privileges needed, the links cannot be slowed down or cut
-Namespaces    each machine is a network namespace, on a bridge of its own: `netem` delays and loses packets, `cut`
-              takes a machine off; needs root and `ip`
+Namespaces    each machine is a network namespace: links may be slow and lose packets, be cut and fall silent; needs
+              root and `ip`
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def loopback(count: int = 2) -> Loopback:
 
 def missing_for_namespaces() -> str | None:
     """Why this machine cannot have network namespaces, if it cannot."""
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        return "`ip` and `tc` are missing: install iproute2"
+    if shutil.which("ip") is None:
+        return "`ip` is missing: install iproute2"
     if os.geteuid() != 0:
         return "network namespaces need root"
     name = f"lgt{secrets.token_hex(3)}"
@@ -57,11 +57,14 @@ def missing_for_namespaces() -> str | None:
 
 
 class Namespaces:
-    """Addresses are of 198.18.0.0/15, which is reserved for benchmarks."""
+    """Addresses are of 198.18.0.0/15, which is reserved for benchmarks. With a `delay` in seconds or a `loss` the
+    machines are joined by `benchmarks/wire.py`, else by a bridge of the kernel."""
 
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self, count: int = 2, delay: float = 0.0, loss: float = 0.0) -> None:
         self._name, self._net = f"lgt{secrets.token_hex(2)}", 2 * secrets.randbelow(100)
         self._count = count
+        self._delay, self._loss = delay, loss
+        self._wire: subprocess.Popen[bytes] | None = None
         self.machines = [
             Machine(f"198.18.{self._net}.{number + 1}", f"198.18.{self._net + 1}.1", ("ip", "netns", "exec", ns))
             for number, ns in enumerate(map(self._namespace, range(count)))
@@ -69,13 +72,14 @@ class Namespaces:
 
     def __enter__(self) -> Namespaces:
         try:
-            ip("link", "add", f"{self._name}br", "type", "bridge")
-            ip("link", "set", f"{self._name}br", "up")
+            for number in range(self._count):
+                ip("netns", "add", self._namespace(number))
+            if self._delay or self._loss:
+                self._join_by_wire()
+            else:
+                self._join_by_bridge()
             for number, machine in enumerate(self.machines):
-                ns, outer = self._namespace(number), self._outer(number)
-                ip("netns", "add", ns)
-                ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", ns)
-                ip("link", "set", outer, "master", f"{self._name}br", "up")
+                ns = self._namespace(number)
                 ip("-n", ns, "addr", "add", f"{machine.address}/24", "dev", "eth0")
                 ip("-n", ns, "link", "set", "eth0", "up")
                 ip("-n", ns, "link", "set", "lo", "up")
@@ -90,18 +94,29 @@ class Namespaces:
             raise
         return self
 
+    def _join_by_bridge(self) -> None:
+        ip("link", "add", f"{self._name}br", "type", "bridge")
+        ip("link", "set", f"{self._name}br", "up")
+        for number in range(self._count):
+            outer = self._outer(number)
+            ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", self._namespace(number))
+            ip("link", "set", outer, "master", f"{self._name}br", "up")
+
+    def _join_by_wire(self) -> None:
+        words = [f"--delay={self._delay}", f"--loss={self._loss}", *map(self._namespace, range(self._count))]
+        self._wire = subprocess.Popen([sys.executable, "-m", "benchmarks.wire", *words], stdout=subprocess.PIPE)
+        assert self._wire.stdout is not None
+        if self._wire.stdout.readline() != b"ready\n":
+            raise RuntimeError("the wire between the namespaces did not start")
+
     def __exit__(self, *_: object) -> None:
+        if self._wire is not None:
+            self._wire.kill()
+            self._wire.wait()
         for number in range(self._count):
             ip("netns", "delete", self._namespace(number), check=False)
         for name in (f"{self._name}h", f"{self._name}br", *(self._outer(number) for number in range(self._count))):
             ip("link", "delete", name, check=False)
-
-    def netem(self, *words: str) -> None:
-        """Of every machine's link, both ways: `delay 5ms loss 1%`. Without words, as fast as it can."""
-        for number in range(self._count):
-            for prefix, device in (([*self.machines[number].prefix], "eth0"), ([], self._outer(number))):
-                run = [*prefix, "tc", "qdisc", "replace" if words else "delete", "dev", device, "root"]
-                subprocess.run([*run, *(["netem", *words] if words else [])], check=bool(words), capture_output=True)
 
     def cut(self, number: int) -> None:
         """The cable is pulled: the machine's interface has no carrier."""
@@ -109,6 +124,20 @@ class Namespaces:
 
     def mend(self, number: int) -> None:
         ip("link", "set", self._outer(number), "up")
+
+    def silence(self, number: int) -> None:
+        """Packets from and to this machine go nowhere, and nobody is told."""
+        for one, other in self._pairs(number):
+            there = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+            ip("-n", self._namespace(one), "neigh", "replace", self.machines[other].address, "dev", "eth0", *there)
+
+    def restore(self, number: int) -> None:
+        for one, other in self._pairs(number):
+            ip("-n", self._namespace(one), "neigh", "delete", self.machines[other].address, "dev", "eth0")
+
+    def _pairs(self, number: int) -> list[tuple[int, int]]:
+        others = [each for each in range(self._count) if each != number]
+        return [(number, other) for other in others] + [(other, number) for other in others]
 
     def _namespace(self, number: int) -> str:
         return f"{self._name}n{number}"

@@ -30,7 +30,8 @@ LAYOUTS = {
     "PP 2": ("--num-shard=1", "--pipeline-parallel-size=2"),
     "TP 2 x PP 2": ("--num-shard=2", "--pipeline-parallel-size=2"),
 }
-SLOW_LINK = ("delay", "5ms", "loss", "1%")
+# Seconds of delay each way, and the share of packets that is lost.
+LINKS = {"fast": (0.0, 0.0), "5 ms, 1 % lost": (0.005, 0.01)}
 SUBJECTS = ("the sea", "a clock", "bread", "the moon", "a lost key", "winter", "an old road", "the first machine")
 
 
@@ -122,13 +123,12 @@ def main() -> None:
     print(f"one process: {rate} tokens per second")
     results: dict[str, Any] = {"one process": {"tokens_per_second": rate}}
     for layout in options.layout or LAYOUTS:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Namespaces() as network,
-            cluster(network.machines, Path(folder), *words, *LAYOUTS[layout]) as server,
-        ):
-            for link, netem in (("fast", ()), (" ".join(SLOW_LINK), SLOW_LINK)):
-                network.netem(*netem)
+        for link, (delay, loss) in LINKS.items():
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                Namespaces(delay=delay, loss=loss) as network,
+                cluster(network.machines, Path(folder), *words, *LAYOUTS[layout]) as server,
+            ):
                 found = results.setdefault(layout, {})[link] = measure(server, texts, options.tokens, expected)
                 print(f"{layout}, link {link}: {json.dumps(found)}", flush=True)
     if options.out is not None:

@@ -47,7 +47,7 @@ class LinkCollectives:
 
 def bytes_of(x: torch.Tensor) -> memoryview:
     """Of a contiguous tensor on the host, without a copy."""
-    return memoryview(x.view(-1).view(torch.uint8).numpy())
+    return x.view(-1).view(torch.uint8).numpy().data
 
 
 def tensor_of(data: bytearray, like: torch.Tensor) -> torch.Tensor:
