@@ -21,7 +21,7 @@ MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 HELM = Path(sys.executable).parent / "helm"
 VERSIONS = ("1.27", "1.31", "1.35")
 # Of operators, without schemas in Kubernetes: what they must have is looked at below.
-CUSTOM = {"PodMonitor", "ScaledObject"}
+CUSTOM = {"LeaderWorkerSet", "PodMonitor", "ScaledObject"}
 CASES: dict[str, list[str]] = {
     "default": [],
     "deployment": ["replicas.kind=Deployment", "persistence.existingClaim=models"],
@@ -65,9 +65,27 @@ def test_everything_follows_the_schemas(name: str, version: str) -> None:
 
 
 def pods(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The pod templates, by the name of what makes them."""
+    """The pod templates, by the name of what makes them: of groups of pods that of the first one."""
     kinds = ("Deployment", "StatefulSet")
-    return {each["metadata"]["name"]: each["spec"]["template"] for each in found if each["kind"] in kinds}
+    made = {each["metadata"]["name"]: each["spec"]["template"] for each in found if each["kind"] in kinds}
+    groups = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "LeaderWorkerSet"}
+    return made | {name: spec["leaderWorkerTemplate"]["leaderTemplate"] for name, spec in groups.items()}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_machines_of_a_group_run_the_same_command_with_the_same_key(version: str) -> None:
+    (group,) = (each for each in documents("several-machines.yaml") if each["kind"] == "LeaderWorkerSet")
+    template = group["spec"]["leaderWorkerTemplate"]
+    first, others = template["leaderTemplate"], template["workerTemplate"]
+    (one,), (other,) = first["spec"]["containers"], others["spec"]["containers"]
+    assert one["args"] == other["args"] and one["env"] == other["env"]
+    assert one["env"][0]["name"] == "CLUSTER_KEY"
+    assert f"--pipeline-parallel-size={template['size']}" in one["args"]
+    for pod in (first, others):
+        named = {"name": "pod", **pod["metadata"]}
+        kubernetes_validate.validate(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": named, "spec": pod["spec"]}, version
+        )
 
 
 @pytest.mark.parametrize("name", ALL)
