@@ -96,6 +96,7 @@ async def _lead(
         startup=lambda tell: _log_startup(options, sockets, len(plan.shards), tell),
         ready_again=lambda tell: _log_restart(options, sockets, len(plan.shards), tell),
         shard_commands=shard_commands if layout.needs_links else None,
+        machine_loss=lambda: None if hub is None else hub.loss,
     )
     if hub is not None:
         hub.on_lost = processes.lose_machine

@@ -120,6 +120,8 @@ class NodeHub:
     def __init__(self, address: str, port: int, key: bytes, num_nodes: int, about: dict[str, str]) -> None:
         """`about` must be the same on all machines. EndpointInUse, OptionError."""
         self.on_lost: Callable[[str], None] = lambda _: None
+        # Why the group that was started last has to end, if a machine of it was lost.
+        self.loss: str | None = None
         self._address = address
         self._about = about
         self._num_nodes = num_nodes
@@ -143,7 +145,7 @@ class NodeHub:
                 await asyncio.wait_for(self._changed.wait(), WAITING_LOG_INTERVAL)
         addresses = [self._address, *(self._joined[rank].address for rank in range(1, self._num_nodes))]
         assembly = Assembly(secrets.token_hex(8), tuple(addresses))
-        self._started, self._joined = self._joined, {}
+        self._started, self._joined, self.loss = self._joined, {}, None
         for link in self._started.values():
             await link.send(FrameKind.START, group=assembly.group, addresses=addresses)
         logger.info("All machines are here", extra={"fields": {"machines": ",".join(addresses)}})
@@ -183,7 +185,8 @@ class NodeHub:
             del self._joined[rank]
         if self._started.get(rank) is link:
             del self._started[rank]
-            self.on_lost(f"lost machine {rank} at {link.address}: {reason}")
+            self.loss = f"lost machine {rank} at {link.address}: {reason}"
+            self.on_lost(self.loss)
 
 
 async def join(

@@ -98,8 +98,10 @@ class ServerProcesses:
         startup: Callable[[Tell], Awaitable[None]],
         ready_again: Callable[[Tell], Awaitable[None]],
         shard_commands: Callable[[], Awaitable[Sequence[ProcessCommand]]] | None = None,
+        machine_loss: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`shard_commands` wait for other machines; without them the shards are those of the plan."""
+        """`shard_commands` wait for other machines; without them the shards are those of the plan. `machine_loss` says
+        whether one of these was lost since."""
         self._supervisor = supervisor
         self._hang_timeout = hang_timeout
         self._load_timeout = load_timeout
@@ -107,6 +109,7 @@ class ServerProcesses:
         self._ready_again = ready_again
         self._was_ready = False
         self._waits = shard_commands is not None
+        self._machine_loss = machine_loss
         shards, router = shard_commands or _given(plan.shards), _given([plan.router])
         self.shards = ProcessGroup("the shards", shards, supervisor, max_restarts, remove_sockets)
         self.router = ProcessGroup("the router", router, supervisor, max_restarts)
@@ -169,6 +172,8 @@ class ServerProcesses:
             was_late, checked_at = now - checked_at > 2 * BEAT_SECONDS, now
             if was_late:  # we were stopped ourselves: beats may be waiting for us
                 continue
+            if (loss := self._machine_loss()) is not None:  # perhaps while the shards were being started
+                self.lose_machine(loss)
             for child in silent(self.router.children, now - self._hang_timeout):
                 child.kill_hung(f"no heartbeat for {self._hang_timeout:g} s (--hang-timeout)")
             if self._load_timeout:

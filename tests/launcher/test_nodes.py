@@ -66,11 +66,13 @@ def test_a_machine_that_ends_is_named_with_its_reason_and_may_join_again() -> No
         while not gathering.lost:
             await asyncio.sleep(0.01)
         assert gathering.lost == ["lost machine 1 at 127.0.0.2: shard-1 was killed by SIGKILL"]
+        assert gathering.hub.loss == gathering.lost[0]
         again = gathering.join(1)
         assembling = asyncio.ensure_future(gathering.hub.assemble())
         assert await links[1].ended == "the shards are started again"
         other = gathering.join(2)
         after = await assembling
+        assert gathering.hub.loss is None
         assert after.group != before.group
         assert (await again)[1] == (await other)[1] == after
 
