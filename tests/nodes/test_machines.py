@@ -165,13 +165,13 @@ kept, answered = [], 0
 for _ in range(count):
     connection = socket.create_connection((address, port), timeout=20)
     if data:
-        connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
+        received = b""
         try:
-            received = b""
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(4096):
                 received += part
-        except ConnectionResetError:
+        except OSError:  # it was closed with some of our bytes unread
             pass
         answered += len(received) > 37
     else:
