@@ -31,9 +31,8 @@ Benchmark = Callable[[Sequence[str], Mapping[str, str] | None], dict[str, Any]]
 def row(engine: str, figures: dict[str, Any]) -> list[str]:
     best = figures["best"]
     numbers = (best["out_per_second"], best["ttft_ms"]["p50"], best["ttft_ms"]["p95"])
-    return [engine, *(f"{number:,.1f}" for number in numbers), f"{best['seconds']:.3f}"] + [
-        f"{figures['first_token_seconds']:.1f}"
-    ]
+    times = (f"{best['seconds']:.3f}", f"{figures['first_token_seconds']:.1f}")
+    return [engine, *(f"{number:,.1f}" for number in numbers), *times]
 
 
 def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -45,12 +44,26 @@ def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def check_same_work(figures: dict[str, dict[str, Any]]) -> None:
-    counts = {engine: (measured["best"]["num_in"], measured["best"]["num_out"]) for engine, measured in figures.items()}
-    # The best run may be another one, and the texts of two runs may differ by a few tokens.
-    lowest, highest = min(counts.values()), max(counts.values())
-    if highest[1] != lowest[1] or highest[0] > 1.01 * lowest[0]:
-        raise BenchmarkFailed(f"the engines did not do the same work: tokens in and out {counts}")
+def is_same_work(figures: dict[str, dict[str, Any]]) -> bool:
+    """Whether all engines had as many tokens in and out, run by run."""
+    counts = [[(run["num_in"], run["num_out"]) for run in measured["runs"]] for measured in figures.values()]
+    return all(count == counts[0] for count in counts)
+
+
+def measure(words: Sequence[str], theirs: Mapping[str, str] | None, benchmark: Benchmark) -> dict[str, dict[str, Any]]:
+    """The figures of all turns. Without variables for vLLM, of Legato alone."""
+    ours = (["-m", "benchmarks.vision_over_http", *words], None)
+    turns: dict[str, tuple[list[str], Mapping[str, str] | None]] = {"legato": ours}
+    if theirs is not None:
+        turns |= {"vllm": (["-m", "benchmarks.vision_in_vllm", *words], theirs), "legato_again": ours}
+    figures = {}
+    for engine, (program, variables) in turns.items():
+        print(f"{engine}:", file=sys.stderr, flush=True)
+        try:
+            figures[engine] = benchmark(program, variables)
+        except BenchmarkFailed as error:
+            raise BenchmarkFailed(f"{engine}: {error}") from None
+    return figures
 
 
 def main(words: Sequence[str] | None = None, benchmark: Benchmark = figures_of) -> int:
@@ -62,31 +75,26 @@ def main(words: Sequence[str] | None = None, benchmark: Benchmark = figures_of) 
     given = parser.parse_args(words)
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-    work = [f"--{name}={getattr(given, name)}" for name in ("model", "requests", "side", "new", "repeat")]
+    work = {name: getattr(given, name) for name in ("model", "requests", "side", "new", "repeat")}
     paths = os.pathsep.join(path for path in (given.vllm_path, os.environ.get("PYTHONPATH", "")) if path)
-    theirs = os.environ | {"PYTHONPATH": paths}
-    if not given.alone and not has_vllm(theirs):
+    theirs = None if given.alone else os.environ | {"PYTHONPATH": paths}
+    if theirs is not None and not has_vllm(theirs):
         parser.error("vLLM is not in this environment: install it, say with --vllm-path where it lies, or use --alone")
-    ours = (["-m", "benchmarks.vision_over_http", *work], None)
-    turns: dict[str, tuple[list[str], Mapping[str, str] | None]] = {"legato": ours}
-    if not given.alone:
-        turns |= {"vllm": (["-m", "benchmarks.vision_in_vllm", *work], theirs), "legato_again": ours}
-    report: dict[str, Any] = {**environment(), "work": {word.partition("=")[0][2:]: word.partition("=")[2] for word in work}}
-    figures: dict[str, dict[str, Any]] = {}
+    report: dict[str, Any] = {**environment(), "work": work}
     try:
-        for engine, (program, variables) in turns.items():
-            print(f"{engine}:", file=sys.stderr, flush=True)
-            figures[engine] = benchmark(program, variables)
-        check_same_work(figures)
+        figures = measure([f"--{name}={value}" for name, value in work.items()], theirs, benchmark)
     except BenchmarkFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(markdown(HEADER, [row(engine, measured) for engine, measured in figures.items()]))
-    if not given.alone:
+    if theirs is not None:
         report["ratios"] = ratios(figures)
         print("\nLegato / vLLM: " + ", ".join(f"{name} {value:.3f}" for name, value in report["ratios"].items()))
     if given.out is not None:
         given.out.write_text(json.dumps(report | {"engines": figures}, indent=1) + "\n")
+    if not is_same_work(figures):
+        print("error: the engines had other numbers of tokens in or out; see num_in and num_out", file=sys.stderr)
+        return 1
     return 0
 
 

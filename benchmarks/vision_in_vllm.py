@@ -62,12 +62,14 @@ class StreamingVLLM:
         picture = Image.open(io.BytesIO(chat.data)).convert("RGB")
         ids = self._tokenizer.encode(chat.prompt, add_special_tokens=False).ids
         prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": picture}}
-        first, answer = None, None
+        seen: list[Any] = []
+        first = 0.0
         async for answer in self._engine.generate(prompt, params, name):
-            first = time.perf_counter() - started if first is None else first
-        assert first is not None and answer is not None, "vLLM returned no answer"
-        end = time.perf_counter() - started
-        return Answered(first, end, len(answer.prompt_token_ids), len(answer.outputs[0].token_ids))
+            first = first or time.perf_counter() - started
+            seen[:] = [answer]
+        assert seen, "vLLM returned no answer"
+        end, (last,) = time.perf_counter() - started, seen
+        return Answered(first, end, len(last.prompt_token_ids), len(last.outputs[0].token_ids))
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -77,12 +79,12 @@ async def measured(folder: Path, count: int, side: int, new: int, repeat: int) -
     started = time.perf_counter()
     engine = StreamingVLLM(folder)
     try:
-        await engine.run(chats(1, side, -1), 1, "first")
+        await engine.run(chats(1, side, 0), 1, "first")
         first_token = time.perf_counter() - started
         runs = []
-        for number in range(repeat):
+        for number in range(1, repeat + 1):
             runs.append(await engine.run(chats(count, side, number), new, str(number)))
-            print(f"run {number + 1}: {runs[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
+            print(f"run {number}: {runs[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
     finally:
         engine.close()
     return {"vllm": engine.version, "first_token_seconds": first_token, **best(runs)}

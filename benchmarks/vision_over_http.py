@@ -59,12 +59,12 @@ def main() -> None:
         words = ["--model-id", str(write_shape(given.model, Path(folder) / given.model)), "--load-format", "dummy"]
         started = time.perf_counter()
         with launched(*words, "--max-total-tokens", str(LONGEST)) as (port, _):
-            asyncio.run(run(port, chats(1, given.side, -1), 1))
+            asyncio.run(run(port, chats(1, given.side, 0), 1))
             first_token = time.perf_counter() - started
             runs = []
-            for number in range(given.repeat):
+            for number in range(1, given.repeat + 1):
                 runs.append(asyncio.run(run(port, chats(given.requests, given.side, number), given.new)))
-                print(f"run {number + 1}: {runs[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
+                print(f"run {number}: {runs[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
     given.json.write_text(json.dumps({"first_token_seconds": first_token, **best(runs)}, indent=2) + "\n")
 
 

@@ -48,19 +48,18 @@ class Answered:
     num_out: int
 
 
-def picture(side: int, seed: int) -> bytes:
-    coarse = np.random.default_rng(seed).integers(0, 256, (COARSE, COARSE, 3), dtype=np.uint8)
+def picture(side: int, *seeds: int) -> bytes:
+    coarse = np.random.default_rng(seeds).integers(0, 256, (COARSE, COARSE, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(file, "JPEG", quality=QUALITY)
     return file.getvalue()
 
 
 def chats(count: int, side: int, run: int) -> list[PictureChat]:
-    """Every run has pictures of its own, so that no cache has seen any of them."""
+    """Every run has pictures of its own, so that no cache has seen any of them. Run 0 is before those that count."""
     words, rng = WORDS.split(), random.Random(run)
     return [
-        PictureChat(picture(side, run * count + number), " ".join(rng.choices(words, k=NUM_WORDS)))
-        for number in range(count)
+        PictureChat(picture(side, run, number), " ".join(rng.choices(words, k=NUM_WORDS))) for number in range(count)
     ]
 
 

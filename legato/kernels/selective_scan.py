@@ -101,9 +101,7 @@ def _stretches(blocks: StateBlocks) -> Iterator[_Stretch]:
             first, position = first + here, position + here
 
 
-def _convolution_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state_size: int, blocks: StateBlocks
-) -> Tensor:
+def _convolution_torch(x: Tensor, weight: Tensor, bias: Tensor | None, state_size: int, blocks: StateBlocks) -> Tensor:
     channels, width = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for stretch in _stretches(blocks):
@@ -142,9 +140,7 @@ def _scan_torch(
 # ---- in Triton -------------------------------------------------------------------------------------------------------
 
 
-def _convolution_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state_size: int, blocks: StateBlocks
-) -> Tensor:
+def _convolution_triton(x: Tensor, weight: Tensor, bias: Tensor | None, state_size: int, blocks: StateBlocks) -> Tensor:
     channels, width = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (len(blocks.rows), ceil_div(channels, TILE))

@@ -163,8 +163,8 @@ _TINY_VL: dict[str, Any] = _QWEN_2_5_VL | {
     | {"fullatt_block_indexes": [1]},
 }
 
-# Name -> config.json. The first two have the dimensions of Llama 3.1 8B and Llama 3.2 1B; the tiny ones are made up; the
-# others are as published.
+# Name -> config.json. The first two have the dimensions of Llama 3.1 8B and Llama 3.2 1B; the tiny ones are made up;
+# the others are as published.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": _LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "head_dim": 128},
     "llama-1b": _LLAMA_3
@@ -213,7 +213,7 @@ IMAGE_FILES: dict[str, dict[str, Any]] = {
             "{% for message in messages %}{{ message.role }}\n{% if message.content is string %}"
             "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
             "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-            "\n{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+            "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
         ),
     },
 }

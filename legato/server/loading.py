@@ -94,7 +94,9 @@ def _speculator(
     if options.speculate and model.config.decoder_start_token_id is not None:
         raise OptionError("--speculate is not supported for encoder-decoder models")
     if isinstance(model.kv_shape, StateShape) and (options.speculate or files or options.speculate_model):
-        raise OptionError(f"--speculate: model_type '{model.config.model_type}' keeps a state, which drafts would change")
+        raise OptionError(
+            f"--speculate: model_type '{model.config.model_type}' keeps a state, which drafts would change"
+        )
     if files is None:
         return None
     if (options.speculate or 0) > files.num_tokens:

@@ -41,16 +41,17 @@ def inputs_of(channels, device, dtype=torch.float32):
 
     wide = random(total, 2 * channels + 3)
     x, gate = wide[:, :channels], wide[:, channels : 2 * channels]
+    exact = torch.float32
     scan = dict(
-        dt=random(total, channels), a=-random(channels, STATE, kind=torch.float32).exp(), b=random(total, STATE + 2)[:, 2:],
-        c=random(total, STATE), d=random(channels, kind=torch.float32), gate=gate,
+        dt=random(total, channels), a=-random(channels, STATE, kind=exact).exp(), b=random(total, STATE + 2)[:, 2:],
+        c=random(total, STATE), d=random(channels, kind=exact), gate=gate,
     )  # fmt: skip
     return x, dict(weight=random(channels, WIDTH), bias=random(channels)), scan
 
 
-def computed(num=len(COUNTS)):
+def computed():
     """Tokens that are not padding."""
-    return torch.tensor([context > 0 for count, context in zip(COUNTS, CONTEXTS) for _ in range(count)])
+    return torch.tensor([context > 0 for count, context in zip(COUNTS, CONTEXTS, strict=True) for _ in range(count)])
 
 
 @pytest.mark.parametrize("channels", [1, 63, 130])
