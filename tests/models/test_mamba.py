@@ -19,6 +19,7 @@ from legato.server.model import Model
 from tests.models.answers import prompts
 from tests.models.oracle import oracle_logits
 from tests.models.tiny_mamba import tiny_mamba
+from tests.server.graphs.test_mixed import GraphedServer
 from tests.server.local import LocalServer, load
 from tests.server.shard import warmup
 
@@ -61,6 +62,14 @@ def test_preemption_changes_nothing(model: CausalModel) -> None:
     tight = LocalServer(model, num_blocks=22, block_size=8, step_tokens=24)
     assert tight.run(requests(texts)) == LocalServer(model).run(requests(texts))
     assert tight.scheduler.stats.preemptions > 0
+
+
+def test_steps_in_graphs_have_the_same_tokens(model: CausalModel) -> None:
+    """Their steps are filled up with padding, which must change no state."""
+    texts = prompts(320)[:6]
+    server = GraphedServer(model, block_size=8, step_tokens=24)
+    assert server.run(requests(texts)) == LocalServer(model).run(requests(texts))
+    assert server.steps_without == []
 
 
 def test_states_come_back_from_host_memory(model: CausalModel) -> None:
