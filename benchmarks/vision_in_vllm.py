@@ -2,13 +2,12 @@
 
     PYTHONPATH=where/vllm/is python -m benchmarks.vision_in_vllm --model qwen2.5-vl-7b --json figures.json
 
-`benchmarks.vision` calls it. vLLM gets the bytes of a picture and token ids of the rest, and streams as for its HTTP
-server, whose number of tokens in a step it has too. Nothing is cached, neither prefixes nor processed pictures.
+`benchmarks.vision` calls it. vLLM decodes the same picture files and gets token ids of the rest. Times of first tokens
+are those of its own engine, without the way back to the caller. Neither prefixes nor processed pictures are cached.
 """
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import os
@@ -27,16 +26,17 @@ from benchmarks.in_vllm import MEMORY_SHARE, MOST_REQUESTS, QUIET
 from benchmarks.vision_work import LONGEST, Answered, PictureChat, best, chats, figures, measured_arguments
 from legato.modelfiles.shapes import write_shape
 
+# Of its HTTP server on such a card.
 STEP_TOKENS = 8192
 
 
-class StreamingVLLM:
+class SeeingVLLM:
     def __init__(self, folder: Path) -> None:
         # Imported late: `--help` must work without it.
         self._vllm: Any = import_module("vllm")
         self.version: str = self._vllm.__version__
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        settings = self._vllm.AsyncEngineArgs(
+        self._engine = self._vllm.LLM(
             model=str(folder),
             load_format="dummy",
             max_model_len=LONGEST,
@@ -47,46 +47,41 @@ class StreamingVLLM:
             limit_mm_per_prompt={"image": 1, "video": 0},
             mm_processor_cache_gb=0,
             skip_mm_profiling=True,
+            disable_log_stats=False,  # they have the times of first tokens
             seed=0,
         )
-        self._engine = self._vllm.AsyncLLMEngine.from_engine_args(settings)
 
-    async def run(self, work: Sequence[PictureChat], new: int, name: str) -> dict[str, Any]:
-        """All chats at once."""
-        started = time.perf_counter()
-        answers = [self._answered(chat, new, f"{name}-{number}", started) for number, chat in enumerate(work)]
-        return figures(await asyncio.gather(*answers), new)
+    def run(self, work: Sequence[PictureChat], new: int) -> dict[str, Any]:
+        """All chats at once, greedy, every answer of `new` tokens."""
+        params = self._vllm.SamplingParams(
+            temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False
+        )
+        started = time.monotonic()
+        answers = self._engine.generate([self._prompt(chat) for chat in work], params, use_tqdm=False)
+        end = time.monotonic() - started
+        return figures([self._answered(answer, started, end) for answer in answers], new)
 
-    async def _answered(self, chat: PictureChat, new: int, name: str, started: float) -> Answered:
-        params = self._vllm.SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True)
+    def _prompt(self, chat: PictureChat) -> dict[str, Any]:
         picture = Image.open(io.BytesIO(chat.data)).convert("RGB")
         ids = self._tokenizer.encode(chat.prompt, add_special_tokens=False).ids
-        prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": picture}}
-        seen: list[Any] = []
-        first = 0.0
-        async for answer in self._engine.generate(prompt, params, name):
-            first = first or time.perf_counter() - started
-            seen[:] = [answer]
-        assert seen, "vLLM returned no answer"
-        end, (last,) = time.perf_counter() - started, seen
-        return Answered(first, end, len(last.prompt_token_ids), len(last.outputs[0].token_ids))
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": picture}}
 
-    def close(self) -> None:
-        self._engine.shutdown()
+    @staticmethod
+    def _answered(answer: Any, started: float, end: float) -> Answered:
+        """Of the same clock: that of the system."""
+        first = float(answer.metrics.first_token_ts) - started
+        return Answered(first, end, len(answer.prompt_token_ids), len(answer.outputs[0].token_ids))
 
 
-async def measured(folder: Path, count: int, side: int, new: int, repeat: int) -> dict[str, Any]:
+def measured(folder: Path, count: int, side: int, new: int, repeat: int) -> dict[str, Any]:
     started = time.perf_counter()
-    engine = StreamingVLLM(folder)
-    try:
-        await engine.run(chats(1, side, 0), 1, "first")
-        first_token = time.perf_counter() - started
-        runs = []
-        for number in range(1, repeat + 1):
-            runs.append(await engine.run(chats(count, side, number), new, str(number)))
-            print(f"run {number}: {runs[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
-    finally:
-        engine.close()
+    engine = SeeingVLLM(folder)
+    engine.run(chats(1, side, 0), 1)
+    first_token = time.perf_counter() - started
+    runs = []
+    for number in range(1, repeat + 1):
+        runs.append(engine.run(chats(count, side, number), new))
+        print(f"run {number}: {runs[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
     return {"vllm": engine.version, "first_token_seconds": first_token, **best(runs)}
 
 
@@ -96,7 +91,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory() as place:
         folder = write_shape(given.model, Path(place) / given.model)
-        report = asyncio.run(measured(folder, given.requests, given.side, given.new, given.repeat))
+        report = measured(folder, given.requests, given.side, given.new, given.repeat)
     given.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

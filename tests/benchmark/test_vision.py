@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SIDE, NEW, COUNT = 112, 5, 3
 # What the benchmark uses of vLLM: a picture has 16 tokens at this size.
 STAND_IN = """
-import json, os
+import json, os, time
 from types import SimpleNamespace
 
 __version__ = "0.0.test"
@@ -35,31 +35,22 @@ class SamplingParams:
         self.params = params
 
 
-class AsyncEngineArgs:
-    def __init__(self, **settings):
+class LLM:
+    def __init__(self, model, **settings):
+        self.config = json.load(open(os.path.join(model, "config.json")))
         self.settings = settings
 
+    def generate(self, prompts, params, use_tqdm):
+        return [self.answer(prompt, params.params) for prompt in prompts]
 
-class AsyncLLMEngine:
-    @classmethod
-    def from_engine_args(cls, args):
-        engine = cls()
-        engine.settings = args.settings
-        engine.config = json.load(open(os.path.join(args.settings["model"], "config.json")))
-        return engine
-
-    async def generate(self, prompt, params, request_id):
+    def answer(self, prompt, params):
         picture, ids = prompt["multi_modal_data"]["image"], prompt["prompt_token_ids"]
         assert ids.count(self.config["image_token_id"]) == 1 and self.settings["load_format"] == "dummy"
         with open(os.environ["STAND_IN_LOG"], "a") as log:
-            print(json.dumps([request_id, list(picture.getpixel((50, 50))), picture.size]), file=log)
-        most = params.params["max_tokens"] - int(os.environ.get("STAND_IN_LACKS", "0"))
-        for length in range(1, most + 1):
-            whole = ids + [0] * 15
-            yield SimpleNamespace(prompt_token_ids=whole, outputs=[SimpleNamespace(token_ids=[1] * length)])
-
-    def shutdown(self):
-        pass
+            print(json.dumps(picture.getpixel((50, 50))), file=log)
+        length = params["max_tokens"] - int(os.environ.get("STAND_IN_LACKS", "0"))
+        outputs, metrics = [SimpleNamespace(token_ids=[1] * length)], SimpleNamespace(first_token_ts=time.monotonic())
+        return SimpleNamespace(prompt_token_ids=ids + [0] * 15, outputs=outputs, metrics=metrics)
 """
 
 
@@ -91,7 +82,7 @@ def test_both_get_the_same_work(path: Path, tmp_path: Path) -> None:
     sent = [chat for number in (1, 2) for chat in chats(COUNT, SIDE, number)]
     pixels = [list(Image.open(io.BytesIO(chat.data)).getpixel((50, 50))) for chat in sent]  # type: ignore[call-overload]
     _, *seen = map(json.loads, log.read_text().splitlines())
-    assert [pixel for _, pixel, _ in seen] == pixels and len(set(map(tuple, pixels))) == len(pixels)
+    assert seen == pixels and len(set(map(tuple, pixels))) == len(pixels)
 
 
 def test_short_answers_are_no_figure(path: Path, tmp_path: Path) -> None:
