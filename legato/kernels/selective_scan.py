@@ -159,7 +159,7 @@ def _convolution_kernel(
     rows: Pointer, context_lens: Pointer, firsts: Pointer, counts: Pointer, x_stride: Scalar, out_stride: Scalar,
     table_stride: Scalar, block_size: Scalar, channels: Scalar, half: Scalar, has_bias: constexpr,
     state_size: constexpr, width: constexpr, padded_width: constexpr, tile: constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """The window of the last `width` inputs moves along: its first columns are what the state has of it."""
     sequence = tl.program_id(0)
     context, first = tl.load(context_lens + sequence), tl.load(firsts + sequence).to(tl.int64)
@@ -225,7 +225,7 @@ def _scan_kernel(
     counts: Pointer, x_stride: Scalar, dt_stride: Scalar, b_stride: Scalar, c_stride: Scalar, gate_stride: Scalar,
     table_stride: Scalar, block_size: Scalar, channels: Scalar, half: Scalar, total: Scalar, state_size: constexpr,
     padded_size: constexpr, tile: constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     sequence = tl.program_id(0)
     context, first = tl.load(context_lens + sequence), tl.load(firsts + sequence).to(tl.int64)
     count = tl.where(context > 0, tl.load(counts + sequence), 0)

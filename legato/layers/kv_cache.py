@@ -94,7 +94,7 @@ class KVCache:
         self.block_size = block_size
         size = (num_blocks, *shape.block_shape(block_size))
         # Not zeroed: on a CPU the pages are only taken from the system when a block is first written.
-        self.layers = [
-            shape.layer(*(torch.empty(size, dtype=shape.dtype, device=device) for _ in range(2)), block_size)
-            for _ in range(shape.num_layers)
+        tensors = [
+            [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(2)] for _ in range(shape.num_layers)
         ]
+        self.layers = [shape.layer(keys, values, block_size) for keys, values in tensors]

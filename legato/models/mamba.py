@@ -71,7 +71,7 @@ class Mamba(Decoder):
         self.config, eps = config, keys.number("layer_norm_epsilon", default=1e-5)
         name = "backbone.embeddings" if "backbone.embeddings.weight" in weights else "backbone.embedding"
         self.embedding = weights.embedding(name, config.vocab_size, hidden)
-        self.layers = [
+        layers = [
             MambaLayer(
                 RMSNorm(weights.tensor(f"backbone.layers.{number}.norm.weight", (hidden,)), eps),
                 MambaMixer(config, weights, f"backbone.layers.{number}.mixer"),
@@ -81,7 +81,7 @@ class Mamba(Decoder):
         self.norm = RMSNorm(weights.tensor("backbone.norm_f.weight", (hidden,)), eps)
         is_tied = keys.flag("tie_word_embeddings", default=True)
         self.head = weights.head("lm_head", self.embedding, config.vocab_size, hidden, tied=is_tied)
-        mixer = self.layers[0].mixer
+        self.layers, mixer = layers, layers[0].mixer
         width = mixer.state_size + mixer.conv.shape[1] - 1
         # Shards agree on the size of a block: as large as that of the one with most channels.
         most = -(-inner_size(config) // weights.shard.world_size)
