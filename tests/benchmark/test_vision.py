@@ -17,7 +17,7 @@ pytest.importorskip("PIL", reason="pictures need Pillow, the extra `vision`")
 
 from PIL import Image
 
-from benchmarks.vision import main, ratios
+from benchmarks.vision import is_same_work, main, ratios
 from benchmarks.vision_work import Answered, chats, figures
 
 ROOT = Path(__file__).parents[2]
@@ -69,16 +69,17 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_both_get_the_same_work(path: Path, tmp_path: Path) -> None:
-    """The tokens in and out are equal, run by run, or the benchmark would fail."""
-    words = ["--model=tiny-vl", f"--requests={COUNT}", f"--side={SIDE}", f"--new={NEW}", "--repeat=2"]
-    out, log = tmp_path / "out.json", tmp_path / "log"
-    done = run("benchmarks.vision", *words, f"--vllm-path={path}", f"--out={out}", STAND_IN_LOG=str(log))
-    assert done.returncode == 0, done.stderr
-    written = json.loads(out.read_text())
-    assert set(written["engines"]) == {"legato", "vllm", "legato_again"} and set(written["ratios"])
-    for engine in written["engines"].values():
-        assert [run["num_out"] for run in engine["runs"]] == [COUNT * NEW] * 2
-        assert engine["best"]["seconds"] == min(run["seconds"] for run in engine["runs"])
+    log, words = tmp_path / "log", ["--model=tiny-vl", f"--requests={COUNT}", f"--side={SIDE}", f"--new={NEW}"]
+    found = []
+    for program, variables in (("over_http", {}), ("in_vllm", {"STAND_IN_LOG": str(log), "PYTHONPATH": str(path)})):
+        file = tmp_path / f"{program}.json"
+        done = run(f"benchmarks.vision_{program}", *words, "--repeat=2", f"--json={file}", **variables)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(file.read_text()))
+    assert is_same_work({"legato": found[0], "vllm": found[1]})
+    for measured in found:
+        assert [run["num_out"] for run in measured["runs"]] == [COUNT * NEW] * 2
+        assert measured["best"]["seconds"] == min(run["seconds"] for run in measured["runs"])
     sent = [chat for number in (1, 2) for chat in chats(COUNT, SIDE, number)]
     pixels = [list(Image.open(io.BytesIO(chat.data)).getpixel((50, 50))) for chat in sent]  # type: ignore[call-overload]
     _, *seen = map(json.loads, log.read_text().splitlines())
@@ -129,5 +130,8 @@ def test_other_work_is_an_error(path: Path, num_in: int, code: int, capsys: pyte
     def benchmark(words: Sequence[str], environment: Mapping[str, str] | None) -> dict[str, Any]:
         return measured(1.0, 1.0, num_in if "benchmarks.vision_in_vllm" in words else 10)
 
-    assert main([f"--vllm-path={path}"], benchmark) == code
+    out = path / "new" / "out.json"
+    assert main([f"--vllm-path={path}", f"--out={out}"], benchmark) == code
+    written = json.loads(out.read_text())
+    assert set(written["engines"]) == {"legato", "vllm", "legato_again"} and written["ratios"]
     assert ("other numbers of tokens" in capsys.readouterr().err) == bool(code)
