@@ -26,7 +26,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, device, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels import (
+    activation,
+    device,
+    few_linear,
+    grouped_linear,
+    norm,
+    rotary,
+    sample,
+    selective_scan,
+    small_linear,
+)
 from legato.kernels.attention import chunk, decode, hopper, span, turned
 from legato.kernels.device import GpuLimits
 from legato.kernels.kv_format import EIGHT_BITS
@@ -136,6 +146,19 @@ def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[
             torch.ones(2 * tokens),
         )
     yield from lora_products(dtype)
+    yield from state_launches(dtype)
+
+
+def state_launches(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Of Mamba 2.8B."""
+    channels, size, width, tokens = 5120, 16, 4, torch.ones(2, dtype=torch.int32)
+    caches = (torch.zeros(4, channels // 2, size + width - 1) for _ in range(2))
+    tables = torch.zeros(2, 4, dtype=torch.int32)
+    blocks = selective_scan.StateBlocks(*caches, tables, tokens, tokens, tokens, tokens, 256)
+    x, scanned, decay = torch.zeros(2, channels, dtype=dtype), torch.zeros(2, size, dtype=dtype), torch.ones(channels)
+    yield partial(selective_scan._convolution_triton, x, torch.zeros(channels, width, dtype=dtype), x[0], size, blocks)
+    rates = torch.zeros(channels, size)
+    yield partial(selective_scan._scan_triton, x, x, rates, scanned, scanned, decay, x, blocks)
 
 
 def lora_products(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
