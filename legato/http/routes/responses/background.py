@@ -75,6 +75,7 @@ class BackgroundResponses:
         exchange = BackgroundExchange(outer, self._store, job.response.id)
         watch = asyncio.create_task(self._watch(exchange, job.response.id))
         try:
+            await self._begin(outer.tenant, job.response)
             errors = StreamErrors(openai_errors.event)
             await serve(exchange, self._inference, lambda: job, errors, stream=stream)
             await self._finish(outer.tenant, job.response)  # after the last event: who follows them stops then
@@ -92,6 +93,10 @@ class BackgroundResponses:
             watch.cancel()
             with suppress(asyncio.CancelledError):
                 await watch
+
+    async def _begin(self, tenant: str, response: ResponseObject) -> None:
+        response.status = "in_progress"
+        await self._store.update(tenant, response.id, msgspec.json.encode(response))
 
     async def _watch(self, exchange: BackgroundExchange, response_id: str) -> None:
         while await self._store.is_running(response_id):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections import Counter
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +21,7 @@ from legato.http.shapes import decoded_shape
 Item = dict[str, Any]
 LOGPROBS: Final = "message.output_text.logprobs"
 ENCRYPTED: Final = "reasoning.encrypted_content"
+REFERENCE: Final = "item_reference"
 _ENCRYPTED_PREFIX: Final = "legato1."
 _TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -29,6 +31,17 @@ def own_items(request: ResponsesRequest) -> list[Item]:
     if isinstance(request.input, str):
         return [{"type": "message", "role": "user", "content": request.input}]
     return request.input
+
+
+def references_in(items: list[Item]) -> list[str]:
+    """Ids of the items of earlier responses that stand for them."""
+    found = [
+        _text(item, f"input[{number}]", "id") for number, item in enumerate(items) if item.get("type") == REFERENCE
+    ]
+    if len(set(found)) < len(found):
+        twice, _ = Counter(found).most_common(1)[0]
+        raise InvalidRequest(f"`input` has more than one reference to the item {twice!r}", "input")
+    return found
 
 
 def chat_request(request: ResponsesRequest, history: list[Item], tools: ResponseTools) -> ChatRequest:
@@ -103,8 +116,6 @@ def _add(messages: MessageList, item: Item, place: str, tools: ResponseTools) ->
         case "function_call_output" | "custom_tool_call_output":
             text, images = _output(item, place)
             messages.add_result(_text(item, place, "call_id"), text, images, place)
-        case "item_reference":
-            raise InvalidRequest(f"`{place}`: items cannot be referred to; send them, or `previous_response_id`", place)
         case str():  # of tools that run elsewhere: they say nothing to another model
             pass
         case _:

@@ -100,7 +100,7 @@ def test_a_custom_tool_that_is_asked_for_follows_its_grammar() -> None:
         ({"input": []}, "input"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0]"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "x", "tools": [{"type": "custom", "name": "p", "format": {"type": "grammar"}}]}, "tools[0].format"),
@@ -172,7 +172,8 @@ def test_nothing_is_stored_where_nothing_may_be() -> None:
 
 
 def response(number: int, size: int = 100) -> StoredResponse:
-    return StoredResponse(f"resp_{number}", b"[]", b"x" * (size - 2))
+    body = b'{"output":[]%b}'
+    return StoredResponse(f"resp_{number}", b"[]", body % (b" " * (size - len(body))))
 
 
 def test_the_store_is_bounded_and_the_key_that_has_most_makes_room(tmp_path: Path) -> None:
