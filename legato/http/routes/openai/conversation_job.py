@@ -12,7 +12,6 @@ from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import ChatRequest
 from legato.chat.answers import AnswerParser, ChatFormat, ReasoningWish
 from legato.chat.reasoning.formats import Phase, ReasoningFormat
-from legato.chat.tools.requests import ToolError
 from legato.grammar.kinds import Grammar
 from legato.http.inference import Inference
 from legato.http.routes.openai.conversation import (
@@ -63,11 +62,10 @@ class ConversationJob(OpenAIJob):
         spoken = self.format.spoken(use)
         if use is None:
             return replace(shared_options(request, validator), spoken_token_ids=spoken)
-        if grammar_of(request.response_format) is not None:
-            raise ToolError("Grammar and tools are mutually exclusive")
         calls = self._text_grammar
         if calls is None:
-            calls = self.format.tooling.grammar(use, schema_lenient=validator.settings.schema_lenient)
+            answer = grammar_of(request.response_format)
+            calls = self.format.tooling.grammar(use, answer, schema_lenient=validator.settings.schema_lenient)
         return replace(shared_options(request, validator, calls=calls), spoken_token_ids=spoken)
 
     async def requests(self) -> list[ValidRequest]:
