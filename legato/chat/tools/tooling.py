@@ -87,9 +87,7 @@ class Tooling:
 
     def _schema_of(self, answer: Grammar) -> Schema:
         if answer.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT):
-            raise ToolError(
-                f"Grammar and tools are mutually exclusive, unless the grammar is JSON: {answer.kind.value}"
-            )
+            raise ToolError("Grammar and tools are mutually exclusive, unless the grammar is a JSON schema")
         if self.dialect is HARMONY:
             raise ToolError("Grammar and tools are mutually exclusive for this model")
         schema = json.loads(answer.value) if answer.kind is GrammarKind.JSON_SCHEMA else {"type": "object"}
