@@ -28,7 +28,7 @@ from legato.http.inference import Inference
 from legato.http.routes.anthropic import errors
 from legato.http.routes.anthropic.blocks import BlockEvents, blocks_of, named_event
 from legato.http.routes.anthropic.translation import chat_request, reasoning_wish
-from legato.http.routes.openai.conversation import check_conversation, read_conversation, tool_use
+from legato.http.routes.openai.conversation import count_tokens
 from legato.http.routes.openai.conversation_job import ConversationJob
 from legato.http.streams import Piece
 from legato.scheduling.state import FinishReason
@@ -55,13 +55,9 @@ class MessageRoutes:
     async def count_tokens(self, exchange: Exchange) -> None:
         inference = self._inference
         request = await exchange.json(_count_decoder, inference.settings.payload_limit)
-        chat = chat_request(request)
-        check_conversation(chat)
-        async with inference.concurrency.validating(exchange.body_size, exchange.tenant):
-            prompt = await read_conversation(
-                chat, inference, inference.chat_format, tool_use(chat), reasoning_wish(request)
-            )
-        await exchange.respond(_encode(TokenCount(input_tokens=len(prompt.ids))), {"content-type": "application/json"})
+        chat, wish = chat_request(request), reasoning_wish(request)
+        count = await count_tokens(chat, inference, inference.chat_format, wish, exchange.body_size, exchange.tenant)
+        await exchange.respond(_encode(TokenCount(input_tokens=count)), {"content-type": "application/json"})
 
 
 class MessageJob(ConversationJob):

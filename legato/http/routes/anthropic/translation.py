@@ -15,6 +15,7 @@ from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import ChatRequest
 from legato.chat.answers import ReasoningWish
 from legato.chat.messages import MessageList, Part
+from legato.http.routes.anthropic.errors import no_threads
 
 # Claude Code begins its system prompt with a line that is different in every request: nothing after it would be found
 # in the prefix cache.
@@ -28,6 +29,8 @@ _EFFORTS: Final = {"xhigh": "high", "max": "high"}
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
+    if request.thread is not None:
+        raise no_threads()
     messages = MessageList()
     messages.add_system(_system(request.system))
     for number, message in enumerate(request.messages):

@@ -1,6 +1,7 @@
 """POST /v1/responses, and what may be done with a response that is stored.
 
 POST    /v1/responses
+POST    /v1/responses/input_tokens         how long the prompt of a response would be
 GET     /v1/responses/{id}                 with ?stream=true its events, if it was streamed in the background
 DELETE  /v1/responses/{id}
 POST    /v1/responses/{id}/cancel          of one in the background
@@ -19,18 +20,27 @@ import msgspec
 
 from legato.api.errors import InvalidRequest, NotFound
 from legato.api.responses.events import ResponseFailed
-from legato.api.responses.items import DeletedResponse, InputItemList, ResponseError, ResponseObject
+from legato.api.responses.items import DeletedResponse, InputItemList, InputTokenCount, ResponseError, ResponseObject
 from legato.api.responses.requests import ResponsesRequest
 from legato.http import sse
 from legato.http.answering import StreamErrors, serve
 from legato.http.exchange import Exchange
 from legato.http.inference import Inference
 from legato.http.routes.openai import errors as openai_errors
+from legato.http.routes.openai.conversation import count_tokens
 from legato.http.routes.openai.token_names import TokenNames
 from legato.http.routes.responses.background import LOOK_EVERY, BackgroundResponses
 from legato.http.routes.responses.job import ResponseJob, named_event
 from legato.http.routes.responses.store import ResponseStore, StoredResponse, this_process
-from legato.http.routes.responses.translation import REFERENCE, Item, own_items, references_in
+from legato.http.routes.responses.tools import ResponseTools
+from legato.http.routes.responses.translation import (
+    REFERENCE,
+    Item,
+    chat_request,
+    own_items,
+    reasoning_wish,
+    references_in,
+)
 from legato.http.telemetry.request_log import logger
 
 STREAM_ERRORS = StreamErrors(openai_errors.event)
@@ -64,6 +74,14 @@ class ResponseRoutes:
             return ResponseJob(request, history, self._inference, self._names, keep)
 
         await serve(exchange, self._inference, make_job, STREAM_ERRORS, stream=bool(request.stream))
+
+    async def input_tokens(self, exchange: Exchange) -> None:
+        inference = self._inference
+        request = await self._with_items(exchange.tenant, await exchange.json(_decoder, self._payload_limit))
+        history = await self._history(exchange.tenant, request.previous_response_id)
+        chat, wish = chat_request(request, history, ResponseTools.of(request.tools)), reasoning_wish(request)
+        count = await count_tokens(chat, inference, inference.chat_format, wish, exchange.body_size, exchange.tenant)
+        await exchange.respond(_encode(InputTokenCount(input_tokens=count)), JSON)
 
     async def _history(self, tenant: str, previous: str | None) -> list[Item]:
         """The items of a response and of all that it continues."""

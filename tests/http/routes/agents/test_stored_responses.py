@@ -145,6 +145,20 @@ def test_a_response_in_the_background_says_that_it_runs_and_is_continued_when_it
     asyncio.run(main())
 
 
+def test_tokens_are_counted_as_they_are_billed() -> None:
+    async def main() -> None:
+        server = server_for()
+        first = (await post(server.app, PATH, {"input": "hi", "instructions": "Be brief."})).json()
+        body = {"input": "go on", "tools": TOOLS, "previous_response_id": first["id"]}
+        counted = (await post(server.app, f"{PATH}/input_tokens", body)).json()
+        usage = (await post(server.app, PATH, body)).json()["usage"]
+        assert counted == {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]}
+        assert counted["input_tokens"] > first["usage"]["input_tokens"]
+        assert (await post(server.app, f"{PATH}/input_tokens", {"input": []})).status == 400
+
+    asyncio.run(main())
+
+
 def test_a_response_that_is_larger_than_the_store_does_not_start_in_the_background() -> None:
     async def main() -> None:
         server = server_for(response_store_size=100)
