@@ -184,7 +184,10 @@ class ResponseWriter:
 
 def failed(response: ResponseObject, error: RequestError) -> ResponseObject:
     response.status = "failed"
-    response.error = ResponseError(code=error_code(error), message=openai_errors.message(error))
+    message = openai_errors.message(error)
+    if isinstance(error, Overloaded):  # Codex reads when to come back
+        message += f". Please try again in {error.headers['retry-after']}s."
+    response.error = ResponseError(code=error_code(error), message=message)
     return response
 
 

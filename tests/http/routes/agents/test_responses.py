@@ -244,6 +244,7 @@ def test_a_response_in_the_background_that_is_refused_has_failed() -> None:
         answer = await post(server.app, PATH, {"input": "hi", "background": True, "stream": True})
         (event,) = events_of(answer.body)
         assert (event["type"], event["response"]["error"]["code"]) == ("response.failed", "rate_limit_exceeded")
+        assert "try again in 2s" in event["response"]["error"]["message"]
         stored = await get(server.app, f"{PATH}/{event['response']['id']}")
         assert stored.json() == event["response"]
 
