@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from legato.api.anthropic.responses import AnthropicError, AnthropicErrorDetails, AnthropicErrorObject
 from legato.api.errors import InvalidRequest, Overloaded, RequestError, TooLong
 from legato.http.routes.openai import errors as openai_errors
+from legato.http.sse import named_event
 
 PREFIX: Final = "/v1/messages"
 _OVERLOADED: Final = 529
@@ -39,14 +40,17 @@ def status(error: RequestError) -> int:
 
 
 def body(error: RequestError) -> bytes:
+    return msgspec.json.encode(described(error))
+
+
+def described(error: RequestError) -> AnthropicError:
     kind = _TYPES.get(status(error), "api_error")
-    described = AnthropicErrorObject(type=kind, message=_message(error), details=_details(error))
-    return msgspec.json.encode(AnthropicError(error=described))
+    return AnthropicError(error=AnthropicErrorObject(type=kind, message=_message(error), details=_details(error)))
 
 
 def event(error: RequestError) -> bytes:
     """The last thing that a stream says."""
-    return b"event: error\ndata: %b\n\n" % body(error)
+    return named_event(described(error))
 
 
 def no_threads() -> InvalidRequest:

@@ -106,6 +106,10 @@ class ConversationJob(OpenAIJob):
         """For one answer. None: all of it is content."""
         return self.format.parser(None if self._text_grammar is not None else self._use, self._phase)
 
+    def parser_of_all(self) -> AnswerParser:
+        """For APIs whose answers have parts even if there is only one."""
+        return self.parser() or AnswerParser(None, None)
+
 
 def _num_top(request: ChatRequest) -> int | None:
     """None: no logprobs at all."""

@@ -16,12 +16,13 @@ import msgspec
 from legato.api.errors import ClientGone, InternalError, RequestError
 from legato.api.responses.events import ResponseFailed
 from legato.api.responses.items import ResponseObject
-from legato.http.answering import StreamErrors, serve
+from legato.http.answering import serve
 from legato.http.exchange import ClientConnection, Exchange
 from legato.http.inference import Inference
-from legato.http.routes.openai import errors as openai_errors
-from legato.http.routes.responses.job import ResponseJob, failed, named_event
+from legato.http.routes.openai.serving import STREAM_ERRORS
+from legato.http.routes.responses.job import ResponseJob, failed
 from legato.http.routes.responses.store import ResponseStore
+from legato.http.sse import named_event
 from legato.http.telemetry.request_log import logger
 
 # Seconds between two looks into the store.
@@ -76,8 +77,7 @@ class BackgroundResponses:
         watch = asyncio.create_task(self._watch(exchange, job.response.id))
         try:
             await self._begin(outer.tenant, job.response)
-            errors = StreamErrors(openai_errors.event)
-            await serve(exchange, self._inference, lambda: job, errors, stream=stream)
+            await serve(exchange, self._inference, lambda: job, STREAM_ERRORS, stream=stream)
             await self._finish(outer.tenant, job.response)  # after the last event: who follows them stops then
         except ClientGone:  # cancelled, which the store says already
             pass

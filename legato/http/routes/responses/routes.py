@@ -23,14 +23,14 @@ from legato.api.responses.events import ResponseFailed
 from legato.api.responses.items import DeletedResponse, InputItemList, InputTokenCount, ResponseError, ResponseObject
 from legato.api.responses.requests import ResponsesRequest
 from legato.http import sse
-from legato.http.answering import StreamErrors, serve
+from legato.http.answering import serve
 from legato.http.exchange import Exchange
 from legato.http.inference import Inference
-from legato.http.routes.openai import errors as openai_errors
 from legato.http.routes.openai.conversation import count_tokens
+from legato.http.routes.openai.serving import STREAM_ERRORS
 from legato.http.routes.openai.token_names import TokenNames
 from legato.http.routes.responses.background import LOOK_EVERY, BackgroundResponses
-from legato.http.routes.responses.job import ResponseJob, named_event
+from legato.http.routes.responses.job import ResponseJob
 from legato.http.routes.responses.store import ResponseStore, StoredResponse, this_process
 from legato.http.routes.responses.tools import ResponseTools
 from legato.http.routes.responses.translation import (
@@ -41,9 +41,9 @@ from legato.http.routes.responses.translation import (
     reasoning_wish,
     references_in,
 )
+from legato.http.sse import named_event
 from legato.http.telemetry.request_log import logger
 
-STREAM_ERRORS = StreamErrors(openai_errors.event)
 JSON = {"content-type": "application/json"}
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp
 from legato.api.responses.events import ResponseInProgress
 from legato.common.errors import OptionError
 from legato.http import sse
-from legato.http.routes.responses.job import named_event
 from legato.http.routes.responses.routes import _response_decoder
 from legato.http.routes.responses.store import ResponseStore, StoredResponse, this_process
+from legato.http.sse import named_event
 from legato.router.response_store import response_store
 from tests.http.asgi import Call, get, post, until
 from tests.http.routes.agents.machines import events_of
