@@ -20,7 +20,6 @@ from legato.api.anthropic.responses import (
 from legato.api.errors import InvalidRequest, RequestError
 from legato.chat.answers import AnswerParser
 from legato.common.identity import new_hex
-from legato.http import sse
 from legato.http.answering import Choice, StreamErrors, serve
 from legato.http.exchange import Exchange
 from legato.http.inference import Inference
@@ -103,7 +102,8 @@ class MessageWriter:
         return self._start() + self._blocks.write(self._parser.feed(piece.text for piece in pieces))
 
     def _start(self) -> bytes:
-        """With the first token: by then it is known how much of the prompt was cached."""
+        """With the first token, unless that takes long: by then it is known how much of the prompt was cached. What is
+        true in any case comes with the end."""
         if self._started:
             return b""
         self._started = True
@@ -121,8 +121,8 @@ class MessageWriter:
         return errors.event(error)
 
     def silence(self) -> bytes:
-        """Nothing comes before the start of the message, but comments may."""
-        return named_event(Ping()) if self._started else sse.KEEP_ALIVE
+        """Clients give up on streams without events: Claude Code after five minutes."""
+        return self._start() or named_event(Ping())
 
 
 def stop_reason(choice: Choice, parser: AnswerParser) -> StopReason:

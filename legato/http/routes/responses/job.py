@@ -149,8 +149,11 @@ class ResponseWriter:
         numbers, response = self._job.output.numbers, self._job.response
         response.status = "in_progress"
         created = ev.ResponseCreated(sequence_number=next(numbers), response=response)
-        in_progress = ev.ResponseInProgress(sequence_number=next(numbers), response=response)
-        return named_event(created) + named_event(in_progress)
+        return named_event(created) + self._in_progress()
+
+    def _in_progress(self) -> bytes:
+        numbers, response = self._job.output.numbers, self._job.response
+        return named_event(ev.ResponseInProgress(sequence_number=next(numbers), response=response))
 
     def end(self) -> bytes:
         begun = self._start()
@@ -166,8 +169,11 @@ class ResponseWriter:
         return begun + named_event(ev.ResponseFailed(sequence_number=number, response=response))
 
     def silence(self) -> bytes:
-        """A response that waits for its first token has been created nevertheless."""
-        return self._start() or sse.KEEP_ALIVE
+        """A response that waits for its first token has been created nevertheless. Comments are not enough for Codex,
+        which gives up on streams without events after five minutes."""
+        if self._job.output.items:
+            return sse.KEEP_ALIVE
+        return self._start() or self._in_progress()
 
 
 def failed(response: ResponseObject, error: RequestError) -> ResponseObject:
