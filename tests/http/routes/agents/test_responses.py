@@ -81,11 +81,12 @@ def test_functions_of_a_namespace_are_called_by_both_names() -> None:
     assert rendered(server)[0]["tool_calls"][0]["function"]["name"] == "files__open"
 
 
-def test_a_custom_tool_that_is_asked_for_follows_its_grammar() -> None:
+@pytest.mark.parametrize("choice", [{"type": "custom", "name": "patch"}, "required"])
+def test_a_custom_tool_that_is_asked_for_follows_its_grammar(choice: Any) -> None:
     server = server_for('<think>\nhm\n</think>\n\n{"input": 1}')
     format = {"type": "grammar", "syntax": "lark", "definition": "start: /.*/"}
     tools = [{"type": "custom", "name": "patch", "format": format}]
-    answer = ask(server, tools=tools, tool_choice={"type": "custom", "name": "patch"}).json()
+    answer = ask(server, tools=tools, tool_choice=choice).json()
     reasoning, call = answer["output"]
     assert (reasoning["type"], call["type"], call["input"]) == ("reasoning", "custom_tool_call", '{"input": 1}')
     parameters = parameters_of(server.backend.requests[0])
