@@ -14,7 +14,7 @@ from legato.api.errors import Overloaded
 from legato.balancer.admission import KeyShares
 from legato.balancer.app import Balancer
 from legato.balancer.options import RouteOptions
-from legato.balancer.probing import DnsDiscovery
+from legato.balancer.discovery import DnsDiscovery
 from legato.balancer.replicas import ReplicaSet, ReplicaUrl
 from legato.common.errors import OptionError
 from legato.ipc.routed import HEAD_HEADER, RouteHead, decode_sent
