@@ -141,8 +141,6 @@ class RayCluster:
             ray.kill(open_directory(ray, name))
         except Exception as error:  # Ray's are many; it is gone, and with it what there was to remove
             logger.warning("The application %s may not be removed from Ray: %s", name, error)
-        if self._is_ours:
-            ray.serve.shutdown()
         ray.shutdown()
 
 

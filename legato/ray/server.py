@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -94,7 +95,7 @@ class ServerReplica:
         ray = import_ray("legato ray")
         self._grace = grace
         self._directory = open_directory(ray, name)
-        self._server = ServerProcess(ray.util.get_node_ip_address(), words, environment, route_key)
+        self._server = ServerProcess(_own_address(ray), words, environment, route_key)
         self._state = await self._server.until_ready()
         self._announcements = asyncio.create_task(self._announce())
 
@@ -117,6 +118,12 @@ class ServerReplica:
         await self._server.stop(self._grace)
         self._announcements.cancel()
         await self._directory.withdraw.remote(str(self._server.url))
+
+
+def _own_address(ray: Any) -> str:
+    """At which Ray reaches this machine: loopback if the cluster is this machine alone."""
+    own = ray.get_runtime_context().get_node_id()
+    return str(next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own))
 
 
 def free_port(host: str) -> int:

@@ -1,0 +1,138 @@
+"""`legato ray` on this machine, with the default model: Ray is started by the command itself.
+
+`make test-ray`: in an environment of its own that begins empty, with Ray from the package index.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from openai import OpenAI
+
+HOST = "127.0.0.1"
+# Two replicas on a machine that may have two cores.
+PATIENCE = 240.0
+QUESTION = [{"role": "user", "content": "Write a story about a lighthouse."}]
+TOKENS = 96
+
+
+class RayServer:
+    def __init__(self, folder: Path, *words: str) -> None:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port = probe.getsockname()[1]
+        command = [str(Path(sys.executable).with_name("legato")), "ray", f"--hostname={HOST}", f"--port={self.port}"]
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([*command, *words], stdout=log, stderr=log, cwd=folder)
+        self.client = OpenAI(base_url=f"http://{HOST}:{self.port}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    @property
+    def replicas(self) -> list[dict[str, Any]]:
+        with urllib.request.urlopen(f"http://{HOST}:{self.port}/replicas", timeout=30) as answer:
+            return [each for each in json.load(answer) if each["available"]]
+
+    def actors(self) -> list[psutil.Process]:
+        """Of Ray Serve, one for each replica."""
+        named = psutil.process_iter(["cmdline", "ppid"])
+        return [each for each in named if "".join(each.info["cmdline"] or ()).startswith("ray::ServeReplica:legato")]
+
+    def ask(self, _: int = 0) -> str:
+        """A story, as it was streamed."""
+        stream = self.client.chat.completions.create(
+            model="m",
+            messages=QUESTION,
+            max_tokens=TOKENS,
+            temperature=0,
+            stream=True,  # type: ignore[arg-type]
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+    def until(self, is_so: Callable[[], bool], what: str) -> float:
+        """Returns the seconds that it took."""
+        start = time.monotonic()
+        while time.monotonic() < start + PATIENCE:
+            assert self.process.poll() is None, f"legato ray ended:\n{self.log.read_text()[-4000:]}"
+            try:
+                if is_so():
+                    return time.monotonic() - start
+            except OSError:  # it does not listen yet
+                pass
+            time.sleep(0.25)
+        raise AssertionError(f"{what}: not within {PATIENCE:g} s\n{self.log.read_text()[-4000:]}")
+
+
+@contextmanager
+def serving(folder: Path, *words: str) -> Iterator[RayServer]:
+    before = {process.pid for process in psutil.process_iter()}
+    server = RayServer(folder, *words)
+    try:
+        yield server
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0, server.log.read_text()[-4000:]
+        names = ("raylet", "gcs_server", "ray::", "legato.launcher", "text-generation")
+        left = [each for each in psutil.process_iter(["cmdline"]) if each.pid not in before]
+        left = [each for each in left if any(name in " ".join(each.info["cmdline"] or ()) for name in names)]
+        assert not left, [each.info["cmdline"] for each in left]
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()  # Ray's processes die with it
+            server.process.wait()
+
+
+def test_two_replicas_answer_openais_client_and_streams_survive_the_death_of_one(tmp_path: Path) -> None:
+    with serving(tmp_path, "--replicas=2", "-g", "5") as server:
+        seconds = server.until(lambda: len(server.replicas) == 2, "two replicas")
+        expected = server.ask()
+        assert len(expected) > 100
+        (victim, _), urls = server.actors(), {each["url"] for each in server.replicas}
+        with ThreadPoolExecutor(4) as pool:
+            streams = [pool.submit(server.ask, number) for number in range(4)]
+            server.until(lambda: all(each["active"] for each in server.replicas), "streams at both")
+            time.sleep(0.5)
+            os.kill(victim.pid, signal.SIGKILL)
+            answers = [stream.result() for stream in streams]
+        assert answers == [expected] * 4
+        again = server.until(lambda: len({each["url"] for each in server.replicas} - urls) == 1, "a new replica")
+        server.until(lambda: len(server.replicas) == 2, "two replicas")
+        assert server.ask() == expected
+        print(f"two replicas after {seconds:.0f} s; a new one {again:.0f} s after the streams of the killed one")
+
+
+def test_the_number_of_replicas_follows_the_load(tmp_path: Path) -> None:
+    delays = ("--scale-up-delay=2", "--scale-down-delay=5", "--target-queue=2")
+    with serving(tmp_path, "--replicas=1:2", *delays, "-g", "5", "--", "--max-batch-size=1") as server:
+        server.until(lambda: len(server.replicas) == 1, "one replica")
+        is_over = False
+
+        def client(number: int) -> int:
+            count = 0
+            while not is_over:
+                assert server.ask(number)
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(8) as pool:
+            clients = [pool.submit(client, number) for number in range(8)]
+            try:
+                up = server.until(lambda: len(server.replicas) == 2, "a second replica under load")
+                server.until(lambda: all(each["requests"] for each in server.replicas), "requests at both")
+            finally:
+                is_over = True
+            assert sum(each.result() for each in clients) >= 8
+        down = server.until(lambda: len(server.replicas) == 1, "one replica without load")
+        assert server.ask()
+        print(f"1 to 2 replicas in {up:.0f} s, back in {down:.0f} s")
