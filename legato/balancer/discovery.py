@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
-from types import ModuleType
+from typing import Any
 
 from legato.balancer.replicas import ReplicaSet, ReplicaUrl
 from legato.common.errors import OptionError
@@ -103,7 +103,7 @@ def discovery_of(spec: str) -> Discovery:
     raise OptionError(f"--discover {spec!r}: expected dns:NAME:PORT or ray:NAME")
 
 
-def import_ray(what: str) -> ModuleType:
+def import_ray(what: str) -> Any:
     """Ray with Serve, which is no dependency of ours."""
     try:
         import ray

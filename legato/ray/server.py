@@ -89,7 +89,7 @@ class ServerProcess:
 class ServerReplica:
     """What Ray Serve has several of. It is called by Serve only, never by clients."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, name: str, words: Sequence[str], environment: Mapping[str, str], route_key: str, grace: float
     ) -> None:
         ray = import_ray("legato ray")
