@@ -27,6 +27,8 @@ HOST = "127.0.0.1"
 PATIENCE = 240.0
 QUESTION = [{"role": "user", "content": "Write a story about a lighthouse."}]
 TOKENS = 96
+# In the environment of all that a server starts.
+MARK = "LEGATO_CHECK_RAY"
 
 
 class RayServer:
@@ -37,7 +39,8 @@ class RayServer:
         command = [str(Path(sys.executable).with_name("legato")), "ray", f"--hostname={HOST}", f"--port={self.port}"]
         self.log = folder / "log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen([*command, *words], stdout=log, stderr=log, cwd=folder)
+            env = {**os.environ, MARK: str(self.port)}
+            self.process = subprocess.Popen([*command, *words], stdout=log, stderr=log, cwd=folder, env=env)
         self.client = OpenAI(base_url=f"http://{HOST}:{self.port}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
     @property
@@ -49,6 +52,10 @@ class RayServer:
         """Of Ray Serve, one for each replica."""
         named = psutil.process_iter(["cmdline", "ppid"])
         return [each for each in named if "".join(each.info["cmdline"] or ()).startswith("ray::ServeReplica:legato")]
+
+    def left(self) -> list[str]:
+        """What still runs of all that was started."""
+        return [each.name() for each in psutil.process_iter() if _environ(each).get(MARK) == str(self.port)]
 
     def ask(self, _: int = 0) -> str:
         """A story, as it was streamed."""
@@ -77,20 +84,26 @@ class RayServer:
 
 @contextmanager
 def serving(folder: Path, *words: str) -> Iterator[RayServer]:
-    before = {process.pid for process in psutil.process_iter()}
     server = RayServer(folder, *words)
     try:
         yield server
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE) == 0, server.log.read_text()[-4000:]
-        names = ("raylet", "gcs_server", "ray::", "legato.launcher", "text-generation")
-        left = [each for each in psutil.process_iter(["cmdline"]) if each.pid not in before]
-        left = [each for each in left if any(name in " ".join(each.info["cmdline"] or ()) for name in names)]
-        assert not left, [each.info["cmdline"] for each in left]
+        deadline = time.monotonic() + 10
+        while (left := server.left()) and time.monotonic() < deadline:
+            time.sleep(0.25)
+        assert not left
     finally:
         if server.process.poll() is None:
             server.process.kill()  # Ray's processes die with it
             server.process.wait()
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:  # somebody else's, or gone
+        return {}
 
 
 def test_two_replicas_answer_openais_client_and_streams_survive_the_death_of_one(tmp_path: Path) -> None:
