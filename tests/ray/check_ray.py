@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from openai import OpenAI
 
 HOST = "127.0.0.1"
@@ -80,6 +82,23 @@ class RayServer:
                 pass
             time.sleep(0.25)
         raise AssertionError(f"{what}: not within {PATIENCE:g} s\n{self.log.read_text()[-4000:]}")
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[str]:
+    """A Ray cluster of one machine, which is not the command's own. Its address."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        address = f"{HOST}:{probe.getsockname()[1]}"
+    words = ["start", "--head", "--block", f"--node-ip-address={HOST}", f"--port={address.split(':')[1]}"]
+    words += ["--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"]
+    with (folder / "ray").open("wb") as log:
+        head = subprocess.Popen([str(Path(sys.executable).with_name("ray")), *words], stdout=log, stderr=log)
+    try:
+        yield address
+    finally:
+        head.terminate()  # and it ends the processes that it started
+        head.wait(PATIENCE)
 
 
 @contextmanager
@@ -149,3 +168,47 @@ def test_the_number_of_replicas_follows_the_load(tmp_path: Path) -> None:
         down = server.until(lambda: len(server.replicas) == 1, "one replica without load")
         assert server.ask()
         print(f"1 to 2 replicas in {up:.0f} s, back in {down:.0f} s")
+
+
+def test_a_cluster_that_runs_is_used_and_left_and_other_balancers_find_its_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # of this cluster
+    with cluster(tmp_path) as address:
+        words = (f"--ray-address={address}", "--replicas=1", "--name=mine", "-g", "5", "--", "--fake")
+        deadline = time.monotonic() + PATIENCE
+        while b"Ray runtime started" not in (tmp_path / "ray").read_bytes():
+            assert time.monotonic() < deadline, (tmp_path / "ray").read_text()
+            time.sleep(0.25)
+        with serving(tmp_path, *words) as server:
+            server.until(lambda: len(server.replicas) == 1, "a replica")
+            other = elsewhere(tmp_path, address, server)
+            assert other == [each["url"] for each in server.replicas]
+        with serving(tmp_path, *words) as again:
+            again.until(lambda: len(again.replicas) == 1, "a replica, the second time")
+            assert again.ask()
+
+
+def elsewhere(folder: Path, address: str, server: RayServer) -> list[str]:
+    """The replicas that `legato route --discover ray:mine` finds."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("legato")), "route", "--discover=ray:mine", f"--port={port}"]
+    env = {**os.environ, "RAY_ADDRESS": address}
+    with (folder / "route").open("wb") as log:
+        route = subprocess.Popen([*command, f"--hostname={HOST}"], stdout=log, stderr=log, env=env)
+    found: list[str] = []
+
+    def has_replicas() -> bool:
+        with urllib.request.urlopen(f"http://{HOST}:{port}/replicas", timeout=30) as answer:
+            found[:] = [each["url"] for each in json.load(answer) if each["available"]]
+        return bool(found)
+
+    try:
+        server.until(has_replicas, "a replica of the other balancer")
+    finally:
+        route.terminate()
+        route.wait(PATIENCE)
+    return found
