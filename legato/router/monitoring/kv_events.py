@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from secrets import randbits
 from typing import Any
 
 import msgspec
@@ -28,8 +29,8 @@ class KvEventLog:
         self._publisher = publisher
         self._journal = BlockJournal()
         self._tree: PrefixTree | None = None
-        # From the time of day on, so that numbers from before a restart are too old.
-        self._last = time.time_ns() // 1000
+        # From anywhere on, so that numbers from before a restart are not taken for ours.
+        self._last = randbits(48)
         self._kept: deque[KvEvent] = deque(maxlen=MAX_EVENTS)
         self.flush()
 
