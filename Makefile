@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-benchmarks test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-benchmarks test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-ray test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -171,6 +171,17 @@ $(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml const
 	$(@D)/bin/pip $(PIP_INSTALL) -q -e '.[dev]' -r $< || $(NO_INDEX)
 	touch $@
 
+# Ray, in an environment of its own that begins empty.
+RAY := .ray
+
+test-ray: $(RAY)/.installed ## `legato ray` with the default model: OpenAI's client, scaling, killed replicas
+	$(RAY)/bin/pytest -c tests/ray/pytest.ini --rootdir . tests/ray
+
+$(RAY)/.installed: tests/ray/requirements.txt pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip $(PIP_INSTALL) -q --no-compile -e '.[ray]' -r $< || $(NO_INDEX)
+	touch $@
+
 # Helm and the schemas of Kubernetes, in an environment of their own.
 KUBERNETES := .kubernetes
 
@@ -287,4 +298,4 @@ bench-neighbours: setup ## speed on a CPU beside a busy process and limited to 1
 	$(BIN)/python -m benchmarks.neighbours --json benchmarks/results/cpu-neighbours-smollm2-135m.json
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(KUBERNETES) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(KUBERNETES) $(RAY) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
