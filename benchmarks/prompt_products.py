@@ -21,12 +21,12 @@ from torch import Tensor
 from benchmarks.decode_step import random_weight
 from benchmarks.kernel_cases import HIDDEN, INNER, QKV, distance
 from benchmarks.kernels import replay_seconds
-from benchmarks.prompt_linear import PromptConfig, prompt_linear
 from legato.kernels import overlap
 from legato.kernels.activation import gate_and_mul
+from legato.kernels.gated_linear import gated_linear
 
 PRODUCTS = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER), "qkv": (QKV, HIDDEN), "output": (HIDDEN, HIDDEN)}
-TOKENS = (8192, 2048, 1152, 1024, 1536, 4096)
+TOKENS = (1100, 8192, 2048, 1152, 1024, 1536, 4096)
 SECONDS = 0.3
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -39,48 +39,14 @@ class Variant:
     library: str = "default"
 
 
-def in_columns(parts: int) -> Product:
-    """Some columns of the result at a time."""
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-        for some, columns in zip(out.chunk(parts, 1), weight.chunk(parts), strict=True):
-            torch.mm(x, columns.t(), out=some)
-        return out
-
-    return product
-
-
-def in_rows(size: int) -> Product:
-    """So many rows of the result at a time."""
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-        for some, rows in zip(out.split(size), x.split(size), strict=True):
-            torch.mm(rows, weight.t(), out=some)
-        return out
-
-    return product
-
-
-def gated(product: Product) -> Product:
-    return lambda x, weight: gate_and_mul(product(x, weight), "silu")
-
-
-def variants(name: str, tokens: int) -> Iterator[Variant]:
-    behind = gated if name == "gate_up" else (lambda product: product)
-    yield Variant("cuBLAS", behind(F.linear))
-    yield Variant("cuBLASLt", behind(F.linear), "cublaslt")
-    if name == "gate_up":
-        yield from (Variant(f"cuBLAS, {parts} x columns", behind(in_columns(parts))) for parts in (2, 4))
-    if tokens > 2048:
-        yield Variant("cuBLAS, 2,048 rows each", behind(in_rows(2048)))
-    for config in (PromptConfig(8), PromptConfig(16), PromptConfig(32)):
-
-        def ours(x: Tensor, weight: Tensor, config: PromptConfig = config) -> Tensor:
-            return prompt_linear(x, weight, name == "gate_up", config)
-
-        yield Variant(f"prompt_linear, groups of {config.group_m}", ours)
+def variants(name: str) -> Iterator[Variant]:
+    if name != "gate_up":
+        yield Variant("cuBLAS", F.linear)
+        yield Variant("cuBLASLt", F.linear, "cublaslt")
+        return
+    yield Variant("cuBLAS", lambda x, weight: gate_and_mul(F.linear(x, weight), "silu"))
+    yield Variant("cuBLASLt", lambda x, weight: gate_and_mul(F.linear(x, weight), "silu"), "cublaslt")
+    yield Variant("gated_linear", lambda x, weight: gated_linear(x, weight, "silu"))
 
 
 def seconds_of(variant: Variant, x: Tensor, weights: list[Tensor]) -> float:
@@ -112,7 +78,7 @@ def measure(name: str, tokens: int, deadline: float) -> dict[str, str]:
     x = torch.randn(tokens, in_features, device="cuda").to(torch.bfloat16)
     flops = 2 * tokens * out_features * in_features
     found: dict[str, str] = {}
-    tried = list(variants(name, tokens))
+    tried = list(variants(name))
     for variant in [*tried, tried[0]]:
         if time.monotonic() > deadline:
             break

@@ -27,7 +27,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, device, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels import (
+    activation,
+    device,
+    few_linear,
+    gated_linear,
+    grouped_linear,
+    norm,
+    rotary,
+    sample,
+    small_linear,
+)
 from legato.kernels import rows as row_kernels
 from legato.kernels.attention import chunk, decode, hopper, span, turned
 from legato.kernels.device import GpuLimits
@@ -154,6 +164,8 @@ def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[
     if limits.overlaps_launches and dtype.itemsize == 2:
         for rows in (2, 16):
             yield partial(few_linear.few_linear, torch.zeros(rows, hidden, dtype=dtype), packed)
+    if limits.sm == 90 and dtype.itemsize == 2:
+        yield partial(gated_linear.gated_linear, torch.zeros(1024, hidden, dtype=dtype), packed, "silu")
     for tokens in (1, 4, 20, 40, 512):
         ids = torch.tensor([[0, 1]] * tokens)
         yield partial(
