@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,15 @@ async def benchmark(shard: ShardProcess, cases: Sequence[Case], divisor: int, st
 def in_legato(model: str, cases: Sequence[Case], divisor: int, arguments: Sequence[str]) -> dict[str, Any]:
     import uvloop  # the loop that the router runs on
 
-    started = time.perf_counter()
+    began, started = datetime.now(UTC), time.perf_counter()
     with spawned(model, arguments) as shard:
         figures: dict[str, Any] = uvloop.run(benchmark(shard, cases, divisor, started))
         assert shard._log is not None
-        figures["warm_up"] = next((line for line in shard._log.read_text().splitlines() if WARMED_UP in line), "")
-    print(figures["warm_up"], flush=True)
+        lines = shard._log.read_text().splitlines()
+    # Until the first token, with the time of each line.
+    last = next((number for number, line in enumerate(lines) if WARMED_UP in line), len(lines) - 1)
+    figures["log"] = [f"{began.isoformat()} command", *lines[: last + 1]]
+    print("\n".join(figures["log"]), flush=True)
     return figures
 
 
@@ -122,7 +126,7 @@ def started_twice(model: str, cases: Sequence[Case], divisor: int, arguments: Se
             os.environ.pop("TRITON_CACHE_DIR")
             if before is not None:
                 os.environ["TRITON_CACHE_DIR"] = before
-    starts = {"first_token_cold_seconds": cold["first_token_seconds"], "warm_up_cold": cold["warm_up"]}
+    starts = {"first_token_cold_seconds": cold["first_token_seconds"], "log_cold": cold["log"]}
     return {"libraries_read_seconds": imported, **starts, **figures}
 
 
