@@ -152,4 +152,5 @@ def _mixed_spans(packed: Packed, device: torch.device) -> MixedSpans:
 
 
 def _prefix_sums(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
+    sums: np.ndarray = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
+    return sums
