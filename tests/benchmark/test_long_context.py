@@ -45,6 +45,7 @@ def test_more_is_better_of_rates_and_less_of_times() -> None:
     assert "20.0 / 8.0 s" in table(ours, None, cases)
 
 
+@pytest.mark.benchmarks
 def test_vllm_gets_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(STAND_IN)
