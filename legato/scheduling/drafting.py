@@ -7,11 +7,11 @@ repetition costs the few microseconds in which it is looked up.
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
-from operator import mul
+from itertools import accumulate, chain, takewhile
+from operator import mul, neg
 
 from legato.scheduling.entry import Entry, InFlight
 from legato.scheduling.limits import SchedulerLimits
@@ -79,6 +79,12 @@ class Chances:
     def __getitem__(self, number: int) -> float:
         place = min(number, LONGEST)
         return self._right[place] / self._all[place]
+
+    def following(self, number: int, count: int) -> list[float]:
+        """Of `number` and those behind it."""
+        return [self[place] for place in range(number, min(number + count, LONGEST))] + (
+            [self[LONGEST]] * (number + count - max(number, LONGEST))
+        )
 
     def learn(self, number: int, was_right: bool) -> None:
         place = min(number, LONGEST)
@@ -198,8 +204,7 @@ class Drafter:
     def _choose(
         self, entries: Sequence[Entry], limits: SchedulerLimits, room: int, num_spare: int
     ) -> dict[int, list[int]]:
-        guesses: dict[int, list[int]] = {}
-        ranked: list[tuple[float, int]] = []
+        guesses: list[tuple[Entry, list[int], list[float]]] = []
         num_new = 0
         for entry in entries:
             known = entry.drafts
@@ -214,19 +219,12 @@ class Drafter:
                 continue
             limit = min(limits.speculate, entry.max_len - entry.num_known - 1)
             if limit > 0:
-                found, chances = self._guess(entry, drafts, limit, limits.vocab_size)
-                guesses[entry.id] = found
-                ranked += [(chance, entry.id) for chance in chances]
-        if not ranked:
+                guesses.append((entry, *self._guess(entry, drafts, limit, limits.vocab_size)))
+        ranked = sorted(chain.from_iterable(chances for _, _, chances in guesses), reverse=True)[:room]
+        count = self._times.num_worth(len(entries), ranked) if ranked else 0
+        if not count:
             return {}
-        ranked.sort(reverse=True)
-        count = self._times.num_worth(len(entries), [chance for chance, _ in ranked[:room]])
-        counts = Counter(request_id for _, request_id in ranked[:count])
-        return _fitting(
-            {entry: guesses[entry.id][: counts[entry.id]] for entry in entries if counts[entry.id]},
-            limits.block_size,
-            num_spare,
-        )
+        return _fitting(_likeliest(guesses, ranked[count - 1], count), limits.block_size, num_spare)
 
     def _is_new(self, entry: Entry) -> bool:
         """Its text has to be indexed first, or so much of it that this is faster."""
@@ -274,15 +272,28 @@ class Drafter:
             end = next(unusable, len(proposed))
             return proposed[:end], self._proposal_chances(end)
         guesses = text.guess(pending + limit)
-        chance, chances = 1.0, []
-        for place, token in enumerate(guesses):
-            if not 0 <= token < vocab_size or token in entry.end_ids:
-                break
-            chance *= min(self._chances[text.length + place] * factor, HIGHEST_CHANCE)
-            if chance < LOWEST_CHANCE:
-                break
-            chances.append(chance)
+        if not (
+            entry.end_ids.isdisjoint(guesses) and -1 < min(guesses, default=0) <= max(guesses, default=0) < vocab_size
+        ):
+            usable = takewhile(lambda token: 0 <= token < vocab_size and token not in entry.end_ids, guesses)
+            guesses = list(usable)
+        each = [min(chance * factor, HIGHEST_CHANCE) for chance in self._chances.following(text.length, len(guesses))]
+        chances = [chance for chance in accumulate(each, mul) if chance >= LOWEST_CHANCE]
         return guesses[pending : len(chances)], chances[pending:]
+
+
+def _likeliest(guesses: list[tuple[Entry, list[int], list[float]]], least: float, count: int) -> dict[Entry, list[int]]:
+    """The `count` drafts that are right with the highest chances, of which `least` is the lowest. Chances fall from
+    draft to draft; of several with the lowest, the first requests have theirs."""
+    chosen = {}
+    num_equal = count - sum(bisect_left(chances, -least, key=neg) for _, _, chances in guesses)
+    for entry, drafts, chances in guesses:
+        above = bisect_left(chances, -least, key=neg)
+        equal = min(bisect_right(chances, -least, key=neg) - above, num_equal)
+        num_equal -= equal
+        if above + equal:
+            chosen[entry] = drafts[: above + equal]
+    return chosen
 
 
 def _fitting(chosen: dict[Entry, list[int]], block_size: int, num_spare: int) -> dict[int, list[int]]:

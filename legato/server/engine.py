@@ -327,14 +327,14 @@ class Engine:
             if self.rows.adapters is not None:
                 self.rows.adapters.set(admission.row, admission.adapter_slot if admission.adapter_id else None)
         parts, first, first_draft = [], 0, 0
-        new_blocks = list(request.new_blocks)
+        new_blocks, all_drafts = list(request.new_blocks), list(request.draft_ids)
         num_drafts = request.num_drafts or [0] * len(request.rows)
         columns = zip(request.rows, request.num_tokens, request.num_new_blocks, num_drafts, strict=True)
         for row, count, num_new, drafts in columns:
             if num_new:
                 self.rows.append_blocks(row, new_blocks[first : first + num_new])
                 first += num_new
-            draft_ids = tuple(request.draft_ids[first_draft : first_draft + drafts])
+            draft_ids = tuple(all_drafts[first_draft : first_draft + drafts])
             first_draft += drafts
             parts.append(self.rows.advance(row, count, draft_ids))
         return parts
