@@ -64,7 +64,8 @@ def verify_at_once(chosen: SampledTokens, parts: Sequence[RowStep]) -> SampledTo
     """The same for rows whose choice at a position does not depend on the tokens before it, but through the logits:
     `chosen` has what they choose at all positions."""
     ids = chosen.token_ids.tolist()
-    counts, places = [], []
+    counts: list[int] = []
+    places: list[int] = []
     for part, first in zip(parts, _firsts(parts), strict=True):
         drafts, count = part.draft_ids, 1
         while count <= len(drafts) and drafts[count - 1] == ids[first + count - 1]:
