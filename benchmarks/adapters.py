@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -104,7 +105,10 @@ class Answers:
 
 
 @asynccontextmanager
-async def opened(model: str, num_rows: int, arguments: Sequence[str]) -> AsyncIterator[AdapterShard]:
+async def opened(
+    model: str, num_rows: int, arguments: Sequence[str], capture_seconds: float = 0.0
+) -> AsyncIterator[AdapterShard]:
+    """`capture_seconds` at most for the graphs that the shard captures while it is idle."""
     with spawned(model, arguments) as process:
         shards, info = await connect(process)
         options = RouterOptions(max_concurrent_requests=max(num_rows, 64), max_batch_size=num_rows)
@@ -120,6 +124,9 @@ async def opened(model: str, num_rows: int, arguments: Sequence[str]) -> AsyncIt
         found.append(AdapterShard(loop, shards, adapters))
         steps = asyncio.ensure_future(loop.run())
         await asyncio.sleep(0.5)
+        until = time.monotonic() + capture_seconds
+        while time.monotonic() < until and (await shards.info()).num_uncaptured:
+            await asyncio.sleep(0.2)
         freeze_gc()
         try:
             yield found[0]

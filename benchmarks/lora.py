@@ -42,6 +42,7 @@ RANKS = (8, 16, 32, 64)
 # Files of adapters, which several names share: what is in them does not matter, and disks are small.
 NUM_FILES = 8
 LOADED_BYTES = 100_000_000
+KINDS = ("base", "no-adapter", "mixed", "half")
 # What must be shown.
 GOALS = {"mixed": 0.85, "no-adapter": 0.99, "load_seconds": 1.0, "gap_p99_moved_by_load": 0.05}
 
@@ -159,18 +160,25 @@ async def measure(args: Any, folder: Path) -> dict[str, Any]:
     names = ",".join(f"a{i}={files[i % len(files)]}" for i in range(args.adapters))
     device_ranks = max(sum(-(-rank // 8) * 8 for rank in ranks), -(-loaded_rank // 8) * 8)
     results: dict[str, Any] = {}
-    async with opened(args.model, args.streams, args.shard) as shard:
-        results |= await Bench(shard, args).passes("base")
+    if "base" in args.kinds:
+        async with opened(args.model, args.streams, args.shard, args.capture_seconds) as shard:
+            results |= await Bench(shard, args).passes("base")
     with_adapters = [f"--lora-adapters={names}", f"--lora-device-ranks={device_ranks}", "--lora-allow-runtime"]
     with_adapters.append(f"--lora-max-rank={max(*ranks, loaded_rank)}")
     with_adapters += [f"--lora-target-modules={','.join(args.modules)}"] if args.modules else []
-    async with opened(args.model, args.streams, [*with_adapters, *args.shard]) as shard:
+    kinds = [kind for kind in args.kinds if kind != "base"]
+    async with opened(args.model, args.streams, [*with_adapters, *args.shard], args.capture_seconds) as shard:
         bench = Bench(shard, args)
-        results |= await bench.passes("no-adapter", "mixed", "half")
-        results |= await bench.load(loaded)
-    base = results["base"]["tokens_per_second"]
-    shares = {kind: round(results[kind]["tokens_per_second"] / base, 4) for kind in ("no-adapter", "mixed", "half")}
-    moved = results["load"]["gap_p99_ms"] / results["calm"]["gap_p99_ms"] - 1
+        results |= await bench.passes(*kinds)
+        results |= await bench.load(loaded) if args.load_tokens else {}
+    first = args.kinds[0]
+    shares = {
+        kind: round(results[kind]["tokens_per_second"] / results[first]["tokens_per_second"], 4) for kind in kinds
+    }
+    figures: dict[str, Any] = {f"share_of_{first}": shares}
+    if args.load_tokens:
+        moved = results["load"]["gap_p99_ms"] / results["calm"]["gap_p99_ms"] - 1
+        figures["gap_p99_moved_by_load"] = round(moved, 4)
     return {
         "model": args.model,
         "streams": args.streams,
@@ -181,8 +189,7 @@ async def measure(args: Any, folder: Path) -> dict[str, Any]:
         "adapter_bytes": sum(ranks) * size,
         "loaded_bytes": (loaded / "adapter_model.safetensors").stat().st_size,
         "passes": results,
-        "share_of_base": shares,
-        "gap_p99_moved_by_load": round(moved, 4),
+        **figures,
         "goals": GOALS,
     }
 
@@ -198,7 +205,11 @@ def main() -> None:
     )
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
-    parser.add_argument("--load-tokens", type=int, default=768, help="of each answer beside loads")
+    parser.add_argument("--load-tokens", type=int, default=768, help="of each answer beside loads; 0: no loads")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what the others are compared with first"
+    )
+    parser.add_argument("--capture-seconds", type=float, default=45, help="for CUDA graphs before the first pass")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--token-requests", type=int, default=10_000, help="whose tokens are compared; 0: none")
     parser.add_argument("--loaded-bytes", type=int, default=LOADED_BYTES)
@@ -208,7 +219,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="legato-lora-") as folder:
         results = asyncio.run(measure(args, Path(folder)))
         if args.token_requests:
-            print(f"share of base: {results['share_of_base']}", flush=True)
+            print({name: value for name, value in results.items() if name.startswith("share_of")}, flush=True)
             results["tokens"] = asyncio.run(compare_tokens(Path(folder), args.token_requests))
     text = json.dumps({**environment(), **results}, indent=1)
     print(text)

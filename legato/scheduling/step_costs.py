@@ -22,7 +22,7 @@ HIGHEST_CHANCE = 0.98
 MARGIN = 1.02
 # Seconds from a result to the plan that it leads to, at most.
 SAME_TURN = 0.02
-# Tokens beyond twice the largest size measured that are tried as if they cost nothing.
+# Tokens beyond twice the largest size measured that are tried as if they cost little.
 MOST_TRIED = 8
 # Numbers of rows that are near each other: one is less than so many times the other.
 NEAR = 1.5
@@ -91,8 +91,8 @@ class SizeTimes:
 
     def between(self, first: int, last: int, num_rows: int, plain: float) -> list[float]:
         """Of steps with `first` to `last` tokens. Between sizes that were measured, in proportion. Up to twice the
-        largest, as long as that: it will be tried, and so the next time may be twice as many. `plain` is the time of a
-        step without drafts."""
+        largest, with half of what a token has cost so far: it will be tried, and so the next time may be twice as many.
+        `plain` is the time of a step without drafts."""
         found: list[float] = []
         sizes, by_size = self.sizes, self._by_size
         for place in range(bisect.bisect_left(sizes, first), len(sizes)):
@@ -103,12 +103,16 @@ class SizeTimes:
             first = end + 1
             if first > last:
                 return found
-        seconds = by_size[sizes[-1]].value if sizes else plain
-        tried = self.largest_tried(num_rows)
-        return found + [seconds * max(1.0, num_tokens / tried) for num_tokens in range(first, last + 1)]
+        largest = sizes[-1] if sizes else num_rows
+        seconds, tried = by_size[largest].value if sizes else plain, self.largest_tried(num_rows)
+        slope = max(0.0, seconds - plain) / (2 * (largest - num_rows)) if largest > num_rows else 0.0
+        return found + [
+            (seconds + slope * (num_tokens - largest)) * max(1.0, num_tokens / tried)
+            for num_tokens in range(first, last + 1)
+        ]
 
     def largest_tried(self, num_rows: int) -> int:
-        """Tokens up to which a step is tried as if it took no longer than the largest that was measured."""
+        """Tokens up to which a step is tried as if it took hardly longer than the largest that was measured."""
         return 2 * (self.sizes[-1] if self.sizes else num_rows) + MOST_TRIED
 
     def fade(self) -> None:

@@ -23,6 +23,7 @@ from legato.models.vision import CrossModel, VisionModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
+from legato.scheduling.limits import most_sampled
 from legato.server.adapters import ShardAdapters
 from legato.server.grammars import Grammars
 from legato.server.graphs.captures import mixed_sizes
@@ -93,6 +94,7 @@ class Engine:
         self._mixed_sizes = (
             [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows, drafts=drafts > 0)
         )
+        self._max_sampled = most_sampled(max_rows) if drafts else max_rows
         self._likeliest = model.likeliest if isinstance(model, GreedyModel) else None
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
@@ -101,7 +103,7 @@ class Engine:
     def use_graphs(self, sizes: Sequence[int], record: Record, mixed: Sequence[int] | None = None) -> None:
         """From now on; nothing is captured yet. `mixed` are other sizes for steps with prompts."""
         mixed = self._mixed_sizes if mixed is None or not self._mixed_sizes else mixed
-        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard)
+        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard, self._max_sampled)
         for kind in self.graphs.kinds:
             kind.keeps_hidden = self.speculator is not None
 
