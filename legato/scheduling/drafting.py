@@ -21,8 +21,9 @@ from legato.scheduling.suffix_index import TenantAnswers, TextMatch
 
 # Rows of a step beyond which no drafts are looked for: the scheduler has enough to do, and so has the device.
 MOST_ROWS = 128
-# Requests whose prompts one plan indexes, in up to some milliseconds each; the others wait for the next.
-MOST_NEW = 4
+# Tokens of texts that one plan indexes, in a millisecond or two, and what the shortest counts for. The others wait for
+# the next plan; one text is always indexed.
+MOST_NEW_TOKENS, FEWEST_NEW_TOKENS = 16_384, 1024
 # Tokens that a request may be ahead of its index and still be read one by one.
 MOST_UNREAD = 256
 # A request without a match for so many tokens is not looked at in every step: its text is read some tokens at a time.
@@ -205,14 +206,14 @@ class Drafter:
         self, entries: Sequence[Entry], limits: SchedulerLimits, room: int, num_spare: int
     ) -> dict[int, list[int]]:
         guesses: list[tuple[Entry, list[int], list[float]]] = []
-        num_new = 0
+        num_new = 0  # tokens
         for entry in entries:
             known = entry.drafts
             if known is not None and len(entry.tokens) < known.read_at:
                 continue
             if self._is_new(entry):
-                num_new += 1
-                if num_new > MOST_NEW:
+                is_first, num_new = not num_new, num_new + max(len(entry.tokens), FEWEST_NEW_TOKENS)
+                if num_new > MOST_NEW_TOKENS and not is_first:
                     continue
             drafts = self._read(entry)
             if not (drafts.text.length or drafts.proposed_ids):
