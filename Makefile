@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-benchmarks test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -79,7 +79,10 @@ unit-processes: setup
 	$(BIN)/pytest $(MODELS:%=--ignore=%) $(ENGINE:%=--ignore=%) $(TEXTS:%=--ignore=%)
 
 test-models: setup ## the tests that need real weights, fetched once
-	$(BIN)/pytest -m weights
+	$(BIN)/pytest -m 'weights or oracle'
+
+test-benchmarks: setup ## the programs in benchmarks/ that start shards
+	$(BIN)/pytest -m benchmarks tests/benchmark
 
 test-shards: setup ## every architecture and variant in two shards, some in four
 	$(BIN)/pytest -m shards tests/models
@@ -201,7 +204,7 @@ test-neon: ## NEON kernels against plain C, bit for bit, in an emulator
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch finds no CUDA device')"
-	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
+	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "not cards" tests/kernels tests/sampling tests/server/test_same_tokens.py \
 		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py tests/server/test_needle.py \
 		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
 		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py tests/lora/test_many.py
