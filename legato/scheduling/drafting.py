@@ -74,17 +74,17 @@ class Chances:
 
     def __init__(self, first: float, last: float) -> None:
         """What is assumed at the shortest and at the longest, as if ten had been seen of each."""
+        self._shares = [first + (last - first) * number / LONGEST for number in range(LONGEST + 1)]
         self._all = [10.0] * (LONGEST + 1)
-        self._right = [10 * (first + (last - first) * number / LONGEST) for number in range(LONGEST + 1)]
+        self._right = [10 * share for share in self._shares]
 
     def __getitem__(self, number: int) -> float:
-        place = min(number, LONGEST)
-        return self._right[place] / self._all[place]
+        return self._shares[number if number < LONGEST else LONGEST]
 
     def following(self, number: int, count: int) -> list[float]:
         """Of `number` and those behind it."""
-        return [self[place] for place in range(number, min(number + count, LONGEST))] + (
-            [self[LONGEST]] * (number + count - max(number, LONGEST))
+        return self._shares[number : number + count] + self._shares[-1:] * (
+            number + count - 1 - max(number - 1, LONGEST)
         )
 
     def learn(self, number: int, was_right: bool) -> None:
@@ -94,6 +94,7 @@ class Chances:
         if self._all[place] > MEMORY:
             self._all[place] /= 2
             self._right[place] /= 2
+        self._shares[place] = self._right[place] / self._all[place]
 
 
 class Drafter:
@@ -278,7 +279,8 @@ class Drafter:
         ):
             usable = takewhile(lambda token: 0 <= token < vocab_size and token not in entry.end_ids, guesses)
             guesses = list(usable)
-        each = [min(chance * factor, HIGHEST_CHANCE) for chance in self._chances.following(text.length, len(guesses))]
+        following = self._chances.following(text.length, len(guesses))
+        each = [chance if (chance := share * factor) < HIGHEST_CHANCE else HIGHEST_CHANCE for share in following]
         chances = [chance for chance in accumulate(each, mul) if chance >= LOWEST_CHANCE]
         return guesses[pending : len(chances)], chances[pending:]
 
