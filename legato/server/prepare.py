@@ -61,16 +61,26 @@ class Packed:
         self.positions = np.arange(self.ends[-1]) - np.repeat(self.ends - self.context_lens, self.counts)
         self.owners = np.repeat(self.rows, self.counts)
         self.has_drafts = any(part.draft_ids for part in parts)
-        chunks = [_chunk_ids(rows, part) for part in parts[self.num_decodes :]]
         # Negative: the last token of the row, on the device.
-        self.chunk_ids = np.concatenate(chunks) if chunks else np.zeros(0, dtype=np.int64)
+        self.chunk_ids = _chunk_ids(rows, parts[self.num_decodes :])
 
 
-def _chunk_ids(rows: Rows, part: RowStep) -> np.ndarray:
-    ids = rows[part.row].input_ids[part.start : part.start + part.count]
-    if not part.draft_ids:
-        return ids
-    return np.concatenate((ids if len(ids) else [-1], part.draft_ids)).astype(np.int64)
+def _chunk_ids(rows: Rows, parts: list[RowStep]) -> np.ndarray:
+    chunks: list[np.ndarray | list[int]] = []
+    drafted: list[int] = []  # of parts with drafts, one behind the other: an array for each would take microseconds
+    for part in parts:
+        input_ids = rows[part.row].input_ids
+        if part.draft_ids:
+            drafted.append(int(input_ids[part.start]) if part.start < len(input_ids) else -1)
+            drafted.extend(part.draft_ids)
+        else:
+            if drafted:
+                chunks.append(drafted)
+                drafted = []
+            chunks.append(input_ids[part.start : part.start + part.count])
+    if drafted:
+        chunks.append(drafted)
+    return np.concatenate([np.asarray(chunk, dtype=np.int64) for chunk in chunks] or [np.zeros(0, dtype=np.int64)])
 
 
 def _last(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:

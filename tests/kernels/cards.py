@@ -45,6 +45,7 @@ from legato.kernels.device import GpuLimits
 from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.lora import product
 from legato.kernels.lora.pages import LoraPages, LoraPlace
+from legato.kernels.lora.tiles import LoraGroups
 from legato.kernels.paged_kv import PagedKV, Scoring
 from legato.kernels.quantized import eight_bit, grouped, linear, unpack
 from tests.kernels.hopper import Driver
@@ -196,7 +197,7 @@ def lora_products(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         torch.zeros(32, 1 << 21, dtype=dtype), torch.zeros(33, 32, dtype=torch.int32), torch.ones(1, 33).int()
     )
     for tokens in (16, 2048):
-        groups = grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 32)
+        groups = LoraGroups(grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 32))
         x, out = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(tokens, 6144, dtype=dtype)
         yield partial(product._lora_add_triton, out, x, groups, pages, place, None)
 

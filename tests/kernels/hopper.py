@@ -25,6 +25,7 @@ from legato.kernels.device import DEFAULT
 from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.lora import product
 from legato.kernels.lora.pages import LoraPages, LoraPlace
+from legato.kernels.lora.tiles import LoraGroups
 from legato.kernels.paged_kv import PagedKV, Scoring
 from legato.kernels.quantized import eight_bit, grouped, one_row, tiled, unpack
 from legato.kernels.quantized.linear import tiled_config
@@ -169,7 +170,7 @@ def compile_adapters() -> None:
         torch.zeros(64, 1 << 21, dtype=BF16), torch.zeros(65, 8, dtype=torch.int32), torch.ones(1, 65).int()
     )
     for tokens in (256, 2048):
-        groups = grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 64)
+        groups = LoraGroups(grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 64))
         x, out = torch.zeros(tokens, HIDDEN, dtype=BF16), torch.zeros(tokens, HIDDEN + 2048, dtype=BF16)
         product._lora_add_triton(out, x, groups, pages, place, None)
 
