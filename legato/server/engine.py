@@ -14,7 +14,7 @@ import torch
 
 from legato.grammar.reasoning import RowReasoning
 from legato.grammar.wire import from_pb
-from legato.layers.kv_cache import KVCache
+from legato.layers.kv_cache import KVCache, StateShape
 from legato.layers.lora import StepAdapters
 from legato.layers.shard import Shard
 from legato.models.registry import CausalModel, GreedyModel
@@ -23,6 +23,7 @@ from legato.models.vision import CrossModel, VisionModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
+from legato.scheduling.limits import most_sampled
 from legato.server.adapters import ShardAdapters
 from legato.server.grammars import Grammars
 from legato.server.graphs.captures import mixed_sizes
@@ -90,12 +91,14 @@ class Engine:
             self.vision_encoder = encoder(model, image_rules, max_rows, self.device)
         self._num_proposals = 0  # that the step which is computed asks for
         self.shard = shard or Shard()
-        # One shard of several must not split a step: the others would compute the whole.
-        self._max_splits = MAX_SPLITS if self.shard.is_alone else 0
+        # One shard of several must not split a step: the others would compute the whole. And where a state is kept,
+        # what a failed forward had begun cannot be computed again.
+        self._max_splits = 0 if not self.shard.is_alone or isinstance(model.kv_shape, StateShape) else MAX_SPLITS
         # Encoders of prompts and images have no fixed shape.
         self._mixed_sizes = (
             [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows, drafts=drafts > 0)
         )
+        self._max_sampled = most_sampled(max_rows) if drafts else max_rows
         self._likeliest = model.likeliest if isinstance(model, GreedyModel) else None
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
@@ -104,7 +107,7 @@ class Engine:
     def use_graphs(self, sizes: Sequence[int], record: Record, mixed: Sequence[int] | None = None) -> None:
         """From now on; nothing is captured yet. `mixed` are other sizes for steps with prompts."""
         mixed = self._mixed_sizes if mixed is None or not self._mixed_sizes else mixed
-        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard)
+        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard, self._max_sampled)
         for kind in self.graphs.kinds:
             kind.keeps_hidden = self.speculator is not None
 
@@ -142,6 +145,8 @@ class Engine:
     @torch.inference_mode()
     def _launch(self, request: pb.StepRequest, parts: list[RowStep], started: int) -> PendingStep:
         clock = StepClock(self.device)
+        if self.vision_encoder is not None:
+            self.vision_encoder.prepare(request.admitted)
         for admission in request.admitted:
             if self.samples:
                 self._configure_sampler(admission)
