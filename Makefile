@@ -213,12 +213,9 @@ test-neon: ## NEON kernels against plain C, bit for bit, in an emulator
 		tests/cpu/instruction_sets.c $(NEON)/neon.o $(NEON)/plain.o -static -lm -lpthread -o $(NEON)/check
 	$(or $(shell command -v qemu-aarch64),qemu-aarch64-static) $(NEON)/check neon plain
 
-test-gpu: setup ## the tests that need a CUDA device
-	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch finds no CUDA device')"
-	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "not cards" tests/kernels tests/sampling tests/server/test_same_tokens.py \
-		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py tests/server/test_needle.py \
-		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
-		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py tests/lora/test_many.py
+test-gpu: setup ## the tests that need a CUDA device, all in one process, in two orders
+	$(BIN)/python -m tests.on_gpu
+	$(BIN)/python -m tests.on_gpu --backwards
 
 KILLS ?= 500
 STOPS ?= 100

@@ -236,6 +236,7 @@ def _response_routes(responses: ResponseRoutes) -> list[Route]:
     one = "/v1/responses/{response_id}"
     return [
         Route("/v1/responses", Endpoint(responses.responses), methods=["POST"]),
+        Route("/v1/responses/input_tokens", Endpoint(responses.input_tokens), methods=["POST"]),
         Route(one, Endpoint(responses.response), methods=["GET"]),
         Route(one, Endpoint(responses.delete_response), methods=["DELETE"]),
         Route(f"{one}/cancel", Endpoint(responses.cancel_response), methods=["POST"]),

@@ -30,7 +30,7 @@ from legato.api.openai.responses import (
     OpenAIError,
 )
 from legato.api.responses.events import AnyResponseEvent
-from legato.api.responses.items import DeletedResponse, InputItemList, ResponseObject
+from legato.api.responses.items import DeletedResponse, InputItemList, InputTokenCount, ResponseObject
 from legato.api.responses.requests import ResponsesRequest
 from legato.http.auth import OPEN_PATHS
 from legato.http.pages.routes import MEDIA_TYPES
@@ -164,6 +164,16 @@ OPERATIONS = [
         ResponsesRequest,
         {"input": "What is the capital of France?", "max_output_tokens": 20},
         {_JSON: ResponseObject, _EVENTS: (AnyResponseEvent,)},
+        _OPENAI_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/v1/responses/input_tokens",
+        "The tokens of the prompt of a response",
+        "",
+        ResponsesRequest,
+        {"input": "What is the capital of France?"},
+        {_JSON: InputTokenCount},
         _OPENAI_ERRORS,
     ),
     Operation(
