@@ -14,7 +14,7 @@ import torch
 
 from legato.grammar.reasoning import RowReasoning
 from legato.grammar.wire import from_pb
-from legato.layers.kv_cache import KVCache
+from legato.layers.kv_cache import KVCache, StateShape
 from legato.layers.lora import StepAdapters
 from legato.layers.shard import Shard
 from legato.models.registry import CausalModel, GreedyModel
@@ -88,8 +88,9 @@ class Engine:
             self.vision_encoder = encoder(model, image_rules, max_rows, self.device)
         self._num_proposals = 0  # that the step which is computed asks for
         self.shard = shard or Shard()
-        # One shard of several must not split a step: the others would compute the whole.
-        self._max_splits = MAX_SPLITS if self.shard.world_size == 1 else 0
+        # One shard of several must not split a step: the others would compute the whole. And where a state is kept,
+        # what a failed forward had begun cannot be computed again.
+        self._max_splits = 0 if self.shard.world_size > 1 or isinstance(model.kv_shape, StateShape) else MAX_SPLITS
         # Encoders of prompts and images have no fixed shape.
         self._mixed_sizes = (
             [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows, drafts=drafts > 0)
@@ -136,6 +137,8 @@ class Engine:
     @torch.inference_mode()
     def _launch(self, request: pb.StepRequest, parts: list[RowStep], started: int) -> PendingStep:
         clock = StepClock(self.device)
+        if self.vision_encoder is not None:
+            self.vision_encoder.prepare(request.admitted)
         for admission in request.admitted:
             self._configure_sampler(admission)
             if self.vision_encoder is not None:

@@ -16,7 +16,7 @@ from legato.common.gc import unfreeze_gc
 from legato.common.options import ServerOptions
 from legato.common.progress import WARMED_UP, WARMING_UP
 from legato.kernels.precompile import can_compile_ahead
-from legato.layers.kv_cache import KVCache, KVShape
+from legato.layers.kv_cache import KVCache, KVShape, StateShape
 from legato.models.registry import LimitedModel
 from legato.models.vision import CrossModel, MutualModel
 from legato.pb import generate_pb2 as pb
@@ -72,6 +72,10 @@ class Model:
         self._advance = advance
         self.options = options
         self.block_size = options.block_size
+        if isinstance(loaded.model.kv_shape, StateShape):
+            self.block_size = StateShape.block_size
+            if options.kv_cache_dtype is not None:
+                raise OptionError(f"--kv-cache-dtype: the states of a {loaded.model.config.model_type} are float32")
         self.eos_token_ids = loaded.files.eos_token_ids()
         self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
         self.image_rules = image_rules(loaded.files)

@@ -187,6 +187,7 @@ class Call:
         body: Iterable[bytes] = (b"",),
         headers: dict[str, str] | None = None,
         client: str = "127.0.0.1",
+        query: str = "",
     ) -> None:
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         chunks = list(body)
@@ -201,7 +202,7 @@ class Call:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "scheme": "http",
             "server": ("test", 80),

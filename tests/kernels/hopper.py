@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels import activation, few_linear, gated_linear, grouped_linear, norm, rotary, sample, small_linear
 from legato.kernels.attention import chunk as chunk_attention
 from legato.kernels.attention import decode as decode_attention
 from legato.kernels.attention import hopper as hopper_attention
@@ -131,6 +131,7 @@ def compile_all() -> None:
     logits = torch.zeros(2, VOCAB, dtype=BF16)
     sample._greedy_triton(logits)
     packed = torch.zeros(2 * INNER, HIDDEN, dtype=BF16)
+    gated_linear.gated_linear(torch.zeros(130, HIDDEN, dtype=BF16), packed, "silu")
     for linear, rows in (
         (small_linear._small_linear_triton, 1),
         (few_linear.few_linear, 2),
