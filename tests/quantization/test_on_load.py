@@ -10,10 +10,12 @@ import torch
 
 from legato.benchmark.cpu.dummy_gguf import write_dummy_gguf
 from legato.common.options import ServerOptions
+from legato.cpu.library import library
 from legato.kernels.device import GpuLimits
 from legato.kernels.quantized.linear import kernel_for
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import write_shape
+from legato.models.host import HostDecoder
 from legato.quantization.host import pack
 from legato.quantization.on_load import QUANTIZERS
 from legato.quantization.operands import operand_of
@@ -154,3 +156,16 @@ def test_a_gguf_file_is_quantized_as_asked_and_stays_as_it_is_otherwise(
         assert [record.fields["method"] for record in caplog.records if record.message == "Quantized weights"] == [
             method
         ]
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+def test_the_packed_embedding_of_a_cpu_is_not_quantized(tmp_path: Path) -> None:
+    files, ids = ModelFiles.open(base_model(tmp_path)), torch.arange(300)
+    dense, quantized = (
+        load(files, ServerOptions(device="cpu", quantize=name)).model for name in (None, "bitsandbytes-nf4")
+    )
+    assert isinstance(dense, HostDecoder) and isinstance(quantized, HostDecoder)
+    assert torch.equal(dense._model.embedding(ids), quantized._model.embedding(ids))
+    assert torch.equal(
+        dense._model.head(dense._model.embedding(ids)), quantized._model.head(dense._model.embedding(ids))
+    )
