@@ -3,7 +3,8 @@
     python -m benchmarks.nodes --out benchmarks/results/nodes.json      # as root, with `ip`
 
 Every layout (tensor parallelism over the link, pipeline stages, both) runs with the link as it is and with delay and
-loss. It fails if a stream has other tokens than one process gives.
+loss. It fails if a stream has other tokens than one process gives. In float32, because with `--packed` weights shards
+that share a product round otherwise than one process, on one machine, too; pipeline stages do not.
 """
 
 from __future__ import annotations
@@ -111,12 +112,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--layout", action="append", choices=list(LAYOUTS))
     parser.add_argument("--model-id")
-    parser.add_argument("--dtype")
+    parser.add_argument("--packed", action="store_true", help="weights as a CPU has them by default, not float32")
     options = parser.parse_args()
     if (missing := missing_for_namespaces()) is not None:
         sys.exit(f"error: {missing}")
     leave_nothing_behind()
-    words = [f"--{name}={value}" for name, value in (("model-id", options.model_id), ("dtype", options.dtype)) if value]
+    words = [f"--model-id={options.model_id}"] if options.model_id else []
+    words += [] if options.packed else ["--dtype=float32"]
     texts = prompts(options.streams)
     expected, seconds = expected_tokens(words, texts, options.tokens)
     rate = round(options.streams * options.tokens / seconds, 1)
