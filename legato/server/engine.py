@@ -94,10 +94,8 @@ class Engine:
         # One shard of several must not split a step: the others would compute the whole. And where a state is kept,
         # what a failed forward had begun cannot be computed again.
         self._max_splits = 0 if not self.shard.is_alone or isinstance(model.kv_shape, StateShape) else MAX_SPLITS
-        # Encoders of prompts and images have no fixed shape.
-        self._mixed_sizes = (
-            [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows, drafts=drafts > 0)
-        )
+        is_fixed = not has_encoder and self.vision_encoder is None  # encoders of prompts and images have no fixed shape
+        self._mixed_sizes = mixed_sizes(max_rows, drafts=drafts > 0) if is_fixed else []
         self._max_sampled = most_sampled(max_rows) if drafts else max_rows
         self._likeliest = model.likeliest if isinstance(model, GreedyModel) else None
         self.graphs: StepGraphs | None = None

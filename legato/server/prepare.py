@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from legato.kernels.attention.mixed import MixedLengths
 from legato.kernels.attention.paged import PagedContext
-from legato.layers.step import ChunkSpans, MixedSpans, Sides, Step
+from legato.layers.step import ChunkSpans, Sides, Step
 from legato.pb import generate_pb2 as pb
 from legato.server.rows import Rows, RowStep, to_device
 
@@ -151,7 +150,7 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         rows=row_index,
         block_tables=rows.block_tables,
         context_lens=to_device(packed.context_lens, device),
-        chunks=_spans(packed, device),
+        chunks=_spans(packed.counts[d:], packed.starts[d:], d, device),
         on_host=on_host,
         sides=None if rows.encoder_lens is None else _sides(rows, rows.encoder_lens, parts, packed),
         adapters=rows.adapters_of(parts, packed.owners),
@@ -172,25 +171,8 @@ def _sides(rows: Rows, encoder_lens: torch.Tensor, parts: list[RowStep], packed:
     )
 
 
-def _spans(packed: Packed, device: torch.device) -> ChunkSpans | None:
-    d = packed.num_decodes
-    counts, starts = packed.counts[d:], packed.starts[d:]
+def _spans(counts: np.ndarray, starts: np.ndarray, first_token: int, device: torch.device) -> ChunkSpans | None:
     if not len(counts):
         return None
-    whole = None if starts.any() else counts.tolist()
-    with_decodes = _mixed_spans(packed, device) if d and device.type != "cpu" else None
-    return ChunkSpans(d, to_device(_prefix_sums(counts), device), whole, with_decodes)
-
-
-def _mixed_spans(packed: Packed, device: torch.device) -> MixedSpans:
-    d = packed.num_decodes
-    decodes, counts = packed.context_lens[:d], packed.counts[d:].astype(np.int64)
-    # A query sees half of its chunk, on average.
-    pairs = int((counts * (packed.starts[d:] + counts / 2)).sum())
-    lengths = MixedLengths(d, int(decodes.sum()), int(decodes.max()), pairs)
-    return MixedSpans(to_device(_prefix_sums(packed.counts), device), lengths)
-
-
-def _prefix_sums(counts: np.ndarray) -> np.ndarray:
-    sums: np.ndarray = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
-    return sums
+    cu_seqlens = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
+    return ChunkSpans(first_token, to_device(cu_seqlens, device), None if starts.any() else counts.tolist())
