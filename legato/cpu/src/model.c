@@ -235,10 +235,10 @@ static int64_t plan_attention(const struct step *t, int64_t kv_heads, int wanted
 
 static int calibrating;
 
-// Which groups of inputs are rounded twice from now on: the quarter in which rounding is coarsest, given some rows that
+// Which groups of inputs are rounded twice from now on: the eighth in which rounding is coarsest, given some rows that
 // were rounded once. In most models a few dimensions are far larger than all others, and always the same.
 static void calibrate(struct matrix *w, const struct quants *x, int64_t rows) {
-    enum { ONE_OF = 4 };
+    enum { ONE_OF = 8 };
     double *errors = calloc((size_t)w->groups, sizeof *errors);
     if (!calibrating || !errors) return free(errors);
     for (int64_t r = 0; r < rows; r++) {
