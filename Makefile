@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-benchmarks test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-ray test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -79,7 +79,10 @@ unit-processes: setup
 	$(BIN)/pytest $(MODELS:%=--ignore=%) $(ENGINE:%=--ignore=%) $(TEXTS:%=--ignore=%)
 
 test-models: setup ## the tests that need real weights, fetched once
-	$(BIN)/pytest -m weights
+	$(BIN)/pytest -m 'weights or oracle'
+
+test-benchmarks: setup ## the programs in benchmarks/ that start shards
+	$(BIN)/pytest -m benchmarks tests/benchmark
 
 test-shards: setup ## every architecture and variant in two shards, some in four
 	$(BIN)/pytest -m shards tests/models
@@ -168,6 +171,17 @@ $(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml const
 	$(@D)/bin/pip $(PIP_INSTALL) -q -e '.[dev]' -r $< || $(NO_INDEX)
 	touch $@
 
+# Ray, in an environment of its own that begins empty.
+RAY := .ray
+
+test-ray: $(RAY)/.installed ## `legato ray` with the default model: OpenAI's client, scaling, killed replicas
+	$(RAY)/bin/pytest -c tests/ray/pytest.ini --rootdir . tests/ray
+
+$(RAY)/.installed: tests/ray/requirements.txt pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip $(PIP_INSTALL) -q --no-compile -e '.[ray]' -r $< || $(NO_INDEX)
+	touch $@
+
 # Helm and the schemas of Kubernetes, in an environment of their own.
 KUBERNETES := .kubernetes
 
@@ -199,12 +213,9 @@ test-neon: ## NEON kernels against plain C, bit for bit, in an emulator
 		tests/cpu/instruction_sets.c $(NEON)/neon.o $(NEON)/plain.o -static -lm -lpthread -o $(NEON)/check
 	$(or $(shell command -v qemu-aarch64),qemu-aarch64-static) $(NEON)/check neon plain
 
-test-gpu: setup ## the tests that need a CUDA device
-	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'torch finds no CUDA device')"
-	LEGATO_TEST_DEVICE=cuda $(BIN)/pytest -m "" tests/kernels tests/sampling tests/server/test_same_tokens.py \
-		tests/server/graphs/test_mixed.py tests/server/test_no_waiting_on_gpu.py tests/server/test_needle.py \
-		tests/server/test_encoder_decoder.py tests/server/test_kv_cache_dtype.py \
-		tests/server/test_disable_custom_kernels.py tests/models/test_bf16_on_gpu.py tests/lora/test_many.py
+test-gpu: setup ## the tests that need a CUDA device, all in one process, in two orders
+	$(BIN)/python -m tests.on_gpu
+	$(BIN)/python -m tests.on_gpu --backwards
 
 KILLS ?= 500
 STOPS ?= 100
@@ -284,4 +295,4 @@ bench-neighbours: setup ## speed on a CPU beside a busy process and limited to 1
 	$(BIN)/python -m benchmarks.neighbours --json benchmarks/results/cpu-neighbours-smollm2-135m.json
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(KUBERNETES) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(SERVE_VENV) $(VENV) $(TOKENIZERS) $(CLIENTS) $(QUANTIZERS) $(KUBERNETES) $(RAY) $(AUDIT) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

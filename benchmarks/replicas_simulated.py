@@ -94,11 +94,12 @@ class Simulation:
             else:
                 event(now)
 
-    def _choose(self, conversation: Conversation) -> int:
+    def _choose(self, conversation: Conversation) -> tuple[int, int]:
+        """A replica, and how many tokens the balancer thinks that it has to compute."""
         started = time.process_time()
         turn = next(self._turns) % len(self._replicas)
         if self._policy == "round-robin":
-            return turn
+            return turn, conversation.num_tokens
         cached = [0] * len(self._replicas)
         if self._policy == "prefix":
             for number, depth in self._index.match(conversation.chain).items():
@@ -107,15 +108,16 @@ class Simulation:
         chosen = cheapest(loads, conversation.num_tokens, cached, turn)
         self._index.add(chosen, conversation.chain)
         self.choice_seconds += time.process_time() - started
-        return chosen
+        return chosen, max(0, conversation.num_tokens - cached[chosen])
 
     def _ask(self, conversation: Conversation, now: float, *, is_counted: bool) -> None:
         conversation.chain += self._new_chunks(QUESTION_TOKENS)
-        replica = self._replicas[self._choose(conversation)]
+        chosen, num_new = self._choose(conversation)
+        replica = self._replicas[chosen]
         num_tokens = conversation.num_tokens
         hit = replica.cache.match(conversation.chain).get(0, 0) * TOKENS_PER_CHUNK
         replica.num_active += 1
-        replica.pending_tokens += num_tokens
+        replica.pending_tokens += num_new
         done = max(now, replica.prompts_done_at) + (num_tokens - hit) / PROMPT_RATE
         replica.prompts_done_at = done
         first = done + STEP_SECONDS + ROW_SECONDS * replica.num_active
@@ -128,7 +130,7 @@ class Simulation:
         conversation.chain += self._new_chunks(ANSWER_TOKENS)
 
         def begin(now: float) -> None:
-            replica.pending_tokens -= num_tokens
+            replica.pending_tokens -= num_new
             replica.cache.add(0, conversation.chain)
             step = STEP_SECONDS + ROW_SECONDS * replica.num_active
             self._push(now + step * ANSWER_TOKENS, end)

@@ -15,7 +15,12 @@ Random weights say nothing that a prompt could have in it. So the model is one t
     new         the answer has nothing of the prompt, and repeats nothing
 
 Everything else is what a server does: suffix matches, cost model, graphs, verification. Runs with and without drafts
-alternate, and each pair gives one ratio; the medians are reported. `--seconds` bounds the whole.
+alternate, and each pair gives one ratio; the medians are reported. `--seconds` bounds the whole. Before the first run
+the shard is idle until it has captured its CUDA graphs, as a server is before its first requests.
+
+All streams of a run begin at once, so a run begins with their prompts, and ends with a few of them: that is in `ratio`.
+`ratio_at_full` is of the tokens that came while all streams decoded. `steps` has the means of these steps: their
+rows, tokens, seconds on the device, and from the result of the step before to their own.
 
 What such weights cannot show is how often bfloat16 changes a text, because their best token is never in doubt. That is
 measured with random ones (`--load-format dummy`), where it is in doubt as often as can be: the share of equal texts and
@@ -49,8 +54,11 @@ from legato.router.cli import warm_up
 from legato.router.step_loop import StepLoop
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, Output, StepResult
+from legato.telemetry.metrics import StepFigures
 
 EDITED, INSTRUCTION = 300, 40  # tokens of a prompt
+# For the graphs that a shard captures while it is idle, at most.
+CAPTURE_SECONDS = 45.0
 # What must be shown: the least ratio by kind and streams.
 GOALS = {"edits x 1": 2.0, "edits x 64": 1.1, "edits x 256": 0.99, "new x 1": 0.99, "new x 64": 0.99, "new x 256": 0.99}
 
@@ -99,6 +107,8 @@ class Pass:
     num_left: int
     tokens: dict[int, list[int]] = field(default_factory=dict)
     num_drafts: int = 0
+    # Steps in which all streams decoded.
+    full_steps: list[StepFigures] = field(default_factory=list)
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def put(self, request_id: int, output: Output) -> None:
@@ -116,6 +126,17 @@ class Pass:
     def trace(self, request_id: int, chunk: object) -> None:
         raise AssertionError("nothing is traced here")
 
+    def note(self, step: StepFigures) -> None:
+        if step.method == "decode" and step.batch_size == len(self.tokens):
+            self.full_steps.append(step)
+
+    @property
+    def rate_at_full(self) -> float:
+        """Tokens per second while all streams decode."""
+        steps = self.full_steps[1:]  # the time to the first is that of a prompt
+        seconds = sum(step.gap for step in steps)
+        return sum(step.num_tokens for step in steps) / seconds if seconds else 0.0
+
 
 class OneStream:
     """The shard's stream, which the schedulers with and without drafts use by turns: both keep what they have learned.
@@ -128,11 +149,16 @@ class OneStream:
                 Scheduler(replace(limits, speculate=count, prefix_caching=False, max_requests=None)),
                 shards,
                 model_limits,
-                lambda step: None,
+                self._note,
             )
             for count in (0, speculate)
         }
         self._current = self._loops[0]
+        self._pass: Pass | None = None
+
+    def _note(self, step: StepFigures) -> None:
+        if self._pass is not None:
+            self._pass.note(step)
 
     async def read(self) -> None:
         await self._shards.run(self._deliver)
@@ -143,7 +169,7 @@ class OneStream:
     async def run(self, requests: Sequence[GenerationRequest], speculate: int) -> tuple[float, Pass]:
         """Seconds, and the tokens by request."""
         loop = self._current = self._loops[speculate]
-        current = Pass(len(requests), {request.id: [] for request in requests})
+        current = self._pass = Pass(len(requests), {request.id: [] for request in requests})
         started = time.perf_counter()
         for request in requests:
             loop.submit(request, current)  # type: ignore[arg-type]
@@ -151,6 +177,7 @@ class OneStream:
         seconds = time.perf_counter() - started
         while loop.scheduler.num_in_flight:  # a step that ran ahead of the last token
             await asyncio.sleep(0.001)
+        self._pass = None
         return seconds, current
 
 
@@ -165,6 +192,9 @@ async def opened(model: str, options: Any) -> AsyncIterator[OneStream]:
         stream = OneStream(shards, warmed.limits, limits, options.speculate)
         reading = asyncio.ensure_future(stream.read())
         await asyncio.sleep(0.5)
+        until = time.monotonic() + CAPTURE_SECONDS
+        while (await shards.info()).num_uncaptured and time.monotonic() < until:
+            await asyncio.sleep(0.2)
         freeze_gc()
         try:
             yield stream
@@ -179,12 +209,13 @@ async def speeds(stream: OneStream, texts: Texts, options: Any, until: float) ->
     ids = itertools.count(1)
     kinds = [(kind, streams) for streams in options.streams for kind in ("edits", "new")]
     found: dict[str, dict[str, list[float]]] = {
-        f"{kind} x {streams}": {"without": [], "with": [], "accepted": []} for kind, streams in kinds
+        f"{kind} x {streams}": {"without": [], "with": [], "accepted": [], "full_ratio": []} for kind, streams in kinds
     }
+    last: dict[str, dict[str, Any]] = {}
 
     async def measure(kind: str, streams: int, number: int) -> None:
         prompts, length = [texts.prompt(kind, options.tokens) for _ in range(streams)], options.tokens
-        rates, accepted = {}, 0
+        rates, at_full, accepted = {}, {}, 0
         for speculate in (0, options.speculate) if number % 2 else (options.speculate, 0):
             # Each of another tenant: no answer is made of the others'.
             numbers = [next(ids) for _ in prompts]
@@ -194,6 +225,8 @@ async def speeds(stream: OneStream, texts: Texts, options: Any, until: float) ->
             ]
             seconds, done = await stream.run(requests, speculate)
             rates[bool(speculate)] = streams * length / seconds
+            at_full[bool(speculate)] = done.rate_at_full
+            last.setdefault(f"{kind} x {streams}", {})["with" if speculate else "without"] = means(done.full_steps)
             accepted += done.num_drafts
             for each, prompt in zip(numbers, prompts, strict=True):
                 assert done.tokens[each] == texts.answer(prompt, length), "the answer is not what these weights say"
@@ -202,13 +235,14 @@ async def speeds(stream: OneStream, texts: Texts, options: Any, until: float) ->
             figures["without"].append(rates[False])
             figures["with"].append(rates[True])
             figures["accepted"].append(accepted / (streams * length))
+            figures["full_ratio"].append(at_full[True] / at_full[False] if at_full[False] else 0.0)
 
     for kind, streams in kinds:
         await measure(kind, streams, 0)  # graphs are captured, times are learned
     for number in itertools.count(1):
         for kind, streams in kinds:
             if number > 1 and time.monotonic() > until:
-                return {name: summary(name, figures) for name, figures in found.items()}
+                return {name: {**summary(name, figures), "steps": last[name]} for name, figures in found.items()}
             for _ in range(options.singles if streams == 1 else 1):
                 await measure(kind, streams, number)
     raise AssertionError
@@ -219,11 +253,29 @@ def summary(name: str, figures: dict[str, list[float]]) -> dict[str, Any]:
     return {
         "ratio": round(statistics.median(ratios), 4),
         "goal": GOALS.get(name),
+        "ratio_at_full": round(statistics.median(figures["full_ratio"]), 4),
         "tokens_per_second_without": round(statistics.median(figures["without"]), 1),
         "tokens_per_second_with": round(statistics.median(figures["with"]), 1),
         "accepted_share": round(statistics.median(figures["accepted"]), 4),
         "ratios": [round(ratio, 4) for ratio in sorted(ratios)],
     }
+
+
+def means(steps: list[StepFigures]) -> list[dict[str, float]]:
+    """Of steps without drafts and with."""
+    found = []
+    for has_drafts in (False, True):
+        if chosen := [step for step in steps[1:] if bool(step.num_drafts) == has_drafts]:
+            columns = {
+                "num_tokens_in": [step.num_computed for step in chosen],
+                "num_tokens_out": [step.num_tokens for step in chosen],
+                "forward_ms": [1e3 * step.forward_time for step in chosen],
+                "total_ms": [1e3 * step.gap for step in chosen],
+                "planning_ms": [1e3 * step.planning_time for step in chosen],
+            }
+            averages = {name: round(statistics.mean(values), 3) for name, values in columns.items()}
+            found.append({"has_drafts": has_drafts, "count": len(chosen), "rows": chosen[0].batch_size, **averages})
+    return found
 
 
 async def equality(stream: OneStream, vocab_size: int, options: Any) -> dict[str, Any]:
@@ -287,6 +339,7 @@ async def main_async(options: Any) -> dict[str, Any]:
         print(
             f"{name}: {found['tokens_per_second_without']:,.0f} tokens/s without drafts,"
             f" {found['tokens_per_second_with']:,.0f} with: {found['ratio']:.3f}{goal};"
+            f" {found['ratio_at_full']:.3f} while all decode;"
             f" {found['accepted_share']:.0%} of the tokens were drafts",
             flush=True,
         )

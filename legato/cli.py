@@ -34,6 +34,7 @@ COMMANDS = {
     "plan": "legato.plan.cli",
     "doctor": "legato.doctor.cli",
     "route": "legato.balancer.cli",
+    "ray": "legato.ray.cli",
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Without a GPU the kernels run in Triton's interpreter, which Triton chooses when it is first imported.
 if not torch.cuda.is_available():
@@ -17,6 +18,10 @@ if not torch.cuda.is_available():
 # A shell starts what it puts in the background with SIGINT ignored, and so would all programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Hypothesis would fail an example that takes longer than 200 ms, as one may on a busy machine.
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 
 @pytest.fixture

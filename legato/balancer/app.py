@@ -14,7 +14,7 @@ from legato.balancer.admission import KeyShares
 from legato.balancer.calls import ClientCall
 from legato.balancer.forwarding import Forwarding, NoReplica
 from legato.balancer.metrics import RouteMetrics
-from legato.balancer.options import RouteOptions
+from legato.balancer.options import BalancerOptions
 from legato.balancer.probing import Probes
 from legato.balancer.replicas import Replica, ReplicaSet
 from legato.balancer.replies import Reply
@@ -34,7 +34,7 @@ BROADCAST = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 
 class Balancer:
-    def __init__(self, options: RouteOptions, replicas: ReplicaSet) -> None:
+    def __init__(self, options: BalancerOptions, replicas: ReplicaSet) -> None:
         self._options = options
         self.replicas = replicas
         self.selection = Selection(replicas, options.policy)

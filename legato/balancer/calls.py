@@ -34,8 +34,10 @@ class ClientCall:
     body: bytes
     prompt: Prompt
     chain: list[int]
-    # Estimated.
+    # Estimated: of the prompt.
     num_tokens: int
+    # ... and of it, those that the replica which was chosen last has to compute.
+    num_new_tokens: int
     # What ids and seeds are drawn from, on every replica the same.
     number: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -50,7 +52,8 @@ class ClientCall:
         prompt = prompt_of(body) if method == "POST" and path in GENERATING else NO_PROMPT
         scope = b"\n".join([*_keys(headers), prompt.model])
         chain = chain_of(scope, prompt.text)
-        return cls(method, path, target, sent, body, prompt, chain, len(prompt.text) // BYTES_PER_TOKEN)
+        num_tokens = len(prompt.text) // BYTES_PER_TOKEN
+        return cls(method, path, target, sent, body, prompt, chain, num_tokens, num_tokens)
 
     @property
     def generates(self) -> bool:

@@ -3,7 +3,7 @@
 The cost of a replica is what it would have to compute before and beside the request, in tokens:
 
     prompt tokens that are not in its cache
-    + prompt tokens that wait there already
+    + prompt tokens that wait there already, as far as they are not in its cache either
     + DECODE_COST for each request that runs or waits there
     + QUEUE_COST for each request more than it has rows for
 
@@ -32,7 +32,7 @@ class Load:
 
     # Requests that run or wait, ours and those of others.
     num_requests: int = 0
-    # Prompt tokens of requests that have not got their first token.
+    # Prompt tokens to compute, of requests that have not got their first token.
     pending_tokens: int = 0
     max_rows: int = DEFAULT_ROWS
     # Share of the KV blocks that no request uses.

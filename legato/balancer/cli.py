@@ -7,12 +7,12 @@ import logging
 import signal
 import ssl
 import sys
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from legato.balancer.app import Balancer
-from legato.balancer.options import RouteOptions
-from legato.balancer.probing import DnsDiscovery
-from legato.balancer.replicas import ReplicaSet
+from legato.balancer.options import BalancerOptions, RouteOptions
+from legato.balancer.replicas import ReplicaSet, ReplicaUrl
 from legato.common.errors import OptionError
 from legato.common.exposure import command_line_warnings, tls_context
 from legato.common.gc import freeze_gc
@@ -26,15 +26,33 @@ from legato.router.listening import Listeners
 logger = logging.getLogger(__name__)
 
 
+# What goes on beside the server as long as it runs; an error of it ends the server.
+Companion = Callable[[ReplicaSet], Coroutine[Any, Any, None]]
+
+
 def run(options: RouteOptions) -> None:
+    prepare(options)
+    discovery = options.discovery
+    if discovery is None:
+        run_balancer(options, options.urls)
+    else:
+        discovery.connect()
+        run_balancer(options, (), discovery.run)
+
+
+def prepare(options: BalancerOptions) -> None:
     setup(options.logger_level, options.json_output, "legato-route")
     for warning in (*options.warnings, *command_line_warnings()):
         logger.warning(warning)
+
+
+def run_balancer(options: BalancerOptions, urls: Iterable[ReplicaUrl], *companions: Companion) -> None:
+    """Until a signal or an error of a companion, which it raises."""
     listeners = Listeners(options.hostname, options.port, 1)
     tls = tls_context(options.ssl_certfile, options.ssl_keyfile)
     import uvloop
 
-    uvloop.run(serve(options, listeners, tls, replica_tls(options.replica_ca)))
+    uvloop.run(serve(options, urls, companions, listeners, tls, replica_tls(options.replica_ca)))
 
 
 def replica_tls(authorities: str | None) -> ssl.SSLContext:
@@ -48,14 +66,16 @@ def replica_tls(authorities: str | None) -> ssl.SSLContext:
 
 
 async def serve(
-    options: RouteOptions, listeners: Listeners, tls: ssl.SSLContext | None, upstream: ssl.SSLContext
+    options: BalancerOptions,
+    urls: Iterable[ReplicaUrl],
+    companions: Iterable[Companion],
+    listeners: Listeners,
+    tls: ssl.SSLContext | None,
+    upstream: ssl.SSLContext,
 ) -> None:
     replicas = ReplicaSet(upstream)
     balancer = Balancer(options, replicas)
-    replicas.update(options.urls)
-    discovery = None
-    if options.discover is not None:
-        discovery = asyncio.create_task(DnsDiscovery(options.discover).run(replicas))
+    replicas.update(urls)
     server = HttpServer(balancer, options.graceful_termination_timeout, options.payload_limit, tls=tls)
     loop = asyncio.get_running_loop()
 
@@ -71,10 +91,15 @@ async def serve(
     url = browser_url(listeners.host, listeners.port, tls=tls is not None)
     fields = {"address": url, "replicas": len(replicas), "policy": options.policy}
     logger.info(LISTENING, extra={"fields": fields})
+    tasks = [asyncio.create_task(companion(replicas)) for companion in companions]
+    for task in tasks:
+        task.add_done_callback(lambda _: stop())
     await server.serve(sockets=listeners.sockets)
     balancer.probes.close()
-    if discovery is not None:
-        discovery.cancel()
+    for task in tasks:
+        if task.done():
+            task.result()
+        task.cancel()
 
 
 COMMAND = command(

@@ -121,7 +121,7 @@ class Forwarding:
     # ---- one replica -----------------------------------------------------------------------------------------------
 
     async def _try(self, replica: Replica) -> Outcome:
-        num_tokens = self._call.num_tokens
+        num_tokens = self._call.num_new_tokens
         replica.begin(num_tokens)
         is_pending = True
         connection: Upstream | None = None

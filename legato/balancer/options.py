@@ -1,11 +1,11 @@
-"""The options of `legato route`."""
+"""The options of `legato route`, and those that it shares with `legato ray`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from legato.balancer.probing import DnsDiscovery
+from legato.balancer.discovery import Discovery, discovery_of
 from legato.balancer.replicas import ReplicaUrl
 from legato.common.errors import OptionError
 from legato.common.frontend import check_route_key
@@ -13,15 +13,9 @@ from legato.common.option import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouteOptions(Options):
+class BalancerOptions(Options):
     """Balancer"""
 
-    replica: tuple[str, ...] = option(
-        (), "URL of a server, such as `http://10.0.0.7:3000`, comma-separated or repeated.", env="REPLICAS"
-    )
-    discover: str | None = option(
-        None, "`dns:NAME:PORT`: every address of the name is a replica; asked again every two seconds."
-    )
     policy: Literal["prefix", "least-load", "round-robin"] = option(
         "prefix",
         "How replicas are chosen: `prefix` weighs cached prefixes against load, `least-load` is load alone,"
@@ -62,13 +56,34 @@ class RouteOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_route_key(self.route_key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteOptions(BalancerOptions):
+    """Replicas"""
+
+    replica: tuple[str, ...] = option(
+        (), "URL of a server, such as `http://10.0.0.7:3000`, comma-separated or repeated.", env="REPLICAS"
+    )
+    discover: str | None = option(
+        None,
+        "`dns:NAME:PORT`: every address of the name is a replica. `ray:NAME`: every replica of `legato ray --name NAME`"
+        " on this Ray cluster. Asked again every two seconds.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if bool(self.replica) == bool(self.discover):
-            raise OptionError("give either --replica, once for each server, or --discover dns:NAME:PORT")
+            raise OptionError("give either --replica, once for each server, or --discover dns:NAME:PORT or ray:NAME")
         for url in self.replica:
             ReplicaUrl.parse(url)
         if self.discover is not None:
-            DnsDiscovery(self.discover)
+            discovery_of(self.discover)
 
     @property
     def urls(self) -> list[ReplicaUrl]:
         return [ReplicaUrl.parse(url) for url in self.replica]
+
+    @property
+    def discovery(self) -> Discovery | None:
+        return None if self.discover is None else discovery_of(self.discover)

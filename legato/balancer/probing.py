@@ -1,25 +1,21 @@
-"""Asks every replica how it is, and the name service which replicas there are."""
+"""Asks every replica how it is."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 
 import msgspec
 
 from legato.balancer.replicas import Replica, ReplicaSet, ReplicaUrl
 from legato.balancer.upstream import Headers, ReplicaLost, request_head
-from legato.common.errors import OptionError
 from legato.ipc.routed import KEY_HEADER, STATE_PATH, ReplicaState
 
 logger = logging.getLogger(__name__)
 
 # What servers of other kinds answer when they are well.
 HEALTH_PATH = b"/health"
-# Seconds between two questions to the name service.
-DISCOVER_SECONDS = 2.0
 
 _decoder = msgspec.json.Decoder(ReplicaState)
 
@@ -102,33 +98,3 @@ class Probes:
             cause,
             extra={"fields": {"replica": str(replica.url)}},
         )
-
-
-class DnsDiscovery:
-    """`dns:NAME:PORT`: every address of the name is a replica, as with a headless service of Kubernetes."""
-
-    def __init__(self, spec: str) -> None:
-        kind, _, rest = spec.partition(":")
-        self._name, _, port = rest.rpartition(":")
-        if kind != "dns" or not self._name or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise OptionError(f"--discover {spec!r}: expected dns:NAME:PORT")
-        self._port = int(port)
-
-    async def resolve(self) -> list[ReplicaUrl]:
-        """Sorted. OSError if the name service does not answer or does not know the name."""
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
-        return [ReplicaUrl(host, self._port) for host in sorted({str(address[0]) for *_, address in found})]
-
-    async def run(self, replicas: ReplicaSet) -> None:
-        """For ever. While the name service is down, replicas stay as they are."""
-        failed = False
-        while True:
-            try:
-                replicas.update(await self.resolve())
-                failed = False
-            except OSError as error:
-                if not failed:
-                    logger.warning("--discover: %s cannot be resolved: %s", self._name, error)
-                failed = True
-            await asyncio.sleep(DISCOVER_SECONDS)

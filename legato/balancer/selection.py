@@ -31,6 +31,7 @@ class Selection:
     def choose(self, call: ClientCall, tried: Container[Replica]) -> Replica | None:
         """Of those that are available and not `tried`."""
         now = asyncio.get_running_loop().time()
+        call.num_new_tokens = call.num_tokens
         candidates = [replica for replica in self._replicas.available(now) if replica not in tried]
         if not candidates:
             return None
@@ -47,8 +48,9 @@ class Selection:
         best = cheapest([replica.load for replica in candidates], call.num_tokens, cached, turn)
         chosen = candidates[best]
         if call.chain:
+            call.num_new_tokens = max(0, call.num_tokens - cached[best])
             self.num_prompt_tokens += call.num_tokens
-            self.num_matched_tokens += min(cached[best], call.num_tokens)
+            self.num_matched_tokens += call.num_tokens - call.num_new_tokens
             self.index.add(chosen.number, call.chain)
         return chosen
 

@@ -121,8 +121,8 @@ class AnswerParser:
     def feed(self, texts: Iterable[str]) -> list[Event]:
         """One text for each token."""
         if self._reasoning is None:
-            assert self._calls is not None, "there is something to tell apart"
-            return self._calls.feed("".join(texts))
+            text = "".join(texts)
+            return self._calls.feed(text) if self._calls is not None else [Content(text)] if text else []
         events: list[Event] = []
         for text in texts:
             thought = self._reasoning.thinking

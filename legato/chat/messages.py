@@ -39,13 +39,15 @@ class MessageList:
         before: list[Part] = known if isinstance(known, list) else [{"type": "text", "text": known}] if known else []
         message["content"] = _joined([*before, *parts])
 
-    def add_result(self, call_id: str, text: str, images: list[Part], place: str) -> None:
+    def add_result(self, call_id: str, parts: list[Part], place: str, *, is_error: bool = False) -> None:
         """Of a call. Templates know results that are texts, so images follow them. `place` is the client's name for
         it."""
         if call_id not in self._calls:  # the model would see the result of a call that was never made
             raise InvalidRequest(f"`{place}` has the result of {call_id!r}, and no call before it has that id", place)
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-        if images:
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+        content = f"Error: {text}" if is_error else text
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        if images := [part for part in parts if part["type"] != "text"]:
             self.add_user(images)
 
     def add_reasoning(self, text: str) -> None:
@@ -66,6 +68,14 @@ class MessageList:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
+
+
+def text_of(item: object, place: str, field: str) -> str:
+    """A field that must be a string. `place` is the client's name for what has it."""
+    value = item.get(field) if isinstance(item, dict) else None
+    if not isinstance(value, str):
+        raise InvalidRequest(f"`{place}.{field}` must be a string", f"{place}.{field}")
+    return value
 
 
 def _joined(parts: list[Part]) -> str | list[Part]:

@@ -112,6 +112,15 @@ class HttpOptions(Options):
         " Default: they end with an error.",
         secret=True,
     )
+    kv_events: bool = option(
+        False,
+        "Record which blocks enter and leave the prefix cache, for routers: `GET /replica/events`, with the route key.",
+    )
+    kv_events_endpoint: str | None = option(
+        None,
+        "Also publish these events over ZeroMQ in vLLM's format, such as `tcp://10.0.0.7:5557`. They have the tokens of"
+        " all prompts, and whoever reaches the address can read them. Default: they are not published.",
+    )
     ssl_certfile: str | None = option(
         None, "TLS certificate, with its chain, in PEM format. Default: connections are not encrypted."
     )
@@ -134,6 +143,8 @@ class HttpOptions(Options):
         if "api_key" in self.given and not self.api_key:
             raise OptionError("--api-key is empty: give a key, or omit the flag to serve without authentication")
         check_route_key(self.route_key)
+        if self.kv_events and self.route_key is None:
+            raise OptionError("--kv-events needs --route-key: events have the tokens of all prompts")
 
 
 def check_route_key(key: str | None) -> None:

@@ -96,6 +96,15 @@ by `--max-total-tokens`: the short factors if it is at most the original context
 sequences alone, set that limit: results are those of transformers then.
 """
 
+STATES = """\
+## States
+
+Mamba has no attention: a token reads and changes a state of fixed size. A block of the cache, which holds the keys and
+values of its tokens elsewhere, has the state after its last token here, and is 256 tokens long. So prefixes are shared
+in steps of 256 tokens, and preemption, shards and `--kv-offload-gb` are as for all other models. Drafts
+(`--speculate`) and `--kv-cache-dtype` are refused. Sequences may have up to 32,768 tokens.
+"""
+
 OTHERS = """\
 ## All others
 
@@ -104,7 +113,7 @@ but attention is transformers' own code, keys and values are in Legato's cache. 
 on one shard. EXAONE 4, GLM, Granite MoE, OLMoE, Persimmon and StableLM are tested like the architectures above.
 
 Refused with the reason: models with state besides keys and values (state spaces, linear attention, convolutions), with
-bidirectional attention, and with windows that attention does not know of. Of TGI's models this is Mamba.
+bidirectional attention, and with windows that attention does not know of. Of TGI's models this is none.
 
 Code that comes with a model is fetched and run only with `--trust-remote-code`.
 """
@@ -128,6 +137,7 @@ def reference_page() -> str:
             EMBEDDINGS,
             _tokenizers(),
             LONG_CONTEXTS,
+            STATES,
             OTHERS,
         ]
     )

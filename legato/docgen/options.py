@@ -6,6 +6,7 @@ from legato.balancer.options import RouteOptions
 from legato.common.option import Option, groups, table
 from legato.common.options import PROGRAMS, LauncherOptions
 from legato.common.program import metavar, shown_default
+from legato.ray.options import RayOptions
 
 INTRODUCTION = """\
 # Options of text-generation-launcher
@@ -32,6 +33,13 @@ ROUTE = """\
 
 One endpoint for several servers: [scaling.md](scaling.md).
 """
+RAY = """\
+# Options of legato ray
+
+Replicas on a Ray cluster behind one endpoint: [scaling.md](scaling.md#ray). Beside these it has the options of `legato
+route` except `--replica` and `--discover`; arguments after `--` are the launcher's, for every replica.
+"""
+HEAD = "| flag | variable | default | meaning |\n|---|---|---|---|\n"
 
 
 def reference_page() -> str:
@@ -44,9 +52,14 @@ def reference_page() -> str:
             f"## {heading}\n\n| flag | variable | default | meaning | also taken by |\n|---|---|---|---|---|"
         )
         sections[-1] += "\n" + "\n".join(rows) + "\n"
-    rows = [_row(option, []).removesuffix(" |") for option in table(RouteOptions)]
-    sections.append(f"{ROUTE}\n| flag | variable | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
+    sections.append(f"{ROUTE}\n{HEAD}" + _rows(table(RouteOptions)))
+    sections.append(f"{RAY}\n{HEAD}" + _rows(groups(RayOptions)["Ray"]))
     return "\n".join(sections)
+
+
+def _rows(options: list[Option]) -> str:
+    """Without the column of programs."""
+    return "\n".join(_row(option, []).removesuffix(" |") for option in options) + "\n"
 
 
 def _row(option: Option, programs: list[str]) -> str:

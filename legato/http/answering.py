@@ -224,7 +224,8 @@ class _Answer:
                     self._succeeded(job, request, choices)
                     await job.record()
                 elif not news:
-                    data += writer.silence()
+                    # A server that goes on with the stream does not know of events that tokens did not bring.
+                    data += writer.silence() if self._routed is None else sse.KEEP_ALIVE
                 if data:  # a token may have no text
                     await self._write(data)
                     keep_alive.sent()

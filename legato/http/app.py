@@ -49,13 +49,13 @@ from legato.http.routes.openai.token_names import TokenNames
 from legato.http.routes.platforms.kserve import KServeRoutes
 from legato.http.routes.platforms.sagemaker import SageMakerRoutes
 from legato.http.routes.platforms.vertex import VertexRoutes
-from legato.http.routes.replica import replica_state
+from legato.http.routes.replica import replica_events, replica_state
 from legato.http.routes.responses.routes import ResponseRoutes
 from legato.http.scheduler import SchedulerClient
 from legato.http.telemetry import request_log
 from legato.http.telemetry.tracing import TracedRequests
 from legato.http.throttle import AcceptThrottle
-from legato.ipc.routed import STATE_PATH
+from legato.ipc.routed import EVENTS_PATH, STATE_PATH
 from legato.ipc.settings import EmbeddingSettings, RouterSettings
 from legato.scheduling.state import ModelLimits
 from legato.telemetry import metrics as prometheus
@@ -207,6 +207,7 @@ def _shared_routes(inference: Inference, health: HealthRoutes, info: bytes) -> l
         Route("/startupz", health.startup),
         Route("/drain", Endpoint(health.drain), methods=["POST"]),
         Route(STATE_PATH, replica_state(scheduler, settings)),
+        Route(EVENTS_PATH, replica_events(scheduler)),
         Route("/info", page(info, JSON)),
         Route("/metrics", show_metrics),
         Route("/docs", page(PAGE.encode(), "text/html")),
@@ -235,6 +236,7 @@ def _response_routes(responses: ResponseRoutes) -> list[Route]:
     one = "/v1/responses/{response_id}"
     return [
         Route("/v1/responses", Endpoint(responses.responses), methods=["POST"]),
+        Route("/v1/responses/input_tokens", Endpoint(responses.input_tokens), methods=["POST"]),
         Route(one, Endpoint(responses.response), methods=["GET"]),
         Route(one, Endpoint(responses.delete_response), methods=["DELETE"]),
         Route(f"{one}/cancel", Endpoint(responses.cancel_response), methods=["POST"]),

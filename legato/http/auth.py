@@ -15,8 +15,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from legato.api.errors import RequestError
 from legato.http.exchange import ROUTED, TENANT
 from legato.ipc.api_keys import tenant_of
-from legato.ipc.routed import STATE_PATH
+from legato.ipc.routed import EVENTS_PATH, STATE_PATH
 
+# What balancers ask.
+ROUTED_PATHS = (STATE_PATH, EVENTS_PATH)
 # Load balancers and orchestrators ask for these, and have no keys. They tell nothing but whether the model computes.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/startupz"})
 # Pages and what they load: the same for everybody. Who uses them enters a key there.
@@ -61,7 +63,7 @@ class RequireKey:
         await self._refuse(scope["path"], error, error.headers)(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        if scope["path"] == STATE_PATH and scope.get(ROUTED) is not None:  # the balancer has a key of its own
+        if scope["path"] in ROUTED_PATHS and scope.get(ROUTED) is not None:  # the balancer has a key of its own
             return True
         return scope["method"] in OPEN_METHODS and scope["path"] in self._open_paths
 

@@ -30,7 +30,7 @@ from legato.api.openai.responses import (
     OpenAIError,
 )
 from legato.api.responses.events import AnyResponseEvent
-from legato.api.responses.items import DeletedResponse, InputItemList, ResponseObject
+from legato.api.responses.items import DeletedResponse, InputItemList, InputTokenCount, ResponseObject
 from legato.api.responses.requests import ResponsesRequest
 from legato.http.auth import OPEN_PATHS
 from legato.http.pages.routes import MEDIA_TYPES
@@ -38,7 +38,8 @@ from legato.http.routes import health
 from legato.http.routes.openai.adapters import AdapterChange
 from legato.http.routes.platforms import kserve
 from legato.http.routes.platforms.vertex import VertexRequest, VertexResponse
-from legato.ipc.routed import STATE_PATH, ReplicaState
+from legato.ipc.kv_events import KvEventPage
+from legato.ipc.routed import EVENTS_PATH, STATE_PATH, ReplicaState
 
 _JSON, _EVENTS = "application/json", "text/event-stream"
 # How a stream of OpenAI's API ends. All other events are JSON.
@@ -163,6 +164,16 @@ OPERATIONS = [
         ResponsesRequest,
         {"input": "What is the capital of France?", "max_output_tokens": 20},
         {_JSON: ResponseObject, _EVENTS: (AnyResponseEvent,)},
+        _OPENAI_ERRORS,
+    ),
+    Operation(
+        "post",
+        "/v1/responses/input_tokens",
+        "The tokens of the prompt of a response",
+        "",
+        ResponsesRequest,
+        {"input": "What is the capital of France?"},
+        {_JSON: InputTokenCount},
         _OPENAI_ERRORS,
     ),
     Operation(
@@ -323,6 +334,15 @@ OPERATIONS = [
         "Load, for a balancer",
         "Whether requests can be admitted, how many there are, and how much of the KV cache is free.",
         response={_JSON: ReplicaState},
+    ),
+    Operation(
+        "get",
+        EVENTS_PATH,
+        "What entered and left the prefix cache",
+        "With `--kv-events`, for who knows the route key. `?after=NUMBER` asks for what came after that number of an"
+        " earlier answer; without it, or if that is too long ago, the answer is all that the cache holds.",
+        response={_JSON: KvEventPage},
+        errors=(403, 404, 422),
     ),
     Operation("get", "/info", "The model and the limits of this server", response={_JSON: Info}),
     Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": str}),

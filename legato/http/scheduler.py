@@ -112,6 +112,12 @@ class SchedulerClient:
         assert isinstance(answer.value, bytes)
         return answer.value
 
+    async def kv_events(self, after: int | None) -> bytes | None:
+        """`KvEventPage`, as JSON. None if events are not recorded."""
+        answer = await self._ask(lambda number: msg.AskEvents(number, after))
+        assert isinstance(answer.value, bytes)
+        return answer.value or None
+
     def _ask(self, question: Callable[[int], msgspec.Struct]) -> asyncio.Future[msg.Answer]:
         number = next(self._numbers)
         asked: asyncio.Future[Any] = self._loop.create_future()

@@ -1,4 +1,7 @@
-"""Server-sent events, byte for byte as TGI frames them: `data: {json}` and an empty line, no event names, no [DONE]."""
+"""Server-sent events, byte for byte as TGI frames them: `data: {json}` and an empty line, no event names, no [DONE].
+
+Those of the APIs of agents have names.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,13 @@ def token_event(index: int, token: Token) -> bytes:
 
 def event(response: StreamResponse) -> bytes:
     return b"data: %b\n\n" % _encode(response)
+
+
+def named_event(event: msgspec.Struct) -> bytes:
+    """Clients go by the name, which is also the type."""
+    tag = event.__struct_config__.tag
+    assert isinstance(tag, str), "every event has a type"
+    return b"event: %b\ndata: %b\n\n" % (tag.encode(), _encode(event))
 
 
 def error_event(error: RequestError) -> bytes:

@@ -174,7 +174,7 @@ class Validator:
             max_new_tokens=max_new_tokens,
             parameters=chooser,
             top_n_tokens=parameters.top_n_tokens or 0,
-            prompt_logprobs=bool(parameters.decoder_input_details),
+            prompt_logprobs=bool(parameters.decoder_input_details) and not images,
             ignore_eos=bool(parameters.ignore_eos),
             stop=tuple(parameters.stop or ()),
             images=images,
@@ -197,8 +197,6 @@ class Validator:
             input_ids, images = self.images.place(await self.input_ids(inputs, add_special_tokens=special), read)
         if not input_ids:
             raise InvalidRequest("`inputs` cannot be empty")
-        if images and parameters.decoder_input_details:
-            raise InvalidRequest("`decoder_input_details` cannot be had for `inputs` with images")
         if parameters.truncate is not None and len(input_ids) > parameters.truncate:
             if images:
                 raise InvalidRequest("`truncate` cannot cut `inputs` with images")

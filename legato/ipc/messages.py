@@ -169,6 +169,14 @@ class AskLoad(Struct, tag=11, array_like=True, frozen=True):
     number: int
 
 
+class AskEvents(Struct, tag=12, array_like=True, frozen=True):
+    """Answered with `KvEventPage` (`ipc/kv_events.py`), as JSON; with nothing if they are not recorded."""
+
+    number: int
+    # The last one that is known; None: none.
+    after: int | None = None
+
+
 class Report(Struct, tag=8, array_like=True, frozen=True):
     """What this worker has counted so far."""
 
@@ -190,5 +198,5 @@ class ChangeAdapter(Struct, tag=10, array_like=True, frozen=True):
 
 # About the worker itself, and on behalf of its clients.
 WorkerStatus: TypeAlias = Loaded | Serving | Failed | Report | Alive
-ClientMessage: TypeAlias = Submit | Cancel | Prepare | BeginDrain | Scrape | AskLoad | ChangeAdapter
+ClientMessage: TypeAlias = Submit | Cancel | Prepare | BeginDrain | Scrape | AskLoad | AskEvents | ChangeAdapter
 ToScheduler: TypeAlias = WorkerStatus | ClientMessage

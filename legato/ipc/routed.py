@@ -26,6 +26,7 @@ HEADER_PREFIX = "x-legato-route"
 # What a server says in `HEAD_HEADER`: the stream has marks; the request is lost, but not for other servers.
 MARKED, LOST = "marks", "lost"
 STATE_PATH = "/replica/state"
+EVENTS_PATH = "/replica/events"
 
 MORE, LAST, FAILED = b"+", b".", b"!"
 

@@ -1,16 +1,19 @@
 """Compile kernels on several threads before the steps that need them.
 
 Triton compiles a kernel when it is first launched, one after the other: half a minute for all variants of a model. Here
-steps run without launching kernels; what they would launch is compiled meanwhile, most of it outside Python's lock.
+steps run without launching kernels; what they would launch is compiled meanwhile, most of it outside Python's lock. So
+is the C function that launches it, for which Triton calls a C compiler: three more seconds if left to first launches.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import torch
 
 from legato.kernels.language import tl
 
@@ -28,6 +31,28 @@ def can_compile_ahead() -> bool:
     return hasattr(triton, "AsyncCompileMode") and hasattr(triton.JITFunction, "run")
 
 
+class _LoadingExecutor(ThreadPoolExecutor):
+    """What Triton gives it to compile is also loaded."""
+
+    def submit(self, compile_kernel: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_compile_and_load, compile_kernel)
+
+
+def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = compile_kernel()
+    with suppress(Exception):  # which its launch meets again, and reports
+        kernel.run  # noqa: B018  a property that makes the launcher and loads the module
+    return kernel
+
+
+def _use_this_device() -> Callable[[], None]:
+    """For other threads, whose current device is the first."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)
+
+
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
     """Inside, Triton kernels are not launched: their results stay unwritten. Leaving it waits for all compilations.
@@ -41,7 +66,7 @@ def compiling_ahead() -> Iterator[None]:
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(kernel, *args, grid=grid, warmup=warmup or kernel.fn.__module__ != LAUNCHED, **kwargs)
 
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS), thread_name_prefix="compile") as executor:
+    with _LoadingExecutor(min(os.cpu_count() or 1, MAX_THREADS), "compile", _use_this_device()) as executor:
         triton.JITFunction.run = compile_only
         try:
             with triton.AsyncCompileMode(executor, ignore_errors=True):

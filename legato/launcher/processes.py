@@ -80,7 +80,7 @@ class Child:
                 pass_fds=() if theirs is None else (theirs.fileno(),),
                 # Ctrl-C in a terminal reaches only the launcher, which stops the children in order.
                 process_group=0,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),
             )
         except OSError as error:
             raise ChildFailed(f"cannot start {command.words[0]}: {error.strerror}") from None
@@ -286,7 +286,7 @@ class _PipeReader:
             self._take(self._rest.decode(errors="replace").rstrip())
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
+def die_with(parent: int) -> Callable[[], None] | None:
     """A preexec function that makes the kernel kill the child when the launcher dies."""
     if sys.platform != "linux":
         return None

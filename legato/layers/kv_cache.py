@@ -1,8 +1,15 @@
-"""The KV cache: two tensors of blocks per layer. The router allocates the blocks."""
+"""The KV cache: two tensors of blocks per layer. The router allocates the blocks.
+
+A block has the keys and values of its tokens, or, in models without attention, the state after the last of them that
+was computed. Then the state after a full block is there as long as the block, so that the scheduler shares, evicts and
+preempts such sequences like all others. What is after an earlier token of a block is gone: drafts cannot be taken back.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -11,7 +18,7 @@ from legato.kernels.kv_format import as_stored, store
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    keys: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    keys: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]; of states [num_blocks, half, width]
     values: torch.Tensor
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -28,6 +35,13 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCache(LayerCache):
+    """States instead of keys and values: of the first half of the channels in `keys`, of the others in `values`."""
+
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVShape:
     num_layers: int
     num_kv_heads: int
@@ -38,14 +52,49 @@ class KVShape:
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Of a block in each of the two tensors of a layer."""
+        return block_size, self.num_kv_heads, self.head_dim
+
+    def layer(self, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> LayerCache:
+        return LayerCache(keys, values)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Of a block in all layers."""
+        return 2 * self.num_layers * math.prod(self.block_shape(block_size)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape(KVShape):
+    """Of layers that keep a state of `width` numbers for each channel: of the first half of the channels in one tensor,
+    of the others in the other. `num_kv_heads` and `head_dim` are what that comes to for a token."""
+
+    half: int  # of the channels, rounded up
+    width: int
+
+    # Tokens: few enough to share prefixes, and so many that states take less memory than keys and values would.
+    block_size: ClassVar[int] = 256
+
+    @classmethod
+    def of(cls, num_layers: int, num_channels: int, width: int) -> StateShape:
+        half = -(-num_channels // 2)
+        return cls(num_layers, 1, -(-half * width // cls.block_size), torch.float32, half, width)
+
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        """The same for any number of tokens."""
+        return self.half, self.width
+
+    def layer(self, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> LayerCache:
+        return StateCache(keys, values, block_size)
+
 
 class KVCache:
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        size = (num_blocks, *shape.block_shape(block_size))
         # Not zeroed: on a CPU the pages are only taken from the system when a block is first written.
-        self.layers = [
-            LayerCache(*(torch.empty(size, dtype=shape.dtype, device=device) for _ in range(2)))
-            for _ in range(shape.num_layers)
+        tensors = [
+            [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(2)] for _ in range(shape.num_layers)
         ]
+        self.layers = [shape.layer(keys, values, block_size) for keys, values in tensors]

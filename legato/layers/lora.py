@@ -12,9 +12,10 @@ from functools import cached_property
 
 import torch
 
-from legato.kernels.grouped_linear import Groups, group_rows
+from legato.kernels.grouped_linear import group_rows
 from legato.kernels.lora.pages import PAGE_RANKS, LoraPages, LoraPlace
 from legato.kernels.lora.product import gather_ranks, lora_add, lora_expand
+from legato.kernels.lora.tiles import LoraGroups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,14 +39,14 @@ class RowSlots:
         self.num_slots = num_slots
 
     @cached_property
-    def groups(self) -> Groups:
-        return group_rows(self.slots[:, None].contiguous(), self.num_slots)
+    def groups(self) -> LoraGroups:
+        return LoraGroups(group_rows(self.slots[:, None].contiguous(), self.num_slots))
 
-    def by_expert(self, ids: torch.Tensor, num_experts: int) -> Groups:
+    def by_expert(self, ids: torch.Tensor, num_experts: int) -> LoraGroups:
         """ids [T, k] int64, the experts of each row."""
         none = self.num_slots * num_experts
         combined = (self.slots[:, None] * num_experts + ids).clamp_(max=none)
-        return group_rows(combined.contiguous(), none)
+        return LoraGroups(group_rows(combined.contiguous(), none))
 
 
 class DeviceAdapters:

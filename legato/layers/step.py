@@ -8,10 +8,19 @@ from typing import TypeVar, cast
 
 import torch
 
+from legato.kernels.attention.mixed import MixedLengths
 from legato.kernels.attention.paged import PagedContext
 from legato.layers.lora import StepAdapters
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSpans:
+    """Decodes and prompt chunks of a step together, for attention that may compute both at once."""
+
+    cu_seqlens_q: torch.Tensor  # [n + 1] int32
+    lengths: MixedLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,7 @@ class ChunkSpans:
     cu_seqlens_q: torch.Tensor  # [num_chunks + 1] int32, counted from there
     # Their lengths, if all of them are whole prompts with nothing in the cache; such steps have a faster attention.
     whole_prompts: list[int] | None
+    with_decodes: MixedSpans | None = None  # where the host knows the lengths of both
 
 
 @dataclass(frozen=True, slots=True)

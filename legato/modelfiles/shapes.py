@@ -104,11 +104,15 @@ _MIXTRAL_8X7B: dict[str, Any] = _LLAMA | {
     "eos_token_id": 2,
 }
 
-_QWEN_2_5_VL_7B: dict[str, Any] = _LLAMA | {
+_QWEN_2_5_VL: dict[str, Any] = _LLAMA | {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "model_type": "qwen2_5_vl",
     "rms_norm_eps": 1e-6,
     "rope_theta": 1_000_000.0,
+    "use_sliding_window": False,
+}
+
+_QWEN_2_5_VL_7B: dict[str, Any] = _QWEN_2_5_VL | {
     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
     "vocab_size": 152_064,
     "hidden_size": 3584,
@@ -117,7 +121,6 @@ _QWEN_2_5_VL_7B: dict[str, Any] = _LLAMA | {
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "max_position_embeddings": 128_000,
-    "use_sliding_window": False,
     "bos_token_id": 151_643,
     "eos_token_id": 151_645,
     "vision_start_token_id": 151_652,
@@ -140,8 +143,28 @@ _QWEN_2_5_VL_7B: dict[str, Any] = _LLAMA | {
     },
 }
 
-# Name -> config.json. The first two have the dimensions of Llama 3.1 8B and Llama 3.2 1B; `tiny` is made up; the others
-# are as published.
+_TINY_VL: dict[str, Any] = _QWEN_2_5_VL | {
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 505,
+    "eos_token_id": 506,
+    "vision_start_token_id": 501,
+    "vision_end_token_id": 502,
+    "image_token_id": 503,
+    "video_token_id": 504,
+    "vision_config": _QWEN_2_5_VL_7B["vision_config"]
+    | {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    | {"fullatt_block_indexes": [1]},
+}
+
+# Name -> config.json. The first two have the dimensions of Llama 3.1 8B and Llama 3.2 1B; the tiny ones are made up;
+# the others are as published.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": _LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "head_dim": 128},
     "llama-1b": _LLAMA_3
@@ -156,30 +179,42 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096}
     | {"bos_token_id": 1, "eos_token_id": 2},
+    "tiny-vl": _TINY_VL,
 }
 
 
-# Special tokens by id, and the other files, of shapes that take images.
-IMAGE_TOKENS: dict[str, dict[int, str]] = {
-    "qwen2.5-vl-7b": {151_652: "<|vision_start|>", 151_653: "<|vision_end|>", 151_655: "<|image_pad|>"},
-}
-IMAGE_FILES: dict[str, dict[str, dict[str, Any]]] = {
-    "qwen2.5-vl-7b": {
-        "preprocessor_config.json": {
-            "min_pixels": 3136,
-            "max_pixels": 12_845_056,
-            "patch_size": 14,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-        "tokenizer_config.json": {
-            "chat_template": (
-                "{% for message in messages %}{{ message.role }}\n{% if message.content is string %}"
-                "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
-                "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-                "\n{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
-            )
-        },
+def _special_tokens(config: dict[str, Any]) -> dict[int, str]:
+    """By id, of a shape that takes images."""
+    names = {
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "bos_token_id": "<|endoftext|>",
+        "eos_token_id": "<|im_end|>",
+    }
+    return {config[key]: token for key, token in names.items()} if "vision_config" in config else {}
+
+
+# Further files of shapes that take images.
+IMAGE_FILES: dict[str, dict[str, Any]] = {
+    "preprocessor_config.json": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "min_pixels": 3136,
+        "max_pixels": 12_845_056,
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "tokenizer_config.json": {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "chat_template": (
+            "{% for message in messages %}{{ message.role }}\n{% if message.content is string %}"
+            "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+            "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+            "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+        ),
     },
 }
 
@@ -190,14 +225,14 @@ def write_shape(name: str, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = (f"{SPACE}{_word(number)}" for number in range(len(alphabet), SHAPES[name]["vocab_size"]))
-    special = IMAGE_TOKENS.get(name, {})
+    special = _special_tokens(SHAPES[name])
     vocabulary = {special.get(number, token): number for number, token in enumerate([*alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
-    for file, content in IMAGE_FILES.get(name, {}).items():
+    for file, content in IMAGE_FILES.items() if special else ():
         (folder / file).write_text(json.dumps(content, indent=2))
     return folder
 

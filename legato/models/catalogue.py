@@ -63,6 +63,7 @@ CATALOGUE = {
     "llama4": CatalogueEntry("Llama 4", ("meta-llama/Llama-4-Scout-17B-16E-Instruct",), "llama4", test=VISION),
     "llama4_text": CatalogueEntry("Llama 4, text only", ("meta-llama/Llama-4-Scout-17B-16E-Instruct",), "llama4-text"),
     "llava_next": CatalogueEntry("LLaVA-NeXT", ("llava-hf/llava-v1.6-mistral-7b-hf",), "llava-next", test=VISION),
+    "mamba": CatalogueEntry("Mamba", ("state-spaces/mamba-2.8b-hf",), "mamba"),
     "mistral": CatalogueEntry("Mistral, Nemo", ("mistralai/Mistral-7B-Instruct-v0.3",), "mistral", FOUR),
     "mixtral": CatalogueEntry("Mixtral", ("mistralai/Mixtral-8x7B-Instruct-v0.1",), "mixtral", FOUR),
     "mllama": CatalogueEntry("Llama 3.2 Vision", ("meta-llama/Llama-3.2-11B-Vision-Instruct",), "mllama", test=VISION),

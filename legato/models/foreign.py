@@ -14,7 +14,7 @@ from legato.models.registry import ARCHITECTURES
 STATEFUL = "it keeps a state, which the KV cache has no place for"
 # Those of which that is known. Others are found out when they are built.
 STATEFUL_TYPES = {
-    "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba",
+    "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba",
     "zamba2",
 }  # fmt: skip
 
@@ -36,8 +36,6 @@ def check(files: ModelFiles, trust_remote_code: bool, known: Container[str]) -> 
     kind = str(files.config().get("model_type"))
     if files.weight_format != "safetensors":
         raise UnsupportedModel(f"model_type '{kind}' runs through transformers, which needs safetensors")
-    if kind == "mamba":
-        raise unsupported(kind, f"transformers has it, but {STATEFUL}. TGI 3.3 serves it")
     if kind in STATEFUL_TYPES and not trust_remote_code:
         raise unsupported(kind, f"transformers has it, but {STATEFUL}")
     if kind in known or trust_remote_code:

@@ -61,6 +61,7 @@ ARCHITECTURES = {
     "llama4": "legato.models.llama4:Llama4WithImages",
     "llama4_text": "legato.models.llama4:Llama4",
     "llava_next": "legato.models.llava_next:LlavaNext",
+    "mamba": "legato.models.mamba:Mamba",
     "mistral": "legato.models.llama:Mistral",
     "mixtral": "legato.models.mixtral:Mixtral",
     "mllama": "legato.models.mllama:Mllama",

@@ -30,12 +30,15 @@ _MLLAMA = dict(
     hidden_size=4096, intermediate_size=14_336, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8,
     vocab_size=128_256, max_position_embeddings=131_072, rope_theta=500_000.0, rms_norm_eps=1e-5,
 )  # fmt: skip
+# It has no attention, and so neither heads nor a table of positions: sequences may be as long as one likes.
+_MAMBA = dict(num_attention_heads=1, max_position_embeddings=32_768)
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "llava_next": _LLAVA_NEXT,
     "idefics2": _IDEFICS2,
     "idefics3": _IDEFICS3,
+    "mamba": _MAMBA,
     "mllama": _MLLAMA,
     "paligemma": _PALIGEMMA,
     "smolvlm": _IDEFICS3,

@@ -25,7 +25,9 @@ from legato.modelfiles.huggingface import cached_hub_model
 from legato.modelfiles.index import PREFIX, cached_package_model
 from legato.modelfiles.locate import cache_of
 from legato.modelfiles.shapes import SHAPES
+from legato.plan.layouts import Machines
 from legato.plan.memory import Device, Fit, MemoryPlan, choose_dtype
+from legato.plan.spread import Spread
 from legato.scheduling.budget import step_sizes
 from legato.server.memory.capacity import HOST_SHARE
 
@@ -63,17 +65,31 @@ class PlanOptions(ModelOptions):
     lora_target_modules: tuple[str, ...] = option(
         (), "Layers that LoRA adapters may change. Default: all linear layers except experts and `lm_head`.", env=None
     )
+    machines: int = option(1, "Machines to lay the model out over.", env=None, minimum=1)
+    gpus_per_machine: int = option(8, "GPUs of each machine, with `--machines`.", env=None, minimum=1)
+    network_gbit: float = option(
+        200.0, "Speed of the network between machines, in Gbit/s, with `--machines`.", env=None, minimum=0.001
+    )
+    fabric_gbyte: float = option(
+        450.0,
+        "Speed at which a GPU sends to the others of its machine (NVLink, PCIe), in GB/s, with `--machines`.",
+        env=None,
+        minimum=0.001,
+    )
     json: bool = option(False, "Print the plan as JSON.", env=None)
 
 
 def run(options: PlanOptions) -> int:
     made = make_plan(options)
     line = command_for(made, options)
+    spread = over_machines(made, options) if "machines" in options.given else None
     if options.json:
-        print(json.dumps(to_json(made, line), indent=2))
+        print(json.dumps({**to_json(made, line), **(spread.to_json() if spread else {})}, indent=2))
     else:
-        show(made, line, Console())
-    return 0 if made.best else 1
+        show(made, None if spread else line, Console())
+        if spread is not None:
+            spread.show(Console())
+    return 0 if made.best or (spread and spread.best) else 1
 
 
 def make_plan(options: PlanOptions) -> MemoryPlan:
@@ -156,19 +172,35 @@ def _free_host_memory() -> int:
 
 def command_for(plan: MemoryPlan, options: PlanOptions) -> str | None:
     """The command to run, if there is one: shapes without weights run in benchmarks only, which start one shard."""
+    formats = format_words(options)
+    if options.model_id not in SHAPES:
+        return plan.command([*launcher_words(options), *formats])
+    if plan.best is None or plan.best.num_shards > 1:
+        return None
+    line = plan.command(["legato", "bench", "engine", "--model", str(options.model_id)])
+    return f"{line} -- {shlex.join(formats)}" if formats else line
+
+
+def over_machines(plan: MemoryPlan, options: PlanOptions) -> Spread:
+    network, fabric = options.network_gbit * 1e9 / 8, options.fabric_gbyte * 1e9
+    machines = Machines(options.machines, options.gpus_per_machine, network, fabric)
+    words = [] if options.model_id in SHAPES else [*launcher_words(options), *format_words(options)]
+    return Spread(plan, machines, words)
+
+
+def launcher_words(options: PlanOptions) -> list[str]:
+    words = ["text-generation-launcher"] + (["--model-id", options.model_id] if options.model_id else [])
+    return [*words, *(["--revision", options.revision] if options.revision else [])]
+
+
+def format_words(options: PlanOptions) -> list[str]:
     formats = ["--dtype", options.dtype] if options.dtype else []
     formats += ["--quantize", options.quantize] if options.quantize else []
     formats += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
     formats += ["--lora-device-ranks", str(options.lora_device_ranks)] if options.lora_device_ranks else []
     modules = ",".join(options.lora_target_modules)
     formats += ["--lora-target-modules", modules] if options.lora_device_ranks and modules else []
-    if options.model_id not in SHAPES:
-        words = ["text-generation-launcher"] + (["--model-id", options.model_id] if options.model_id else [])
-        return plan.command([*words, *(["--revision", options.revision] if options.revision else []), *formats])
-    if plan.best is None or plan.best.num_shards > 1:
-        return None
-    line = plan.command(["legato", "bench", "engine", "--model", str(options.model_id)])
-    return f"{line} -- {shlex.join(formats)}" if formats else line
+    return formats
 
 
 def show(plan: MemoryPlan, line: str | None, console: Console) -> None:

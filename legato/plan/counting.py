@@ -17,6 +17,7 @@ import torch
 
 from legato.common.errors import ModelFileError
 from legato.kernels.lora.pages import PAGE_RANKS
+from legato.layers.kv_cache import KVShape, StateShape
 from legato.layers.shard import Shard
 from legato.modelfiles.files import GgufModel, ModelFiles
 from legato.models import checkpoint
@@ -237,8 +238,8 @@ class CountedModel:
             return self._whole
         model, weights = self._build(Shard(num_shards - 1, num_shards))
         kv = model.kv_shape
-        kv_numbers = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim
-        return ShardSize(num_shards, weights.num_bytes, kv_numbers, self._adapter_bytes(weights))
+        kv_numbers, kv_dtype = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim, _state_dtype(kv)
+        return ShardSize(num_shards, weights.num_bytes, kv_numbers, self._adapter_bytes(weights), kv_dtype)
 
     def _adapter_bytes(self, weights: CountingWeights) -> int:
         """What a shard keeps on the device for LoRA adapters."""
@@ -248,7 +249,9 @@ class CountedModel:
         return self._adapters.ranks // PAGE_RANKS * layout.page_size * weights.dtype.itemsize
 
     def _kv_dtype(self, model: CausalModel) -> str | None:
-        """Of the library that computes the layers, on one shard."""
+        """Of the library that computes the layers, on one shard, or of states."""
+        if (state_dtype := _state_dtype(model.kv_shape)) is not None:
+            return state_dtype
         kv_shape = on_host(model).kv_shape if self._packs else model.kv_shape
         return None if kv_shape == model.kv_shape else str(kv_shape.dtype).removeprefix("torch.")
 
@@ -284,3 +287,8 @@ def _header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return header
+
+
+def _state_dtype(shape: KVShape) -> str | None:
+    """Of a cache of states, which is the same whatever the model's is."""
+    return str(shape.dtype).removeprefix("torch.") if isinstance(shape, StateShape) else None

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from legato.kernels.activation import Activation, gate_and_mul
+from legato.kernels.gated_linear import gated_linear, suits
+from legato.kernels.language import kernel_or_torch
 from legato.kernels.small_linear import pays, small_linear
 from legato.kernels.split_linear import pays_to_split, split_linear
 
@@ -45,9 +47,12 @@ class DenseWeight:
         return F.linear(x, self.weight, self.bias)
 
     def apply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """For packed gate and up projections: `gate_and_mul` of what `apply` returns, in one kernel for few rows."""
+        """For packed gate and up projections: `gate_and_mul` of what `apply` returns, in one kernel where that is
+        faster."""
         if pays(x):
             return small_linear(x, self.weight, self.bias, activation=activation)
+        if self.bias is None and suits(x, self.weight, activation):
+            return kernel_or_torch(x, gated_linear, _gated_linear_torch)(x, self.weight, activation)
         return gate_and_mul(self.apply(x), activation)
 
     def apply_in_parts(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,6 +60,10 @@ class DenseWeight:
         if self.bias is None and pays_to_split(x, self.weight):
             return split_linear(x, self.weight)
         return self.apply(x)
+
+
+def _gated_linear_torch(x: torch.Tensor, weight: torch.Tensor, activation: Activation) -> torch.Tensor:
+    return gate_and_mul(F.linear(x, weight), activation)
 
 
 class PackedWeight:

@@ -32,6 +32,7 @@ from legato.router.adapters import AdapterRegistry, AdapterRules
 from legato.router.embedding import embedding_settings, warm_up_embedding
 from legato.router.listening import Listeners
 from legato.router.monitoring.dashboard import StepHistory
+from legato.router.monitoring.kv_events import KvEventLog, KvEventPublisher
 from legato.router.monitoring.metrics_listener import metrics_listener
 from legato.router.monitoring.tracing import StepTraces
 from legato.router.recovery import ConnectedShards, Recovery
@@ -96,9 +97,12 @@ async def serve(
         def on_step(step: StepFigures) -> None:
             metrics.step(step)
             history.add(step)
+            if steps.events is not None:
+                steps.events.flush()
 
         hang_timeout = max(options.hang_timeout, limits.longest_step)
         steps = StepLoop(scheduler, shards, limits, on_step, hang_timeout=hang_timeout, traces=traces)
+        steps.events = kv_events(options, scheduler)
         with response_store(options.response_store, options.response_store_size) as stored:
             settings = replace(settings_for(options, info, api_keys, model), response_store=stored)
             adapters = AdapterRegistry(steps, info.adapters, adapter_rules(options), settings.base_names)
@@ -113,6 +117,13 @@ async def serve(
         startup.close()
         heartbeat.cancel()
         workers.kill()
+
+
+def kv_events(options: RouterOptions, scheduler: Scheduler) -> KvEventLog | None:
+    if not options.kv_events and options.kv_events_endpoint is None:
+        return None
+    endpoint = options.kv_events_endpoint
+    return KvEventLog(scheduler, None if endpoint is None else KvEventPublisher(endpoint))
 
 
 async def connect(options: RouterOptions) -> GrpcShards:

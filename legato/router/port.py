@@ -62,6 +62,9 @@ class Port:
                 self._send(msg.Answer(number, self._drain()))
             case msg.AskLoad(number):
                 self._send(msg.Answer(number, msgspec.json.encode(self._steps.load)))
+            case msg.AskEvents(number, after):
+                events = self._steps.events
+                self._send(msg.Answer(number, b"" if events is None else events.page(after)))
             case msg.ChangeAdapter(number, name, source, revision):
                 self._spawn(self._change_adapter(number, name, source, revision))
             case msg.Scrape(number, dashboard):

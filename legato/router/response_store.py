@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,7 @@ def response_store(path: str | None, size: int) -> Iterator[str | None]:
         absolute = Path(path).absolute()
         if not absolute.parent.is_dir():
             raise OptionError(f"--response-store: {absolute.parent} is not a folder; create it first")
+        _check(absolute)
         yield str(absolute)
         return
     place = _MEMORY if _has_room(_MEMORY, size) else Path(tempfile.gettempdir())
@@ -40,6 +42,17 @@ def response_store(path: str | None, size: int) -> Iterator[str | None]:
         yield str(Path(folder) / FILE_NAME)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(file: Path) -> None:
+    """Now, and not when the first response is to be stored."""
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))  # conversations are nobody else's business
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute("BEGIN IMMEDIATE")  # reads the file, and must be allowed to write
+            connection.rollback()
+    except (OSError, sqlite3.Error) as error:
+        raise OptionError(f"--response-store: {file} cannot be used as an SQLite file: {error}") from None
 
 
 def _has_room(place: Path, size: int) -> bool:

@@ -22,6 +22,7 @@ from legato.common.errors import LegatoError
 from legato.grammar.kinds import Grammar
 from legato.ipc.messages import ServerLoad
 from legato.router.clock import MAX_LATENESS, Clock, LoopClock, Timer
+from legato.router.monitoring.kv_events import KvEventLog
 from legato.router.monitoring.tracing import StepTraces
 from legato.router.sent_step import SentStep
 from legato.router.shards import ShardsLost
@@ -80,6 +81,8 @@ class StepLoop:
         self._on_step = on_step
         self._clock = LoopClock() if clock is None else clock
         self._traces = traces
+        # What enters and leaves the prefix tree, if somebody wants to know.
+        self.events: KvEventLog | None = None
         # Another one with every prefix tree.
         self._epoch = token_hex(8)
         self._receivers: dict[int, Receiver] = {}

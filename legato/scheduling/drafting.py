@@ -7,11 +7,11 @@ repetition costs the few microseconds in which it is looked up.
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
-from operator import mul
+from itertools import accumulate, chain, takewhile
+from operator import mul, neg
 
 from legato.scheduling.entry import Entry, InFlight
 from legato.scheduling.limits import SchedulerLimits
@@ -21,8 +21,9 @@ from legato.scheduling.suffix_index import TenantAnswers, TextMatch
 
 # Rows of a step beyond which no drafts are looked for: the scheduler has enough to do, and so has the device.
 MOST_ROWS = 128
-# Requests whose prompts one plan indexes, in up to some milliseconds each; the others wait for the next.
-MOST_NEW = 4
+# Tokens of texts that one plan indexes, in a millisecond or two, and what the shortest counts for. The others wait for
+# the next plan; one text is always indexed.
+MOST_NEW_TOKENS, FEWEST_NEW_TOKENS = 16_384, 1024
 # Tokens that a request may be ahead of its index and still be read one by one.
 MOST_UNREAD = 256
 # A request without a match for so many tokens is not looked at in every step: its text is read some tokens at a time.
@@ -73,12 +74,18 @@ class Chances:
 
     def __init__(self, first: float, last: float) -> None:
         """What is assumed at the shortest and at the longest, as if ten had been seen of each."""
+        self._shares = [first + (last - first) * number / LONGEST for number in range(LONGEST + 1)]
         self._all = [10.0] * (LONGEST + 1)
-        self._right = [10 * (first + (last - first) * number / LONGEST) for number in range(LONGEST + 1)]
+        self._right = [10 * share for share in self._shares]
 
     def __getitem__(self, number: int) -> float:
-        place = min(number, LONGEST)
-        return self._right[place] / self._all[place]
+        return self._shares[number if number < LONGEST else LONGEST]
+
+    def following(self, number: int, count: int) -> list[float]:
+        """Of `number` and those behind it."""
+        return self._shares[number : number + count] + self._shares[-1:] * (
+            number + count - 1 - max(number - 1, LONGEST)
+        )
 
     def learn(self, number: int, was_right: bool) -> None:
         place = min(number, LONGEST)
@@ -87,6 +94,7 @@ class Chances:
         if self._all[place] > MEMORY:
             self._all[place] /= 2
             self._right[place] /= 2
+        self._shares[place] = self._right[place] / self._all[place]
 
 
 class Drafter:
@@ -198,35 +206,27 @@ class Drafter:
     def _choose(
         self, entries: Sequence[Entry], limits: SchedulerLimits, room: int, num_spare: int
     ) -> dict[int, list[int]]:
-        guesses: dict[int, list[int]] = {}
-        ranked: list[tuple[float, int]] = []
-        num_new = 0
+        guesses: list[tuple[Entry, list[int], list[float]]] = []
+        num_new = 0  # tokens
         for entry in entries:
             known = entry.drafts
             if known is not None and len(entry.tokens) < known.read_at:
                 continue
             if self._is_new(entry):
-                num_new += 1
-                if num_new > MOST_NEW:
+                is_first, num_new = not num_new, num_new + max(len(entry.tokens), FEWEST_NEW_TOKENS)
+                if num_new > MOST_NEW_TOKENS and not is_first:
                     continue
             drafts = self._read(entry)
             if not (drafts.text.length or drafts.proposed_ids):
                 continue
             limit = min(limits.speculate, entry.max_len - entry.num_known - 1)
             if limit > 0:
-                found, chances = self._guess(entry, drafts, limit, limits.vocab_size)
-                guesses[entry.id] = found
-                ranked += [(chance, entry.id) for chance in chances]
-        if not ranked:
+                guesses.append((entry, *self._guess(entry, drafts, limit, limits.vocab_size)))
+        ranked = sorted(chain.from_iterable(chances for _, _, chances in guesses), reverse=True)[:room]
+        count = self._times.num_worth(len(entries), ranked) if ranked else 0
+        if not count:
             return {}
-        ranked.sort(reverse=True)
-        count = self._times.num_worth(len(entries), [chance for chance, _ in ranked[:room]])
-        counts = Counter(request_id for _, request_id in ranked[:count])
-        return _fitting(
-            {entry: guesses[entry.id][: counts[entry.id]] for entry in entries if counts[entry.id]},
-            limits.block_size,
-            num_spare,
-        )
+        return _fitting(_likeliest(guesses, ranked[count - 1], count), limits.block_size, num_spare)
 
     def _is_new(self, entry: Entry) -> bool:
         """Its text has to be indexed first, or so much of it that this is faster."""
@@ -274,15 +274,29 @@ class Drafter:
             end = next(unusable, len(proposed))
             return proposed[:end], self._proposal_chances(end)
         guesses = text.guess(pending + limit)
-        chance, chances = 1.0, []
-        for place, token in enumerate(guesses):
-            if not 0 <= token < vocab_size or token in entry.end_ids:
-                break
-            chance *= min(self._chances[text.length + place] * factor, HIGHEST_CHANCE)
-            if chance < LOWEST_CHANCE:
-                break
-            chances.append(chance)
+        if not (
+            entry.end_ids.isdisjoint(guesses) and -1 < min(guesses, default=0) <= max(guesses, default=0) < vocab_size
+        ):
+            usable = takewhile(lambda token: 0 <= token < vocab_size and token not in entry.end_ids, guesses)
+            guesses = list(usable)
+        following = self._chances.following(text.length, len(guesses))
+        each = [chance if (chance := share * factor) < HIGHEST_CHANCE else HIGHEST_CHANCE for share in following]
+        chances = [chance for chance in accumulate(each, mul) if chance >= LOWEST_CHANCE]
         return guesses[pending : len(chances)], chances[pending:]
+
+
+def _likeliest(guesses: list[tuple[Entry, list[int], list[float]]], least: float, count: int) -> dict[Entry, list[int]]:
+    """The `count` drafts that are right with the highest chances, of which `least` is the lowest. Chances fall from
+    draft to draft; of several with the lowest, the first requests have theirs."""
+    chosen = {}
+    num_equal = count - sum(bisect_left(chances, -least, key=neg) for _, _, chances in guesses)
+    for entry, drafts, chances in guesses:
+        above = bisect_left(chances, -least, key=neg)
+        equal = min(bisect_right(chances, -least, key=neg) - above, num_equal)
+        num_equal -= equal
+        if above + equal:
+            chosen[entry] = drafts[: above + equal]
+    return chosen
 
 
 def _fitting(chosen: dict[Entry, list[int]], block_size: int, num_spare: int) -> dict[int, list[int]]:

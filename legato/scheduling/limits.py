@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.budget import StepSizes
 
-# What is sampled beside few rows takes no memory to speak of: a megabyte of logits each at most.
-FEWEST_SAMPLED = 32
+# Positions at which a step of any number of rows may sample, drafts included.
+FEWEST_SAMPLED = 256
 # Waiting requests that one plan passes over: those behind may have a cached prefix when the first ones have not.
 LOOK_AHEAD = 32
 # Losses of the shards in a row, without a token in between, that a request survives: it may be what they die of.
 MAX_LOSSES = 2
+
+
+def most_sampled(max_rows: int) -> int:
+    """Positions at which one step may sample if decodes have drafts. Warm-up leaves memory for as many."""
+    return max(max_rows, FEWEST_SAMPLED)
 
 
 class Refusal:
@@ -76,8 +81,7 @@ class SchedulerLimits:
 
     @property
     def max_sampled(self) -> int:
-        """Positions at which one step may sample: warm-up has measured the memory for a token of every row."""
-        return min(max(self.max_rows, FEWEST_SAMPLED), self.max_step_tokens)
+        return min(most_sampled(self.max_rows), self.max_step_tokens)
 
     @property
     def has_whole_prompts(self) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 # The tokens of one block, or of several, 8 bytes each.
 TokenBytes = bytes
@@ -37,9 +38,18 @@ class Node:
         self.digest = b""  # of `host_blocks.digest_of`, once somebody asked
 
 
+class TreeListener(Protocol):
+    def stored(self, node: Node) -> None:
+        """It is in its place."""
+
+    def removed(self, node: Node) -> None:
+        """It is still in its place."""
+
+
 class PrefixTree:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.listener: TreeListener | None = None
         self._key_bytes = block_size * TOKEN_BYTES
         # As many as API keys, for each adapter: forgotten only with an adapter.
         self._roots: dict[tuple[int, str], Node] = {}
@@ -70,6 +80,9 @@ class PrefixTree:
         nodes = [node for key in gone for node in _below(self._roots.pop(key))]
         for node in nodes:
             assert not node.users, "a request uses what an adapter made"
+            if self.listener is not None:
+                self.listener.removed(node)
+        for node in nodes:
             node.parent = None  # its place among the leaves is void
             node.children.clear()
         self._num_nodes -= len(nodes)
@@ -119,6 +132,8 @@ class PrefixTree:
             child = node.children[key] = Node(node, key, block)
             self._num_nodes += 1
             self._num_unused += 1
+            if self.listener is not None:
+                self.listener.stored(child)
         self.lock(child)  # first, so that `node` never has no users in between
         if node.parent is not None:
             node.users -= 1
@@ -151,6 +166,8 @@ class PrefixTree:
         """Returns its parent, which may be a leaf now."""
         parent = node.parent
         assert parent is not None
+        if self.listener is not None:
+            self.listener.removed(node)
         del parent.children[node.key]
         node.parent = None
         self._num_nodes -= 1

@@ -14,7 +14,7 @@ import torch
 
 from legato.grammar.reasoning import RowReasoning
 from legato.grammar.wire import from_pb
-from legato.layers.kv_cache import KVCache
+from legato.layers.kv_cache import KVCache, StateShape
 from legato.layers.lora import StepAdapters
 from legato.layers.shard import Shard
 from legato.models.registry import CausalModel, GreedyModel
@@ -23,6 +23,7 @@ from legato.models.vision import CrossModel, VisionModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
+from legato.scheduling.limits import most_sampled
 from legato.server.adapters import ShardAdapters
 from legato.server.grammars import Grammars
 from legato.server.graphs.captures import mixed_sizes
@@ -87,12 +88,14 @@ class Engine:
             self.vision_encoder = encoder(model, image_rules, max_rows, self.device)
         self._num_proposals = 0  # that the step which is computed asks for
         self.shard = shard or Shard()
-        # One shard of several must not split a step: the others would compute the whole.
-        self._max_splits = MAX_SPLITS if self.shard.world_size == 1 else 0
+        # One shard of several must not split a step: the others would compute the whole. And where a state is kept,
+        # what a failed forward had begun cannot be computed again.
+        self._max_splits = 0 if self.shard.world_size > 1 or isinstance(model.kv_shape, StateShape) else MAX_SPLITS
         # Encoders of prompts and images have no fixed shape.
         self._mixed_sizes = (
             [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows, drafts=drafts > 0)
         )
+        self._max_sampled = most_sampled(max_rows) if drafts else max_rows
         self._likeliest = model.likeliest if isinstance(model, GreedyModel) else None
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and graph_sizes != (0,):
@@ -101,7 +104,7 @@ class Engine:
     def use_graphs(self, sizes: Sequence[int], record: Record, mixed: Sequence[int] | None = None) -> None:
         """From now on; nothing is captured yet. `mixed` are other sizes for steps with prompts."""
         mixed = self._mixed_sizes if mixed is None or not self._mixed_sizes else mixed
-        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard)
+        self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard, self._max_sampled)
         for kind in self.graphs.kinds:
             kind.keeps_hidden = self.speculator is not None
 
@@ -134,6 +137,8 @@ class Engine:
     @torch.inference_mode()
     def _launch(self, request: pb.StepRequest, parts: list[RowStep], started: int) -> PendingStep:
         clock = StepClock(self.device)
+        if self.vision_encoder is not None:
+            self.vision_encoder.prepare(request.admitted)
         for admission in request.admitted:
             self._configure_sampler(admission)
             if self.vision_encoder is not None:
@@ -327,14 +332,14 @@ class Engine:
             if self.rows.adapters is not None:
                 self.rows.adapters.set(admission.row, admission.adapter_slot if admission.adapter_id else None)
         parts, first, first_draft = [], 0, 0
-        new_blocks = list(request.new_blocks)
+        new_blocks, all_drafts = list(request.new_blocks), list(request.draft_ids)
         num_drafts = request.num_drafts or [0] * len(request.rows)
         columns = zip(request.rows, request.num_tokens, request.num_new_blocks, num_drafts, strict=True)
         for row, count, num_new, drafts in columns:
             if num_new:
                 self.rows.append_blocks(row, new_blocks[first : first + num_new])
                 first += num_new
-            draft_ids = tuple(request.draft_ids[first_draft : first_draft + drafts])
+            draft_ids = tuple(all_drafts[first_draft : first_draft + drafts])
             first_draft += drafts
             parts.append(self.rows.advance(row, count, draft_ids))
         return parts

@@ -71,6 +71,11 @@ class RowGrammar:
     error: str | None = None
     tokens: Future[None] = field(default_factory=Future)  # are on the host
     pending: Future[None] = field(default_factory=Future)  # makes the mask of what follows them
+    # The first of those: the text so far is followed. A row that is free may have got tokens by then.
+    entered: Future[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.entered = self.pending
 
     @property
     def is_free(self) -> bool:
@@ -166,6 +171,8 @@ class Grammars:
         states = [(place, state) for place, state in states if not state.is_free]
         for _, state in states:
             wait_for({state.tokens}, _TOKEN_SECONDS)
+            if state.grammar is None:  # nobody has prepared the vocabulary before the request came
+                wait_for({state.entered}, _TOKEN_SECONDS)
         deadline = time.monotonic() + _MASK_SECONDS
         for _, state in states:
             if state.error is None:
@@ -264,9 +271,9 @@ class Grammars:
             for token_id in generated_ids:
                 self._follow(state, token_id)
             self._fill_masks([state])
-            self._finish(state, state.pending)
+            self._finish(state, state.entered)
         except BaseException as error:
-            state.pending.set_exception(error)
+            state.entered.set_exception(error)
 
     def _advance(
         self, rows: list[tuple[int, RowGrammar, Future[None]]], tokens: Future[None], read: Callable[[], Sequence[int]]
@@ -274,6 +281,7 @@ class Grammars:
         try:
             token_ids = read()
             tokens.set_result(None)
+            rows = [(place, state, pending) for place, state, pending in rows if _has_entered(state, pending)]
             for place, state, _ in rows:
                 self._follow(state, token_ids[place])
             self._fill_masks([state for _, state, _ in rows])
@@ -316,6 +324,14 @@ class Grammars:
         if state.completion is not None and state.matcher is not None and state.matcher.error is None:
             state.completion.narrow(state.matcher)
         pending.set_result(None)
+
+
+def _has_entered(state: RowGrammar, pending: Future[None]) -> bool:
+    """Waits for it. A row that could not enter has no next mask either."""
+    error = state.entered.exception(_TOKEN_SECONDS)
+    if error is not None:
+        pending.set_exception(error)
+    return error is None
 
 
 def _thread(name: str) -> ThreadPoolExecutor:

@@ -16,6 +16,7 @@ from legato.common.progress import LOADING_WEIGHTS
 from legato.cpu.library import library
 from legato.cpu.threads import usable_cores
 from legato.kernels.language import enable_triton
+from legato.layers.kv_cache import StateShape
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.locate import locate_checkpoint
@@ -92,6 +93,10 @@ def _speculator(
     files = None if options.model_id is None else SpeculatorFiles.find(locate_checkpoint(options))
     if options.speculate and model.config.decoder_start_token_id is not None:
         raise OptionError("--speculate is not supported for encoder-decoder models")
+    if isinstance(model.kv_shape, StateShape) and (options.speculate or files or options.speculate_model):
+        raise OptionError(
+            f"--speculate: model_type '{model.config.model_type}' keeps a state, which drafts would change"
+        )
     if files is None:
         return None
     if (options.speculate or 0) > files.num_tokens:

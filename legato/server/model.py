@@ -16,11 +16,12 @@ from legato.common.gc import unfreeze_gc
 from legato.common.options import ServerOptions
 from legato.common.progress import WARMED_UP, WARMING_UP
 from legato.kernels.precompile import can_compile_ahead
-from legato.layers.kv_cache import KVCache, KVShape
+from legato.layers.kv_cache import KVCache, KVShape, StateShape
 from legato.models.registry import LimitedModel
 from legato.models.vision import CrossModel, MutualModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.sampler import Sampler
+from legato.scheduling.limits import most_sampled
 from legato.server.adapters import open_adapters
 from legato.server.engine import Engine
 from legato.server.grammars import Grammars, load_trie
@@ -54,6 +55,8 @@ MB = 10**6
 LEAST_PREFIX_CACHE = 128 * MB
 # Guesses of a draft model, each of which it has to compute.
 DEFAULT_DRAFTS = 4
+# Of each logit that is sampled from: itself, and what sampling makes of it in float32.
+LOGIT_BYTES = 24
 CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -69,6 +72,10 @@ class Model:
         self._advance = advance
         self.options = options
         self.block_size = options.block_size
+        if isinstance(loaded.model.kv_shape, StateShape):
+            self.block_size = StateShape.block_size
+            if options.kv_cache_dtype is not None:
+                raise OptionError(f"--kv-cache-dtype: the states of a {loaded.model.config.model_type} are float32")
         self.eos_token_ids = loaded.files.eos_token_ids()
         self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
         self.image_rules = image_rules(loaded.files)
@@ -288,6 +295,8 @@ class Model:
         if self.loaded.speculator is not None:  # and the state that it goes on from
             row_bytes += self.loaded.model.config.hidden_size * self.loaded.dtype.itemsize
         graphs = graph_bytes(kept, largest, layers, row_bytes, tokens, reading.peak - reading.reserved)
+        if self.speculate:
+            graphs += (most_sampled(rows) - rows) * self.loaded.model.config.vocab_size * LOGIT_BYTES
         logger.info(
             "Memory measured",
             extra={

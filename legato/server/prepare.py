@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from legato.kernels.attention.mixed import MixedLengths
 from legato.kernels.attention.paged import PagedContext
-from legato.layers.step import ChunkSpans, Sides, Step
+from legato.layers.step import ChunkSpans, MixedSpans, Sides, Step
 from legato.server.rows import Rows, RowStep, to_device
 
 
@@ -60,16 +61,26 @@ class Packed:
         self.positions = np.arange(self.ends[-1]) - np.repeat(self.ends - self.context_lens, self.counts)
         self.owners = np.repeat(self.rows, self.counts)
         self.has_drafts = any(part.draft_ids for part in parts)
-        chunks = [_chunk_ids(rows, part) for part in parts[self.num_decodes :]]
         # Negative: the last token of the row, on the device.
-        self.chunk_ids = np.concatenate(chunks) if chunks else np.zeros(0, dtype=np.int64)
+        self.chunk_ids = _chunk_ids(rows, parts[self.num_decodes :])
 
 
-def _chunk_ids(rows: Rows, part: RowStep) -> np.ndarray:
-    ids = rows[part.row].input_ids[part.start : part.start + part.count]
-    if not part.draft_ids:
-        return ids
-    return np.concatenate((ids if len(ids) else [-1], part.draft_ids)).astype(np.int64)
+def _chunk_ids(rows: Rows, parts: list[RowStep]) -> np.ndarray:
+    chunks: list[np.ndarray | list[int]] = []
+    drafted: list[int] = []  # of parts with drafts, one behind the other: an array for each would take microseconds
+    for part in parts:
+        input_ids = rows[part.row].input_ids
+        if part.draft_ids:
+            drafted.append(int(input_ids[part.start]) if part.start < len(input_ids) else -1)
+            drafted.extend(part.draft_ids)
+        else:
+            if drafted:
+                chunks.append(drafted)
+                drafted = []
+            chunks.append(input_ids[part.start : part.start + part.count])
+    if drafted:
+        chunks.append(drafted)
+    return np.concatenate([np.asarray(chunk, dtype=np.int64) for chunk in chunks] or [np.zeros(0, dtype=np.int64)])
 
 
 def _last(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -110,7 +121,7 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         rows=row_index,
         block_tables=rows.block_tables,
         context_lens=to_device(packed.context_lens, device),
-        chunks=_spans(packed.counts[d:], packed.starts[d:], d, device),
+        chunks=_spans(packed, device),
         on_host=on_host,
         sides=None if rows.encoder_lens is None else _sides(rows, rows.encoder_lens, parts, packed),
         adapters=rows.adapters_of(parts, packed.owners),
@@ -131,8 +142,25 @@ def _sides(rows: Rows, encoder_lens: torch.Tensor, parts: list[RowStep], packed:
     )
 
 
-def _spans(counts: np.ndarray, starts: np.ndarray, first_token: int, device: torch.device) -> ChunkSpans | None:
+def _spans(packed: Packed, device: torch.device) -> ChunkSpans | None:
+    d = packed.num_decodes
+    counts, starts = packed.counts[d:], packed.starts[d:]
     if not len(counts):
         return None
-    cu_seqlens = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
-    return ChunkSpans(first_token, to_device(cu_seqlens, device), None if starts.any() else counts.tolist())
+    whole = None if starts.any() else counts.tolist()
+    with_decodes = _mixed_spans(packed, device) if d and device.type != "cpu" else None
+    return ChunkSpans(d, to_device(_prefix_sums(counts), device), whole, with_decodes)
+
+
+def _mixed_spans(packed: Packed, device: torch.device) -> MixedSpans:
+    d = packed.num_decodes
+    decodes, counts = packed.context_lens[:d], packed.counts[d:].astype(np.int64)
+    # A query sees half of its chunk, on average.
+    pairs = int((counts * (packed.starts[d:] + counts / 2)).sum())
+    lengths = MixedLengths(d, int(decodes.sum()), int(decodes.max()), pairs)
+    return MixedSpans(to_device(_prefix_sums(packed.counts), device), lengths)
+
+
+def _prefix_sums(counts: np.ndarray) -> np.ndarray:
+    sums: np.ndarray = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
+    return sums

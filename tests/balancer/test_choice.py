@@ -203,3 +203,20 @@ def test_what_clients_say_about_routing_is_not_passed_on() -> None:
     head, body = ClientCall.of("POST", "/generate", b"/generate?x=1", headers, "1.2.3.4", b"{}").encode(None)
     assert head == b"POST /generate?x=1 HTTP/1.1\r\na: b\r\nx-forwarded-for: 1.2.3.4\r\ncontent-length: 2\r\n\r\n"
     assert body == b"{}"
+
+
+def test_what_waits_at_a_replica_is_what_it_has_to_compute() -> None:
+    async def main() -> None:
+        replicas = ReplicaSet(None)
+        replicas.update([ReplicaUrl("a", 1), ReplicaUrl("b", 1)])
+        for replica in replicas.all:
+            replica.found(state(), healthy=True)
+        selection = Selection(replicas, "prefix")
+        body = b'{"inputs": "%b"}' % (b"word " * 1000)
+        call = ClientCall.of("POST", "/generate", b"/generate", [], "", body)
+        first = selection.choose(call, ())
+        assert call.num_new_tokens == call.num_tokens > 1000
+        assert selection.choose(call, ()) is first
+        assert call.num_new_tokens < TOKENS_PER_CHUNK, "the rest is in its cache"
+
+    asyncio.run(main())

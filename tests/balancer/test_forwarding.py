@@ -13,8 +13,8 @@ import pytest
 from legato.api.errors import Overloaded
 from legato.balancer.admission import KeyShares
 from legato.balancer.app import Balancer
+from legato.balancer.discovery import DnsDiscovery, discovery_of
 from legato.balancer.options import RouteOptions
-from legato.balancer.probing import DnsDiscovery
 from legato.balancer.replicas import ReplicaSet, ReplicaUrl
 from legato.common.errors import OptionError
 from legato.ipc.routed import HEAD_HEADER, RouteHead, decode_sent
@@ -288,7 +288,7 @@ def test_one_key_cannot_take_all_places_of_all_replicas() -> None:
 @pytest.mark.parametrize("spec", ["dns:name", "dns::80", "dns:name:port", "srv:name:80", "dns:name:99999"])
 def test_what_cannot_be_discovered_is_refused(spec: str) -> None:
     with pytest.raises(OptionError, match="expected dns:NAME:PORT"):
-        DnsDiscovery(spec)
+        discovery_of(spec)
 
 
 def test_every_address_of_a_name_is_a_replica() -> None:

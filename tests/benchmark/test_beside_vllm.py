@@ -50,6 +50,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "site"
 
 
+@pytest.mark.benchmarks
 def test_both_get_the_same_work_and_all_of_it_is_written(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

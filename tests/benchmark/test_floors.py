@@ -78,6 +78,7 @@ def test_shares_are_those_of_the_whole_run_and_of_the_median_step() -> None:
     assert figures.all_tokens_per_second == [200.0, 100.0]
 
 
+@pytest.mark.benchmarks
 def test_a_shape_is_measured_and_written_with_its_environment(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "benchmarks.floors", "--model=tiny", "--repeat=2", f"--out={tmp_path}/new/out.json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)

@@ -126,6 +126,7 @@ def test_reading_takes_time(tmp_path: Path) -> None:
     assert 0.001 < read_seconds([tmp_path / "file"]) < 10
 
 
+@pytest.mark.benchmarks
 def test_the_figures_are_printed_and_written_with_their_circumstances(tmp_path: Path) -> None:
     words = ["--repeat=2", "--device=cpu", f"--out={tmp_path}/new/out.json"]
     tool = start(*words, temporary=tmp_path / "temporary")
@@ -159,6 +160,7 @@ def test_a_server_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         serve(tmp_path, "cpu", patience=0.1)
 
 
+@pytest.mark.benchmarks
 def test_an_interrupted_tool_leaves_neither_server_nor_checkpoint(tmp_path: Path) -> None:
     tool = start("--device=cpu", "--repeat=100", temporary=tmp_path / "temporary")
     deadline = time.monotonic() + 30

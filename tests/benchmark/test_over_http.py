@@ -25,6 +25,7 @@ print(json.dumps({"concurrency": int(flags["concurrency"]), "out_tok_s": 42.0, "
 """
 
 
+@pytest.mark.benchmarks
 def test_every_run_has_prompts_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

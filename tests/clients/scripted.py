@@ -55,10 +55,17 @@ def scripted(folder: Path, script: Script, *arguments: str) -> Iterator[str]:
     (model / "config.json").write_text(json.dumps(CONFIG))
     (model / "chat_template.jinja").write_text(TEMPLATE.read_text())
     file.write_text(json.dumps([{"prompt": prompt, "text": text} for prompt, text in script]))
+    fake = ("--fake", f"--fake-script={file}", "--prometheus-port=0")
+    with served(folder, model, *fake, *LIMITS, *arguments) as url:
+        yield url
+
+
+@contextmanager
+def served(folder: Path, model: Path, *arguments: str, num_threads: int = 1) -> Iterator[str]:
+    """The address of a launcher that answers, as a person would start it."""
     port = free_port()
     place = (f"--model-id={model}", "--hostname=127.0.0.1", f"--port={port}", f"--shard-uds-path={folder / 'shard'}")
-    fake = ("--fake", f"--fake-script={file}", "--prometheus-port=0")
-    program = Program(folder, "text-generation-launcher", *place, *fake, *LIMITS, *arguments)
+    program = Program(folder, "text-generation-launcher", *place, *arguments, OMP_NUM_THREADS=str(num_threads))
     try:
         program.until_logged("Listening on")
         yield f"http://127.0.0.1:{port}"

@@ -16,6 +16,7 @@ ALLOWED = {
     "http/routes/openai/models.py": "`created`",
     "http/routes/responses/job.py": "`created_at`",
     "router/monitoring/dashboard.py": "time on the page",
+    "router/monitoring/kv_events.py": "time of vLLM's events",
     "router/monitoring/tracing.py": "spans",
     "server/tracing.py": "spans",
     "telemetry/metrics.py": "a metric whose value is the time",

@@ -116,6 +116,8 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "fp8-copy-fraction": 0.1,
     "kv-offload-gb": 0.0,
     "route-key": None,
+    "kv-events": False,
+    "kv-events-endpoint": None,
     "max-client-batch-size": None,  # TGI's 4 for prompts, and another number for texts to embed
 }
 

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 
@@ -71,6 +72,34 @@ def test_a_budget_that_is_spent_forces_the_end(grammars: Grammars) -> None:
         assert allowed(grammars, [0]) == {0: [token_id]}, number
         grammars.accept([0], lambda token_id=token_id: [token_id])  # type: ignore[misc]
     assert allowed(grammars, [0]) == {}
+
+
+def test_tokens_that_come_before_the_row_has_entered_wait_for_it(trie: TokenTrie) -> None:
+    """As with the first request of all, for which the vocabulary is still being read."""
+    read = Event()
+
+    def slow() -> TokenTrie:
+        assert read.wait(10)
+        return trie
+
+    grammars = Grammars(slow)
+    grammars.set_row(0, None, [], reasoning=reasoning(budget=2))
+    for text in ("a", "b"):
+        assert grammars.allowed([0]) is None
+        accept(grammars, [0], text)
+    Timer(0.2, read.set).start()
+    assert allowed(grammars, [0]) == {0: END_IDS[:1]}
+    grammars.close()
+
+
+def test_a_row_that_cannot_enter_fails_alone(grammars: Grammars, trie: TokenTrie) -> None:
+    broken = reasoning(budget=1)
+    broken.accept = None  # type: ignore[method-assign, assignment]
+    grammars.set_row(0, None, [token("a")], reasoning=broken)
+    grammars.set_row(1, None, [], reasoning=reasoning(budget=1))
+    grammars.accept([0, 1], lambda: [token("a"), token("b")])
+    assert allowed(grammars, [0, 1]) == {1: END_IDS[:1]}
+    assert list(grammars.errors([0, 1])) == [0]
 
 
 def test_without_anything_to_spend_the_end_comes_first(grammars: Grammars) -> None:

@@ -90,6 +90,10 @@ DASHBOARD = DashboardData(
 LOAD = ServerLoad(epoch="1", running=2, queued=3, max_rows=4, free_blocks=5, total_blocks=9, block_size=16)
 
 
+# A guard against hangs, no limit of time: the machine may be busy.
+HANG_SECONDS = 60.0
+
+
 @dataclass
 class FakeBackend:
     """Says what it was told to say, one output per turn of the event loop, to whoever asks."""
@@ -183,6 +187,7 @@ class Call:
         body: Iterable[bytes] = (b"",),
         headers: dict[str, str] | None = None,
         client: str = "127.0.0.1",
+        query: str = "",
     ) -> None:
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         chunks = list(body)
@@ -197,7 +202,7 @@ class Call:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "scheme": "http",
             "server": ("test", 80),
@@ -216,10 +221,10 @@ class Call:
     async def wait_for(self, num_messages: int) -> None:
         while len(self.sent) < num_messages:
             self._something_sent.clear()
-            await asyncio.wait_for(self._something_sent.wait(), 5)
+            await asyncio.wait_for(self._something_sent.wait(), HANG_SECONDS)
 
     async def answer(self) -> Answer:
-        await asyncio.wait_for(self.task, 5)
+        await asyncio.wait_for(self.task, HANG_SECONDS)
         start, *bodies = self.sent
         assert not bodies[-1].get("more_body", False), "the answer was not finished"
         return Answer(

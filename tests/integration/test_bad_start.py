@@ -98,7 +98,7 @@ def change_weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.T
     [
         (remove("config.json"), ("config.json", "missing")),
         (write("config.json", '{"model_type":'), ("config.json", "not valid JSON")),
-        (configure(model_type="mamba"), ("mamba", "not supported", "llama")),
+        (configure(model_type="mamba2"), ("mamba2", "not supported", "llama")),
         (configure(num_attention_heads=None), ("config.json", "num_attention_heads")),
         (cut("model.safetensors", 500_000), ("model.safetensors", "truncated")),
         (cut("model.safetensors", 100), ("model.safetensors", "truncated")),

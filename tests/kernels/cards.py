@@ -2,6 +2,7 @@
 
     python -m tests.kernels.cards 86             # all head sizes and dtypes; one card for each process
     python -m tests.kernels.cards 86 --quick     # only what needs the most shared memory
+    python -m tests.kernels.cards 86 --only lora # only shapes whose name contains this, as the output has them
 
 Prints a line of JSON for each compiled kernel: its name, card, shape, shared memory, and registers of a program. What
 does not compile is printed with its error.
@@ -26,12 +27,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, device, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels import (
+    activation,
+    device,
+    few_linear,
+    gated_linear,
+    grouped_linear,
+    norm,
+    rotary,
+    sample,
+    selective_scan,
+    small_linear,
+)
+from legato.kernels import rows as row_kernels
 from legato.kernels.attention import chunk, decode, hopper, span, turned
 from legato.kernels.device import GpuLimits
 from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.lora import product
 from legato.kernels.lora.pages import LoraPages, LoraPlace
+from legato.kernels.lora.tiles import LoraGroups
 from legato.kernels.paged_kv import PagedKV, Scoring
 from legato.kernels.quantized import eight_bit, grouped, linear, unpack
 from tests.kernels.hopper import Driver
@@ -102,6 +116,32 @@ def attention_launches(shape: Shape, limits: GpuLimits, quick: bool) -> Iterator
         yield partial(hopper.hopper_attention, q, shape.paged(1), starts, scoring, torch.empty_like(q))
 
 
+def scored_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What changes scores: gpt-oss's sinks behind windows, Gemma 2's soft caps, ALiBi."""
+    for name, shape, scoring in (
+        ("sinks", Shape(64, dtype, group=8), Scoring(0.1, window=128, sinks=torch.zeros(KV_HEADS * 8))),
+        ("soft cap", Shape(256, dtype, group=2), Scoring(0.1, window=4096, soft_cap=50.0)),
+        ("ALiBi", Shape(128, dtype, group=1), Scoring(0.1, alibi_slopes=torch.zeros(KV_HEADS))),
+    ):
+        for tokens in (4, 512):
+            q, starts = shape.queries(tokens), torch.tensor([0, tokens], dtype=torch.int32)
+            yield name, partial(chunk._chunk_attention_triton, q, shape.paged(1), starts, scoring)
+        for sequences in (1, 32, 256):
+            q = shape.queries(sequences)
+            yield name, partial(decode._decode_attention_triton, q, shape.paged(sequences), scoring)
+
+
+def row_launches() -> Iterator[Callable[[], Any]]:
+    """Kernels of whole numbers, which have no dtype."""
+    numbers = torch.zeros(2, dtype=torch.int32)
+    tables = row_kernels.RowTables(
+        torch.zeros(3, 4, dtype=torch.int32), numbers, torch.zeros(3, dtype=torch.int64), 16, 2
+    )
+    yield partial(row_kernels._gather_rows_triton, numbers, tables)
+    yield partial(row_kernels._advance_rows_triton, numbers, torch.zeros(2, dtype=torch.int64), tables)
+    yield partial(grouped_linear._group_rows_triton, torch.zeros(4, 2, dtype=torch.int64), 8)
+
+
 def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[], Any]]:
     hidden, inner = 4096, 14336
     x, weight = torch.zeros(2, hidden, dtype=dtype), torch.ones(hidden, dtype=dtype)
@@ -126,6 +166,8 @@ def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[
     if limits.overlaps_launches and dtype.itemsize == 2:
         for rows in (2, 16):
             yield partial(few_linear.few_linear, torch.zeros(rows, hidden, dtype=dtype), packed)
+    if limits.sm == 90 and dtype.itemsize == 2:
+        yield partial(gated_linear.gated_linear, torch.zeros(1024, hidden, dtype=dtype), packed, "silu")
     for tokens in (1, 4, 20, 40, 512):
         ids = torch.tensor([[0, 1]] * tokens)
         yield partial(
@@ -135,7 +177,18 @@ def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[
             grouped_linear._group_rows_torch(ids, 2),
             torch.ones(2 * tokens),
         )
-    yield from lora_products(dtype)
+
+
+def state_launches(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Of Mamba 2.8B."""
+    channels, size, width, tokens = 5120, 16, 4, torch.ones(2, dtype=torch.int32)
+    caches = (torch.zeros(4, channels // 2, size + width - 1) for _ in range(2))
+    tables = torch.zeros(2, 4, dtype=torch.int32)
+    blocks = selective_scan.StateBlocks(*caches, tables, tokens, tokens, tokens, tokens, 256)
+    x, scanned, decay = torch.zeros(2, channels, dtype=dtype), torch.zeros(2, size, dtype=dtype), torch.ones(channels)
+    yield partial(selective_scan._convolution_triton, x, torch.zeros(channels, width, dtype=dtype), x[0], size, blocks)
+    rates = torch.zeros(channels, size)
+    yield partial(selective_scan._scan_triton, x, x, rates, scanned, scanned, decay, x, blocks)
 
 
 def lora_products(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
@@ -144,7 +197,7 @@ def lora_products(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         torch.zeros(32, 1 << 21, dtype=dtype), torch.zeros(33, 32, dtype=torch.int32), torch.ones(1, 33).int()
     )
     for tokens in (16, 2048):
-        groups = grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 32)
+        groups = LoraGroups(grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 32))
         x, out = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(tokens, 6144, dtype=dtype)
         yield partial(product._lora_add_triton, out, x, groups, pages, place, None)
 
@@ -200,26 +253,30 @@ def record_compiled(compiled: list[CompiledKernel]) -> None:
     CompiledKernel._init_handles = load_and_record
 
 
-def compile_for(sm: int, quick: bool, part: int, num_parts: int, quantized: bool = False) -> None:
+def named_launches(limits: GpuLimits, quick: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    for shape in shapes(limits, quick):
+        name = f"{shape.head_dim} {str(shape.dtype)[6:]} group {shape.group} cache {shape.cache_dtype}"
+        yield from ((name, launch) for launch in attention_launches(shape, limits, quick))
+    if quick:
+        return
+    yield from (("rows", launch) for launch in row_launches())
+    eight_bit.kernel_or_torch = lambda tensor, kernel, reference: kernel  # type: ignore[assignment]
+    for dtype in dtypes(limits):
+        kind = str(dtype)[6:]
+        yield from ((f"{name} {kind}", launch) for name, launch in scored_launches(dtype))
+        yield from ((f"products {kind}", launch) for launch in other_launches(dtype, limits))
+        yield from ((f"lora {kind}", launch) for launch in lora_products(dtype))
+        yield from ((f"states {kind}", launch) for launch in state_launches(dtype))
+        yield from ((f"quantized {kind}", launch) for launch in quantized_launches(dtype, limits))
+
+
+def compile_for(sm: int, quick: bool, part: int, num_parts: int, only: str = "") -> None:
     device.DEFAULT = limits = CARDS[sm]
     Driver.get_current_target = lambda self: GPUTarget("cuda", sm, 32)  # type: ignore[method-assign]
     driver.set_active(Driver())
     compiled: list[CompiledKernel] = []
     record_compiled(compiled)
-    launches = [
-        (f"{shape.head_dim} {str(shape.dtype)[6:]} group {shape.group} cache {shape.cache_dtype}", launch)
-        for shape in shapes(limits, quick)
-        for launch in attention_launches(shape, limits, quick)
-    ]
-    if not quick:
-        launches += [(str(dtype)[6:], launch) for dtype in dtypes(limits) for launch in other_launches(dtype, limits)]
-    if quantized or not quick:
-        eight_bit.kernel_or_torch = lambda tensor, kernel, reference: kernel  # type: ignore[assignment]
-        launches += [
-            (f"quantized {str(dtype)[6:]}", launch)
-            for dtype in dtypes(limits)
-            for launch in quantized_launches(dtype, limits)
-        ]
+    launches = [(name, launch) for name, launch in named_launches(limits, quick) if only in name]
     for shape_name, launch in launches[part::num_parts]:
         facts: dict[str, Any] = {"card": sm, "shape": shape_name}
         try:
@@ -237,11 +294,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("card", type=int, choices=CARDS)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--quantized", action="store_true", help="with --quick: also products with quantized matrices")
+    parser.add_argument("--only", default="", help="shapes whose name contains this")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("NUMBER", "OF"), help="for parallel runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    compile_for(options.card, options.quick, *options.part, options.quantized)
+    compile_for(options.card, options.quick, *options.part, options.only)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, few_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels import activation, few_linear, gated_linear, grouped_linear, norm, rotary, sample, small_linear
 from legato.kernels.attention import chunk as chunk_attention
 from legato.kernels.attention import decode as decode_attention
 from legato.kernels.attention import hopper as hopper_attention
@@ -25,6 +25,7 @@ from legato.kernels.device import DEFAULT
 from legato.kernels.kv_format import EIGHT_BITS
 from legato.kernels.lora import product
 from legato.kernels.lora.pages import LoraPages, LoraPlace
+from legato.kernels.lora.tiles import LoraGroups
 from legato.kernels.paged_kv import PagedKV, Scoring
 from legato.kernels.quantized import eight_bit, grouped, one_row, tiled, unpack
 from legato.kernels.quantized.linear import tiled_config
@@ -130,6 +131,7 @@ def compile_all() -> None:
     logits = torch.zeros(2, VOCAB, dtype=BF16)
     sample._greedy_triton(logits)
     packed = torch.zeros(2 * INNER, HIDDEN, dtype=BF16)
+    gated_linear.gated_linear(torch.zeros(130, HIDDEN, dtype=BF16), packed, "silu")
     for linear, rows in (
         (small_linear._small_linear_triton, 1),
         (few_linear.few_linear, 2),
@@ -168,7 +170,7 @@ def compile_adapters() -> None:
         torch.zeros(64, 1 << 21, dtype=BF16), torch.zeros(65, 8, dtype=torch.int32), torch.ones(1, 65).int()
     )
     for tokens in (256, 2048):
-        groups = grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 64)
+        groups = LoraGroups(grouped_linear._group_rows_torch(torch.zeros(tokens, 1, dtype=torch.int64), 64))
         x, out = torch.zeros(tokens, HIDDEN, dtype=BF16), torch.zeros(tokens, HIDDEN + 2048, dtype=BF16)
         product._lora_add_triton(out, x, groups, pages, place, None)
 

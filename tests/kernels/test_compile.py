@@ -46,6 +46,7 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_turned_kernel",
         "_chunk_kernel",
         "_hopper_kernel",
+        "_gated_linear_kernel",
         "_merge_parts_kernel",
         "_few_kernel",
         "_greedy_kernel",

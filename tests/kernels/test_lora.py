@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from legato.kernels.grouped_linear import _group_rows_torch
-from legato.kernels.lora import product
+from legato.kernels.lora import product, tiles
 from legato.kernels.lora.pages import PAGE_RANKS, LoraPages, LoraPlace
 from legato.kernels.lora.product import LoraConfig
+from legato.kernels.lora.tiles import LoraGroups
 
 SMALL = LoraConfig(block_m=16, block_n=32, block_k=32, block_r=16, splits=1)
 SPLIT = replace(SMALL, splits=3, block_r=32)
@@ -73,11 +74,28 @@ def test_adds_what_each_rows_adapter_says(randn, device, assert_close, case, siz
     ranks, ids = case
     place = LoraPlace(1, 3, 3 + PAGE_RANKS * len(sizes) * 72, 72, sizes)
     pages = pages_of(ranks, place, randn, device)
-    groups = _group_rows_torch(ids, len(ranks))
+    groups = LoraGroups(_group_rows_torch(ids, len(ranks)))
     x, out = randn(len(ids), 72), randn(len(ids), sum(sizes))
     wanted = expected(out, x, ids, pages, place).to(out.dtype)
     assert_close(product._lora_add_torch(out.clone(), x, groups, pages, place, None), wanted)
     assert_close(product._lora_add_triton(out.clone(), x, groups, pages, place, None, config), wanted)
+
+
+def test_programs_go_on_with_the_tiles_that_are_left(randn, device, assert_close, monkeypatch):
+    monkeypatch.setattr(tiles, "MOST_PROGRAMS", 2)
+    ranks, slots = [9, 17, 3, 8], [1] * 33 + [0] * 3 + [None] * 20 + [3] * 2 + [1, 2, 0]
+    ids = torch.tensor([[len(ranks) if slot is None else slot] for slot in slots], device=device)
+    groups = LoraGroups(_group_rows_torch(ids, len(ranks)))
+    found = groups.tiles(SMALL.block_m).tolist()
+    count = found[0][0]
+    # Groups of 4, 34, 1 and 2 rows, 16 to a tile, and no tile for rows without an adapter.
+    assert found[1 : 1 + count] == [[0, 0, 4], [1, 4, 38], [1, 20, 38], [1, 36, 38], [2, 38, 39], [3, 39, 41]]
+    assert groups.num_programs(SMALL.block_m) == 2
+    place = LoraPlace(1, 0, PAGE_RANKS * 72, 72, (40,))
+    pages = pages_of(ranks, place, randn, device)
+    x, out = randn(len(ids), 72), randn(len(ids), 40)
+    wanted = expected(out, x, ids, pages, place).to(out.dtype)
+    assert_close(product._lora_add_triton(out.clone(), x, groups, pages, place, None, SMALL), wanted)
 
 
 @pytest.mark.parametrize("is_shared", [True, False], ids=["a-row-for-each-token", "a-row-for-each-expert"])
@@ -86,7 +104,7 @@ def test_experts_have_matrices_of_their_own(randn, device, assert_close, is_shar
     pages = pages_of([8, 12], place, randn, device)
     # Adapter times three plus expert, of two experts for each token; the third token has no adapter.
     ids = torch.tensor([[0, 2], [4, 3], [6, 6], [2, 1]], device=device)
-    groups = _group_rows_torch(ids, 6)
+    groups = LoraGroups(_group_rows_torch(ids, 6))
     x, out, scale = randn(4 if is_shared else 8, 32), randn(8, 48), randn(8)
     wanted = expected(out, x, ids, pages, place, scale).to(out.dtype)
     assert_close(product._lora_add_torch(out.clone(), x, groups, pages, place, scale), wanted)
@@ -97,7 +115,7 @@ def test_experts_have_matrices_of_their_own(randn, device, assert_close, is_shar
 def test_equals_torch_in_16_bits_and_adds_to_float32_parts(randn, device, assert_close, dtype):
     place = LoraPlace(1, 0, PAGE_RANKS * 64, 64, (48,))
     pages = pages_of([16, 24], place, randn, device, dtype)
-    groups = _group_rows_torch(torch.tensor([[1], [0], [2], [1]], device=device), 2)
+    groups = LoraGroups(_group_rows_torch(torch.tensor([[1], [0], [2], [1]], device=device), 2))
     x = randn(4, 64, dtype=dtype)
     for out in (randn(4, 48, dtype=dtype), randn(4, 48)):
         wanted = product._lora_add_torch(out.clone(), x, groups, pages, place, None)
@@ -112,7 +130,7 @@ def test_embeddings_look_up_columns_of_a(randn, device, assert_close):
     one_hot = torch.nn.functional.one_hot(ids, 11).float()
     out = randn(4, 20)
     wanted = expected(out, one_hot, slots[:, None], pages, place).to(out.dtype)
-    groups = _group_rows_torch(slots[:, None], 2)
+    groups = LoraGroups(_group_rows_torch(slots[:, None], 2))
     shrunk = product.gather_ranks(ids, slots, pages, place)
     assert_close(product._lora_expand_torch(out.clone(), shrunk, groups, pages, place), wanted)
     assert_close(product._lora_expand_triton(out.clone(), shrunk, groups, pages, place), wanted)

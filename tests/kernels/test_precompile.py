@@ -16,8 +16,9 @@ from tests.kernels.hopper import Driver, Launcher
 from legato.kernels import activation, norm, precompile
 from legato.kernels.rows import RowTables, _gather_rows_triton
 
-launched = []
+launched, loaded = [], []
 Launcher.__call__ = lambda self, *arguments: launched.append(1)
+Driver.utils.load_binary = lambda name, *arguments: loaded.append(name) or (name, name, 0, 0, 1024)
 driver.set_active(Driver())
 assert precompile.can_compile_ahead()
 run = triton.JITFunction.run
@@ -31,12 +32,13 @@ with precompile.compiling_ahead():
     _gather_rows_triton(torch.zeros(1, dtype=torch.int32), tables)
     assert len(launched) == 1
 assert triton.JITFunction.run is run
+assert sorted(loaded) == ["_gate_and_mul_kernel", "_gather_rows_kernel", "_norm_kernel"], loaded
 for kernel in (norm._norm_kernel, activation._gate_and_mul_kernel):
     (cache, *_), = kernel.device_caches.values()
     assert len(cache) == 1, cache
 norm._norm_triton(x, weight, None, 1e-5, False)
 (cache, *_), = norm._norm_kernel.device_caches.values()
-assert len(cache) == 1 and len(launched) == 2
+assert len(cache) == 1 and len(launched) == 2 and len(loaded) == 3
 print("done")
 """
 

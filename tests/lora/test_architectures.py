@@ -18,6 +18,7 @@ from legato.models.registry import get_model
 from tests.lora.test_peft import assert_scores, sharded_scores
 from tests.lora.tiny_adapters import AdaptedModel, peft_logits, random_prompts, scores_of, train_adapter
 from tests.models import tiny_experts as experts
+from tests.models import tiny_mamba as mamba
 from tests.models import tiny_seeds as seeds
 from tests.models import tiny_today as today
 from tests.models.answers import step_logits
@@ -37,6 +38,7 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "gemma3": today.tiny_gemma3,
     "gpt-neox": seeds.tiny_gpt_neox,
     "granite": today.tiny_granite,
+    "mamba": mamba.tiny_mamba,
     "mpt": seeds.tiny_mpt,
     "olmo2": today.tiny_olmo2,
     "opt": seeds.tiny_opt,
@@ -47,8 +49,11 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "starcoder": seeds.tiny_gpt_bigcode,
     "starcoder2": seeds.tiny_starcoder2,
 }
-# Where not all linear layers: DeepSeek's router is none of ours.
-MODULES = {"deepseek": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+# Where not all linear layers: DeepSeek's router is none of ours, and PEFT refuses the output of Mamba.
+MODULES = {
+    "deepseek": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "mamba": ["in_proj", "x_proj", "dt_proj"],
+}
 FUSED_EXPERTS = {
     name: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] for name in ("mixtral", "qwen2-moe", "qwen3-moe")
 }

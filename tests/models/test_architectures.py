@@ -15,6 +15,7 @@ import torch
 
 from tests.models import tiny_experts as experts
 from tests.models import tiny_llama4 as llama4
+from tests.models import tiny_mamba as mamba
 from tests.models import tiny_more as more
 from tests.models import tiny_seeds as seeds
 from tests.models import tiny_t5 as t5
@@ -121,6 +122,9 @@ CASES = [
          attention_bias=True)),
     Case("granite", today.tiny_granite),
     Case("granite-biases-tied", today.tiny_granite, dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    Case("mamba", mamba.tiny_mamba, shards=(2, 3)),
+    Case("mamba-biases", mamba.tiny_mamba, dict(use_bias=True, use_conv_bias=False, conv_kernel=3,
+         intermediate_size=131, time_step_rank="auto", tie_word_embeddings=False)),
     Case("mixtral", experts.tiny_mixtral, shards=(2, 4)),
     Case("mixtral-window", experts.tiny_mixtral, dict(sliding_window=20)),
     Case("mixtral-fused", experts.fused(experts.tiny_mixtral, "w1", "w3", "w2", "block_sparse_moe")),

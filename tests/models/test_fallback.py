@@ -50,7 +50,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "olmoe": dict(GROUPED, num_experts=4, num_experts_per_tok=2),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mamba": (dict(hidden_size=32, num_hidden_layers=2), "it keeps a state"),
+    "mamba2": (dict(hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, n_groups=1), "it keeps a state"),
     "lfm2": (dict(GROUPED, layer_types=["conv", "full_attention", "conv"]), "it has layers of the type 'conv'"),
     "xglm": (
         dict(d_model=32, ffn_dim=64, num_layers=2, attention_heads=4),
@@ -115,12 +115,6 @@ def test_what_cannot_be_right_is_refused_with_the_reason(model_type: str, tmp_pa
         fallback(folder)
 
 
-def test_what_only_tgi_serves_is_said(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(UnsupportedModel, match=r"'mamba' is not supported: .*\. TGI 3\.3 serves it\. Supported: "):
-        model_config(ModelFiles.open(tmp_path))
-
-
 def test_a_model_whose_tokens_meet_outside_attention_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +162,7 @@ def test_types_that_are_refused_by_name_keep_a_state(kind: str) -> None:
 def test_a_state_is_also_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign, "STATEFUL_TYPES", set())
     with pytest.raises(UnsupportedModel, match="it keeps a state"):
-        fallback(write(tmp_path, "mamba", REFUSED["mamba"][0], {}))
+        fallback(write(tmp_path, "mamba2", REFUSED["mamba2"][0], {}))
 
 
 def test_every_type_that_transformers_knows_is_mentioned() -> None:

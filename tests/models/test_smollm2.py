@@ -1,4 +1,7 @@
-"""The default model, real weights: greedy tokens and logits against transformers on the same dequantised weights."""
+"""The default model, real weights: greedy tokens and logits against transformers on the same dequantised weights.
+
+Part of `make test-models`: transformers takes long to load the file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from legato.scheduling.state import GenerationRequest
 from tests.models.test_llama import logits
 from tests.server.local import LocalServer, load
 
-pytestmark = pytest.mark.weights
+pytestmark = pytest.mark.oracle
 
 NUM_TOKENS = 64
 PROMPTS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from legato.scheduling.state import GenerationRequest, PromptSpan
 from legato.server.vision.cross import CrossVisionEncoder
 from legato.server.vision.images import VisionEncoder
 from legato.server.vision.pixels import num_pixels, pixels_of
+from legato.server.vision.preparing import ImagePreparation, PreparedImage
 from legato.vision.files import decode
 from legato.vision.prompts import PromptImage
 from legato.vision.rules import ImageRules, Size, image_rules
@@ -214,6 +216,20 @@ def test_a_picture_in_the_prefix_cache_is_not_looked_at_and_another_one_is(seein
     assert encoder.num_encoded == 2 and server.outputs[3][0].num_cached < 4
     assert server.tokens(2) == seeing.expected(again)[0]
     assert server.tokens(3) == seeing.expected(other)[0]
+
+
+def test_images_of_a_step_are_prepared_at_once_in_threads(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[str] = []
+    prepare = ImagePreparation._prepare
+
+    def noting(self: ImagePreparation, data: bytes) -> PreparedImage:
+        prepared.append(threading.current_thread().name)
+        return prepare(self, data)
+
+    monkeypatch.setattr(ImagePreparation, "_prepare", noting)
+    server = seeing.server()
+    server.run(prompts(seeing))  # four pictures, of which two are the same
+    assert len(prepared) == 3 and all(name.startswith("images") for name in prepared)
 
 
 def test_embeddings_are_given_up_once_the_prompt_is_computed(seeing: Seeing) -> None:

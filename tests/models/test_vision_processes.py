@@ -159,6 +159,8 @@ def test_a_chat_has_the_tokens_of_transformers(served: Served, parts: Parts) -> 
 
 def test_a_picture_in_a_native_prompt_is_seen_as_transformers_sees_it(served: Served) -> None:
     sent = f"see ![]({image(WIDE)['image_url']['url']}) what?"
-    details = served.client.generate(sent, max_new_tokens=NUM_TOKENS, details=True, ignore_eos=True)["details"]
+    asked = dict(max_new_tokens=NUM_TOKENS, details=True, decoder_input_details=True, ignore_eos=True)
+    details = served.client.generate(sent, **asked)["details"]
     _, tokens, _ = served.expected(f"see {served.family.mark} what?", WIDE)
     assert [token["id"] for token in details["tokens"]] == tokens
+    assert details["prefill"] == []

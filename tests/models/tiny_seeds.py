@@ -126,6 +126,7 @@ def with_own_head(make: Callable[..., Path], embedding: str) -> Callable[..., Pa
 def tiny_santacoder(folder: Path, **changes: Any) -> Path:
     """SantaCoder as first published: a GPT-2 by name and by layout, with queries apart from the one key head."""
     plain = tiny_gpt_bigcode(folder / ORACLE, **changes)
+    write_tokenizer(folder)
     config = json.loads((plain / "config.json").read_text())
     for key in ("multi_query", "architectures"):
         del config[key]

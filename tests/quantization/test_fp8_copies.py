@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from legato.kernels.quantized import linear
 from legato.quantization import fp8_copies
 from legato.quantization.fp8_copies import keep_fp8_copies
 from legato.quantization.on_load import QUANTIZERS
@@ -14,13 +17,13 @@ from legato.quantization.weight import QuantizedWeight
 OUT, IN = 48, 256
 
 
-@pytest.fixture
-def weights(monkeypatch: pytest.MonkeyPatch) -> list[QuantizedWeight]:
+@pytest.fixture(params=["int4", "bitsandbytes-nf4"])
+def weights(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[QuantizedWeight]:
     """As on a GPU that multiplies fp8 and has room for ten such matrices."""
     monkeypatch.setattr(fp8_copies, "can_copy_to_fp8", lambda operand: operand.is_packed)
     monkeypatch.setattr(fp8_copies, "_free_memory", lambda device: 10 * OUT * IN)
     torch.manual_seed(0)
-    made = [QuantizedWeight(QUANTIZERS["int4"](torch.randn(OUT, IN)), None) for _ in range(2)]
+    made = [QuantizedWeight(QUANTIZERS[request.param](torch.randn(OUT, IN)), None) for _ in range(2)]
     for weight in made:
         weight.operand = operand_of(weight.matrix)
     return made
@@ -42,3 +45,22 @@ def test_steps_of_more_than_16_rows_use_them(weights: list[QuantizedWeight]) -> 
     assert not torch.equal(rounded, exact)
     distance = (rounded - exact).float().norm() / exact.float().norm()
     assert distance < 0.04, distance
+
+
+@pytest.mark.parametrize(
+    ("method", "group_size", "sm", "copied"),
+    [
+        ("int4", 128, 90, True),
+        ("bitsandbytes-nf4", 64, 90, True),
+        ("bitsandbytes-nf4", 64, 86, False),
+        ("int8", 256, 90, False),
+    ],
+)
+def test_4_bit_matrices_are_copied_where_the_device_multiplies_fp8(
+    monkeypatch: pytest.MonkeyPatch, method: str, group_size: int, sm: int, copied: bool
+) -> None:
+    monkeypatch.setattr(linear, "limits_of", lambda tensor: SimpleNamespace(sm=sm))
+    monkeypatch.setattr(linear, "_suits_scaled_mm", lambda operand: True)
+    operand = operand_of(QUANTIZERS[method](torch.randn(OUT, IN)))
+    assert operand is not None and operand.group_size == group_size
+    assert linear.can_copy_to_fp8(operand) == copied

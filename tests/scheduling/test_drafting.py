@@ -8,6 +8,7 @@ from array import array
 
 import pytest
 
+from legato.scheduling.drafting import _likeliest
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import GenerationRequest
 from legato.scheduling.step_costs import HIGHEST_CHANCE, MeasuredStep, StepCosts, StepPace
@@ -188,6 +189,36 @@ def test_what_speaks_against_drafts_is_tried_again() -> None:
 def test_sizes_that_were_never_measured_are_tried_step_by_step() -> None:
     found = times(0.03, {64: 0.031}, num_rows=64)
     assert 0 < found.num_worth(64, [0.5] * 1000) < 200
+
+
+def test_sizes_beyond_those_that_were_measured_are_not_free() -> None:
+    """As on a CPU, where every token costs the same: 48 drafts would pay if they cost what 16 do."""
+    found = times(0.016, {24: 0.024, 32: 0.032}, num_rows=16)
+    assert found.num_worth(16, [0.5] * 48) == 0
+
+
+def test_what_steps_of_about_as_many_rows_have_shown_is_used_when_requests_end() -> None:
+    """Without a step to learn what 60 or 33 rows cost. Of 8 rows nothing is known: the next step has no drafts."""
+    found = times(0.005, {128: 0.006, 256: 0.009}, num_rows=64)
+    chances = [0.8] * 192
+    assert found.num_worth(60, chances) == found.num_worth(64, chances) > 0
+    assert found.can_pay(44, 100) and not found.can_pay(8, 100)
+    assert found.num_worth(8, chances) == 0
+    slow = times(0.005, {128: 0.02, 256: 0.04}, num_rows=64)
+    assert slow.num_worth(60, chances) == 0
+
+
+def test_of_equal_chances_the_first_requests_have_theirs() -> None:
+    entries = ["a", "b", "c"]
+    guesses = [(entry, [1, 2, 3], [0.5, 0.25, 0.25]) for entry in entries]
+    assert _likeliest(guesses, 0.5, 2) == {"a": [1], "b": [1]}  # type: ignore[arg-type]
+    assert _likeliest(guesses, 0.25, 6) == {"a": [1, 2, 3], "b": [1, 2], "c": [1]}  # type: ignore[arg-type]
+
+
+def test_there_is_room_for_drafts_when_all_rows_are_taken() -> None:
+    limits = SchedulerLimits(num_blocks=200, block_size=4, max_rows=64, max_step_tokens=512)
+    assert limits.max_sampled >= 4 * limits.max_rows
+    assert SchedulerLimits(num_blocks=200, block_size=4, max_rows=8, max_step_tokens=64).max_sampled == 64
 
 
 def test_the_time_of_a_step_begins_with_the_result_before_it() -> None:

@@ -59,8 +59,20 @@ MODELS: dict[str, tuple[str, int]] = {
     "mpt": ("tests.models.tiny_seeds:tiny_mpt", 2),
     "mt5": ("tests.models.tiny_t5:tiny_mt5", 1),
     "t5-sharded": ("tests.models.tiny_t5:tiny_flan_t5", 2),
+    "mamba": ("tests.models.tiny_mamba:tiny_mamba", 1),
+    "phi": ("tests.models.tiny_more:tiny_phi", 1),
+    "phimoe": ("tests.models.tiny_more:tiny_phimoe", 2),
     "llava-next": ("tests.models.tiny_vision:tiny_llava_next", 1),
     "qwen2-vl": ("tests.models.tiny_vision:tiny_qwen2_vl", 1),
+    "qwen2-5-vl": ("tests.models.tiny_vision:tiny_qwen2_5_vl", 1),
+    "gemma3": ("tests.models.tiny_gemma_vision:tiny_gemma3_images", 2),
+    "idefics": ("tests.models.tiny_cross:tiny_idefics", 2),
+    "idefics2": ("tests.models.tiny_vision:tiny_idefics2", 1),
+    "idefics3": ("tests.models.tiny_vision:tiny_idefics3", 1),
+    "mllama": ("tests.models.tiny_cross:tiny_mllama", 2),
+    "paligemma": ("tests.models.tiny_gemma_vision:tiny_paligemma", 1),
+    "paligemma2": ("tests.models.tiny_gemma_vision:tiny_paligemma2", 1),
+    "smolvlm": ("tests.models.tiny_vision:tiny_smolvlm", 1),
 }
 
 # ---- the native API, as TGI's Python client calls it ----------------------------------------------------------------
@@ -133,6 +145,7 @@ def usual(file: str, model: str, prompt: str, *ends: str, prefix: str = "", **pa
 HELLO, DEEP, TEST = "def print_hello", "What is deep learning?", "Test request"
 ORTOLAN, SKY = "Pour déguster un ortolan, il faut tout d'abord", "Why is the sky blue?"
 GIRAFFE = "Girafatron is obsessed with giraffes, the most glorious animal on the face of this Earth."
+GRADIENT = "What is gradient descent?\n\n"
 NITROGEN = "Please answer the following question. What is the boiling point of Nitrogen?"
 ALL, CODE = ("", "_all_params", "_load"), ("", "_default_params", "_load")
 NATIVE = [
@@ -155,6 +168,9 @@ NATIVE = [
     *usual("mpt", "mpt", DEEP, "", "_load", max_new_tokens=17),
     *usual("mt0_base", "mt5", SKY, *ALL, **SEEDED),
     *usual("t5_sharded", "t5-sharded", NITROGEN, "", "_load"),
+    *usual("mamba", "mamba", DEEP, *ALL),
+    *usual("flash_phi", "phi", TEST, *ALL),
+    *usual("flash_phi35_moe", "phimoe", GRADIENT, *ALL),
 ]
 
 # ---- grammars -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.integration.client import Client
-from tests.tgi.cases import COMPLEX, JSON, PERSON, WEATHER, Call, OracleCase, load, one, picture
+from tests.tgi.cases import COMPLEX, EVERYTHING, JSON, PERSON, WEATHER, Call, OracleCase, load, one, picture
 
 SYSTEM = {"role": "system", "content": "Youre a helpful assistant! Answer the users question best you can."}
 WEATHER_QUESTION = {"role": "user", "content": "What is the weather like in Brooklyn, New York?"}
@@ -145,6 +145,8 @@ CALLED = [
 # ---- pictures -------------------------------------------------------------------------------------------------------
 
 STORY = "Can you tell me a very short story based on the image?"
+BOTH = f"User:![]({picture()})![]({picture()})Where are the cow and chicken?<end_of_utterance> \nAssistant:"
+WHAT = f"User:![]({picture()})What is in this image?<end_of_utterance>\nAssistant:"
 
 
 def looking(text: str) -> JSON:
@@ -159,6 +161,29 @@ SEEN = [
                chat(looking("Describe this image."), seed=42, max_tokens=20)),
     OracleCase("flash_qwen2_vl", "test_flash_qwen2_vl_simple_streaming", "qwen2-vl",
                chat_stream(looking("Describe this image."), seed=42, max_tokens=20)),
+    OracleCase("flash_qwen2_5_vl", "test_flash_qwen2_5_vl_simple", "qwen2-5-vl",
+               chat(looking("Describe this image."), seed=42, max_tokens=20)),
+    OracleCase("flash_qwen2_5_vl", "test_flash_qwen2_5_vl_simple_streaming", "qwen2-5-vl",
+               chat_stream(looking("Describe this image."), seed=42, max_tokens=20)),
+    OracleCase("flash_gemma3", "test_flash_gemma3_image_cow", "gemma3",
+               chat(looking("What is shown in this image?"), seed=42, max_tokens=20)),
+    OracleCase("idefics", "test_idefics", "idefics", one(f"User:![]({picture()}){STORY}")),
+    OracleCase("idefics", "test_idefics_two_images", "idefics", one(BOTH, max_new_tokens=20)),
+    OracleCase("idefics", "test_idefics_load", "idefics", load(f"User:![]({picture()}){STORY}")),
+    OracleCase("idefics2", "test_flash_idefics2_next_simple", "idefics2", one(f"User:![]({picture()}){STORY}")),
+    OracleCase("idefics2", "test_flash_idefics2_two_images", "idefics2", one(BOTH, max_new_tokens=20)),
+    OracleCase("idefics2", "test_flash_idefics2_next_all_params", "idefics2", one("Test request", **EVERYTHING)),
+    OracleCase("idefics2", "test_flash_idefics2_next_load", "idefics2", load(f"User:![]({picture()}){STORY}")),
+    OracleCase("idefics3", "test_flash_idefics3_next_simple_url", "idefics3", one(WHAT, seed=1337)),
+    OracleCase("smolvlm", "test_flash_smolvlm_next_simple_url", "smolvlm", one(WHAT, seed=1337)),
+    OracleCase("mllama", "test_mllama_simpl", "mllama",
+               chat(looking("Describe the image in 10 words."), temperature=0.0, max_tokens=10)),
+    OracleCase("flash_pali_gemma", "test_flash_pali_gemma", "paligemma",
+               one(f"![]({picture()})Where is the cow standing?\n", max_new_tokens=20)),
+    OracleCase("flash_pali_gemma", "test_flash_pali_gemma_two_images", "paligemma",
+               one(f"caption![]({picture()})![]({picture()})\n", max_new_tokens=20)),
+    OracleCase("flash_pali_gemma2", "test_flash_pali_gemma_image", "paligemma2",
+               one(f"![]({picture()})", max_new_tokens=20)),
 ]  # fmt: skip
 
 CHAT_CASES = [*SIMPLE, PREFIXED, *COMPLETED, *FORMATTED, *CALLED, *SEEN]

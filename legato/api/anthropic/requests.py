@@ -87,6 +87,7 @@ class CountTokensRequest(Struct, kw_only=True, frozen=True):
         Meta(description="Whether a model that can reason does so before it answers. Not if this is not given."),
     ] = None
     output_config: OutputConfig | None = None
+    thread: Annotated[Any, Meta(description="Not supported: refused unless null, and clients send everything.")] = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):

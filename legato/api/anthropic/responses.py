@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -111,9 +111,15 @@ class Ping(Struct, kw_only=True, tag="ping"):
     """In silence."""
 
 
+class AnthropicErrorDetails(Struct, kw_only=True):
+    # What clients go by.
+    error_code: str
+
+
 class AnthropicErrorObject(Struct, kw_only=True):
     type: str
     message: str
+    details: AnthropicErrorDetails | UnsetType = UNSET
 
 
 class AnthropicError(Struct, kw_only=True, tag="error"):

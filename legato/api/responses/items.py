@@ -126,6 +126,11 @@ class DeletedResponse(Struct, kw_only=True):
     deleted: Literal[True] = True
 
 
+class InputTokenCount(Struct, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class InputItemList(Struct, kw_only=True):
     """The items of a stored response's own input, the last first as in OpenAI's API."""
 

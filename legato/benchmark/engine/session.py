@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from legato.benchmark.engine.workloads import Workload
 from legato.benchmark.report import Summary
@@ -22,6 +23,12 @@ from legato.router.step_loop import StepLoop
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk, StepPlan, StepResult
 from legato.telemetry.metrics import StepFigures
+
+Shown: TypeAlias = Callable[[StepFigures], None]
+
+
+def _ignore(step: StepFigures) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,8 @@ class _Receiver:
 class _Run:
     """Timestamps of a running workload: as few as possible, because the scheduler shares our thread."""
 
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, num_requests: int, shown: Shown) -> None:
+        self._shown = shown
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.first_tokens: list[float] = []
         self.num_tokens = 0
@@ -124,6 +132,7 @@ class _Run:
     def note_step(self, step: StepFigures) -> None:
         self.results.append(time.perf_counter())
         self.round_trips.append(step.inference_time)
+        self._shown(step)
 
     def end_one(self) -> None:
         self._num_left -= 1
@@ -161,11 +170,15 @@ class Session:
         self._stream = stream
         self._ids = itertools.count(1)
 
-    async def run(self, workload: Workload) -> RunFigures:
+    def scheduler(self, prefix_caching: bool) -> Scheduler:
+        """With the shard's limits. Its prefix cache is empty."""
+        return Scheduler(replace(self.step_limits, prefix_caching=prefix_caching, max_requests=None))
+
+    async def run(self, workload: Workload, scheduler: Scheduler | None = None, shown: Shown = _ignore) -> RunFigures:
         """Submit all requests at once and wait for their last token. Every run has its own scheduler, and so an empty
-        prefix cache."""
-        scheduler = Scheduler(replace(self.step_limits, prefix_caching=workload.prefix_caching, max_requests=None))
-        notes = _Run(len(workload.prompts))
+        prefix cache, unless one is given. Each step is also `shown`."""
+        scheduler = scheduler or self.scheduler(workload.prefix_caching)
+        notes = _Run(len(workload.prompts), shown)
         loop = StepLoop(scheduler, self._stream, self.limits, notes.note_step)
         steps = asyncio.ensure_future(loop.run())
         try:

@@ -1,4 +1,7 @@
-"""The grammar of an answer that must be a call: the dialect's way of writing, the tool's schema for its arguments."""
+"""The grammar of an answer that must be a call: the dialect's way of writing, the tool's schema for its arguments.
+
+Where a call is the model's choice and its text has a schema, the answer is either of them.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,29 @@ _ELSEWHERE: Final = frozenset(
 
 
 def call_grammar(
-    dialect: Dialect, tools: Sequence[Tool], tokens: Mapping[str, int], *, several: bool, schema_lenient: bool = False
+    dialect: Dialect,
+    tools: Sequence[Tool],
+    tokens: Mapping[str, int],
+    *,
+    several: bool,
+    schema_lenient: bool = False,
+    answer: Schema | None = None,
 ) -> Grammar:
-    """One call of one of the tools, or several in a row. `tokens` are those that have names, which no text matches."""
+    """One call of one of the tools, or several in a row; with `answer`, or else a text of that schema. `tokens` are
+    those that have names, which no text matches."""
     if dialect is HARMONY:
+        assert answer is None, "texts and calls are in messages of their own"
         return _message_to_function(tools, tokens, schema_lenient=schema_lenient)
     schema = call_schema(dialect, tools)
     if dialect in (HERMES, MISTRAL):
-        return _between_markers(dialect, schema, tokens, several=several, schema_lenient=schema_lenient)
-    if several:
-        definitions = schema.pop("$defs")
-        schema = {"anyOf": [schema, {"type": "array", "items": schema, "minItems": 1}], "$defs": definitions}
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+        return _between_markers(dialect, schema, answer, tokens, several=several, schema_lenient=schema_lenient)
+    definitions = schema.pop("$defs")
+    shapes = [schema, {"type": "array", "items": schema, "minItems": 1}] if several else [schema]
+    if answer is not None:
+        definitions["answer"] = _moved(_without_identity(answer), "#/$defs/answer")
+        shapes.append({"$ref": "#/$defs/answer"})
+    combined = {"anyOf": shapes} if len(shapes) > 1 else schema
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**combined, "$defs": definitions}))
 
 
 def call_schema(dialect: Dialect, tools: Sequence[Tool]) -> Schema:
@@ -58,10 +72,13 @@ def call_schema(dialect: Dialect, tools: Sequence[Tool]) -> Schema:
 def arguments_schema(tool: Tool, number: int | None) -> Schema:
     """The tool's own schema at its new place; None: it stays the root. A function takes the parameters that it
     declares, and no others."""
-    schema = {key: value for key, value in tool.parameters.items() if key not in _IDENTITY}
-    closed: Schema = _closed({"type": "object", **schema})
+    closed: Schema = _closed({"type": "object", **_without_identity(tool.parameters)})
     moved: Schema = closed if number is None else _moved(closed, f"#/$defs/tool{number}")
     return moved
+
+
+def _without_identity(schema: Schema) -> Schema:
+    return {key: value for key, value in schema.items() if key not in _IDENTITY}
 
 
 def _closed(schema: Any) -> Any:
@@ -96,11 +113,16 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _between_markers(
-    dialect: Dialect, schema: Schema, tokens: Mapping[str, int], *, several: bool, schema_lenient: bool
+    dialect: Dialect,
+    schema: Schema,
+    answer: Schema | None,
+    tokens: Mapping[str, int],
+    *,
+    several: bool,
+    schema_lenient: bool,
 ) -> Grammar:
-    """In Lark, which has a place for schemas. Options for these go into the schema itself."""
-    described = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**schema, **_OPTIONS}))
-    text = lenient(described).value if schema_lenient else described.value
+    """In Lark, which has a place for schemas."""
+    text = _embedded(schema, schema_lenient=schema_lenient)
     if dialect is HERMES:
         opening, closing = (_marker(marker, tokens) for marker in ("<tool_call>", "</tool_call>"))
         one, separator = f'{opening} "\\n" call "\\n" {closing}', '"\\n"'
@@ -109,7 +131,16 @@ def _between_markers(
     else:
         calls = 'call (", " call)*' if several else "call"
         rules = [f'start: {_marker("[TOOL_CALLS]", tokens)} "[" {calls} "]"']
+    if answer is not None:
+        rules[0] += " | answer"
+        rules.append(f"answer: %json {_embedded(answer, schema_lenient=schema_lenient)}")
     return Grammar(GrammarKind.LARK, "\n".join([*rules, f"call: %json {text}"]))
+
+
+def _embedded(schema: Schema, *, schema_lenient: bool) -> str:
+    """For a place in Lark. Options go into the schema itself."""
+    described = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**schema, **_OPTIONS}))
+    return lenient(described).value if schema_lenient else described.value
 
 
 def _message_to_function(tools: Sequence[Tool], tokens: Mapping[str, int], *, schema_lenient: bool) -> Grammar:
@@ -124,8 +155,7 @@ def _message_to_function(tools: Sequence[Tool], tokens: Mapping[str, int], *, sc
     rules.append(f"{text}: /(?s:.*)/")
     for number, tool in enumerate(tools):
         name = json.dumps(f"commentary to=functions.{tool.name} ")
-        described = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**arguments_schema(tool, None), **_OPTIONS}))
-        text = lenient(described).value if schema_lenient else described.value
+        text = _embedded(arguments_schema(tool, None), schema_lenient=schema_lenient)
         rules.append(f'call{number}: {channel} {name} {constrain} "json" {body} %json {text}')
     return Grammar(GrammarKind.LARK, "\n".join(rules))
 

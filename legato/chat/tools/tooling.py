@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -12,8 +13,8 @@ from legato.chat.tools.dialects import HARMONY, Dialect, dialect_of
 from legato.chat.tools.enforcement import call_grammar
 from legato.chat.tools.history import ToolHistory
 from legato.chat.tools.parser import CallParser
-from legato.chat.tools.requests import ToolUse
-from legato.grammar.kinds import Grammar
+from legato.chat.tools.requests import Schema, ToolError, ToolUse
+from legato.grammar.kinds import Grammar, GrammarKind
 
 
 class ChatRenderer(Protocol):
@@ -70,9 +71,24 @@ class Tooling:
     def parser(self, use: ToolUse) -> CallParser:
         return CallParser(self.dialect, use.names, several=use.several is not False)
 
-    def grammar(self, use: ToolUse, *, schema_lenient: bool) -> Grammar | None:
-        """None: the model may say whatever it likes."""
-        if not use.forced:
+    def grammar(self, use: ToolUse, answer: Grammar | None, *, schema_lenient: bool) -> Grammar | None:
+        """`answer` is what a text that is no call must look like. None: the model may say whatever it likes."""
+        if not use.forced and answer is None:
             return None
         several = not use.named and (self.dialect.several if use.several is None else use.several)
-        return call_grammar(self.dialect, use.forced, self.tokens, several=several, schema_lenient=schema_lenient)
+        return call_grammar(
+            self.dialect,
+            use.forced or use.tools,
+            self.tokens,
+            several=several,
+            schema_lenient=schema_lenient,
+            answer=None if use.forced or answer is None else self._schema_of(answer),
+        )
+
+    def _schema_of(self, answer: Grammar) -> Schema:
+        if answer.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT):
+            raise ToolError("Grammar and tools are mutually exclusive, unless the grammar is a JSON schema")
+        if self.dialect is HARMONY:
+            raise ToolError("Grammar and tools are mutually exclusive for this model")
+        schema = json.loads(answer.value) if answer.kind is GrammarKind.JSON_SCHEMA else {"type": "object"}
+        return schema if isinstance(schema, dict) else {} if schema else {"not": {}}

@@ -1,5 +1,9 @@
-"""GET /replica/state: what a balancer wants to know of this server, once a second: can it take requests, how many has
-it, and how much of its memory is free."""
+"""What a balancer wants to know of this server.
+
+GET /replica/state, once a second: can it take requests, how many has it, and how much of its memory is free.
+GET /replica/events: what has entered and left its prefix cache. Events have the tokens of everybody's prompts, so only
+who knows the route key may read them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from legato.http.exchange import ROUTED
 from legato.http.scheduler import SchedulerClient
@@ -38,5 +42,20 @@ def replica_state(scheduler: SchedulerClient, settings: RouterSettings) -> Calla
             block_size=load.block_size,
         )
         return Response(msgspec.json.encode(state), media_type="application/json")
+
+    return show
+
+
+def replica_events(scheduler: SchedulerClient) -> Callable[[Request], Awaitable[Response]]:
+    async def show(request: Request) -> Response:
+        if request.scope.get(ROUTED) is None:
+            return JSONResponse({"error": "the route key is needed", "error_type": "forbidden"}, 403)
+        after = request.query_params.get("after", "")
+        if after and not after.isdecimal():
+            return JSONResponse({"error": "after: expected a number", "error_type": "validation"}, 422)
+        page = await scheduler.kv_events(int(after) if after else None)
+        if page is None:
+            return JSONResponse({"error": "the server was started without --kv-events", "error_type": "not_found"}, 404)
+        return Response(page, media_type="application/json")
 
     return show

@@ -19,9 +19,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from legato.kernels.grouped_linear import Groups, find_tile
 from legato.kernels.language import Pointer, Scalar, ceil_div, constexpr, jit, jit_for_any, kernel_or_torch, tl, widened
 from legato.kernels.lora.pages import MAX_PARTS, PAGE_RANKS, LoraPages, LoraPlace
+from legato.kernels.lora.tiles import LoraGroups, read_tile
 from legato.kernels.overlap import launch_options, wait_for_previous
 
 
@@ -54,22 +54,22 @@ def lora_config(num_rows: int, place: LoraPlace, max_rank: int, itemsize: int = 
 def lora_add(
     out: Tensor,  # [rows, out_features]: added to in place
     x: Tensor,  # [rows, in_features], or [rows / k, in_features] where k rows have the same input
-    groups: Groups,  # rows by slot, or by slot * num_experts + expert
+    groups: LoraGroups,  # rows by slot, or by slot * num_experts + expert
     pages: LoraPages,
     place: LoraPlace,
     scale: Tensor | None = None,  # [rows]
     config: LoraConfig | None = None,
 ) -> Tensor:
     """Returns `out`."""
-    assert out.shape == (groups.ids.numel(), place.out_features), (out.shape, groups.ids.shape, place)
+    assert out.shape == (groups.num_rows, place.out_features), (out.shape, groups.num_rows, place)
     assert x.shape[1] == place.in_features and x.dtype == pages.pages.dtype, (x.shape, x.dtype)
     assert out.stride(1) == 1 and x.stride(1) == 1 and place.num_parts <= MAX_PARTS, (out.stride(), x.stride())
-    assert groups.num_experts == pages.num_slots * place.num_experts, (groups.num_experts, pages.num_slots)
+    assert groups.rows.num_experts == pages.num_slots * place.num_experts, (groups.rows.num_experts, pages.num_slots)
     run = kernel_or_torch(x, _lora_add_triton, _lora_add_torch)
     return run(out, x, groups, pages, place, scale, config)
 
 
-def lora_expand(out: Tensor, shrunk: Tensor, groups: Groups, pages: LoraPages, place: LoraPlace) -> Tensor:
+def lora_expand(out: Tensor, shrunk: Tensor, groups: LoraGroups, pages: LoraPages, place: LoraPlace) -> Tensor:
     """The second half of `lora_add`, for what is not a product with A: `shrunk` [rows, max_rank] float32."""
     run = kernel_or_torch(out, _lora_expand_triton, _lora_expand_torch)
     return run(out, shrunk, groups, pages, place)
@@ -106,18 +106,18 @@ def _matrices(pages: LoraPages, place: LoraPlace, group: int) -> tuple[Tensor, T
 def _lora_add_torch(
     out: Tensor,
     x: Tensor,
-    groups: Groups,
+    groups: LoraGroups,
     pages: LoraPages,
     place: LoraPlace,
     scale: Tensor | None,
     config: LoraConfig | None = None,
 ) -> Tensor:
-    share = groups.ids.numel() // max(x.shape[0], 1)
-    for group, (first, last) in enumerate(pairwise(groups.starts.tolist())):
+    share = groups.num_rows // max(x.shape[0], 1)
+    for group, (first, last) in enumerate(pairwise(groups.rows.starts.tolist())):
         if first == last or (found := _matrices(pages, place, group)) is None:
             continue
         a, b = found
-        rows = groups.order[first:last]
+        rows = groups.rows.order[first:last]
         inputs = widened(x.index_select(0, rows if share == 1 else rows // share))
         shrunk = (inputs @ a.flatten(0, 1).t()).unflatten(1, a.shape[:2])
         added = _products(shrunk, b, place)
@@ -125,10 +125,10 @@ def _lora_add_torch(
     return out
 
 
-def _lora_expand_torch(out: Tensor, shrunk: Tensor, groups: Groups, pages: LoraPages, place: LoraPlace) -> Tensor:
-    for group, (first, last) in enumerate(pairwise(groups.starts.tolist())):
+def _lora_expand_torch(out: Tensor, shrunk: Tensor, groups: LoraGroups, pages: LoraPages, place: LoraPlace) -> Tensor:
+    for group, (first, last) in enumerate(pairwise(groups.rows.starts.tolist())):
         if first < last and (found := _matrices(pages, place, group)) is not None:
-            rows = groups.order[first:last]
+            rows = groups.rows.order[first:last]
             chosen = shrunk.index_select(0, rows)[:, : found[1].shape[0], None]
             _add_rows(out, rows, _products(chosen.to(found[1].dtype), found[1], place))
     return out
@@ -156,27 +156,27 @@ def _add_rows(out: Tensor, rows: Tensor, added: Tensor) -> None:
 def _lora_add_triton(
     out: Tensor,
     x: Tensor,
-    groups: Groups,
+    groups: LoraGroups,
     pages: LoraPages,
     place: LoraPlace,
     scale: Tensor | None,
     config: LoraConfig | None = None,
 ) -> Tensor:
-    num_rows = groups.ids.numel()
+    num_rows = groups.num_rows
     if num_rows == 0:
         return out
     config = config or lora_config(num_rows, place, pages.max_rank, x.element_size())
     shape = (config.splits, num_rows, place.num_parts, pages.max_rank)
     shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)  # what lies beyond a rank is not read
-    grid = (_num_tiles(groups, config), place.num_parts, config.splits)
+    grid = (groups.num_programs(config.block_m), place.num_parts, config.splits)
     _shrink_kernel[grid](
         shrunk,
         x,
         pages.pages,
         pages.table,
         pages.ranks[place.index],
-        groups.order,
-        groups.starts,
+        groups.rows.order,
+        groups.tiles(config.block_m),
         num_rows,
         place.a_begin,
         x.stride(0),
@@ -191,15 +191,15 @@ def _lora_add_triton(
     return _expand(out, shrunk, groups, pages, place, scale, config)
 
 
-def _lora_expand_triton(out: Tensor, shrunk: Tensor, groups: Groups, pages: LoraPages, place: LoraPlace) -> Tensor:
-    config = lora_config(groups.ids.numel(), place, pages.max_rank, out.element_size())
+def _lora_expand_triton(out: Tensor, shrunk: Tensor, groups: LoraGroups, pages: LoraPages, place: LoraPlace) -> Tensor:
+    config = lora_config(groups.num_rows, place, pages.max_rank, out.element_size())
     return _expand(out, shrunk[None, :, None], groups, pages, place, None, config)
 
 
 def _expand(
     out: Tensor,
     shrunk: Tensor,
-    groups: Groups,
+    groups: LoraGroups,
     pages: LoraPages,
     place: LoraPlace,
     scale: Tensor | None,
@@ -207,16 +207,16 @@ def _expand(
 ) -> Tensor:
     sizes = [*place.out_sizes, *[0] * (MAX_PARTS - place.num_parts)]
     width = sum(ceil_div(size, config.block_n) for size in sizes)
-    _expand_kernel[(_num_tiles(groups, config), width)](
+    _expand_kernel[(groups.num_programs(config.block_m), width)](
         out,
         shrunk,
         pages.pages,
         pages.table,
         pages.ranks[place.index],
-        groups.order,
-        groups.starts,
+        groups.rows.order,
+        groups.tiles(config.block_m),
         scale,
-        groups.ids.numel(),
+        groups.num_rows,
         place.b_begin,
         out.stride(0),
         WIDTH=place.out_features,
@@ -232,19 +232,11 @@ def _expand(
     return out
 
 
-def _num_tiles(groups: Groups, config: LoraConfig) -> int:
-    """The most there can be: every group that can have a row has one, and all other rows fill tiles of their own."""
-    num_rows = groups.ids.numel()
-    most_used = min(groups.num_experts, num_rows)
-    return most_used + (num_rows - most_used) // config.block_m
-
-
 def _constants(pages: LoraPages, place: LoraPlace, config: LoraConfig) -> dict[str, int]:
     return dict(
         PAGE_SIZE=pages.pages.stride(0),
         MAX_PAGES=pages.table.shape[1],
         RANKS=PAGE_RANKS,
-        NUM_GROUPS=pages.num_slots * place.num_experts,
         NUM_EXPERTS=place.num_experts,
         BLOCK_M=config.block_m,
         BLOCK_R=config.block_r,
@@ -261,7 +253,7 @@ def _shrink_kernel(
     table: Pointer,
     ranks: Pointer,
     order: Pointer,
-    starts: Pointer,
+    tiles: Pointer,
     num_rows: Scalar,
     a_begin: Scalar,
     x_stride: Scalar,
@@ -273,38 +265,36 @@ def _shrink_kernel(
     PAGE_SIZE: constexpr,
     MAX_PAGES: constexpr,
     RANKS: constexpr,
-    NUM_GROUPS: constexpr,
     NUM_EXPERTS: constexpr,
     BLOCK_M: constexpr,
     BLOCK_R: constexpr,
     OVERLAP: constexpr,
 ) -> None:
-    """A program multiplies rows of one group with a piece of one part's A."""
+    """A program multiplies tiles of rows of one group with a piece of one part's A."""
     wait_for_previous(OVERLAP)
-    group, first, last = find_tile(starts, tl.program_id(0), NUM_GROUPS, BLOCK_M)
-    if group >= NUM_GROUPS:
-        return
     part, split = tl.program_id(1), tl.program_id(2)
-    slot, expert = group // NUM_EXPERTS, group % NUM_EXPERTS
-    rank = tl.load(ranks + slot)
-    place = first + tl.arange(0, BLOCK_M)
-    row = tl.load(order + tl.minimum(place, last - 1)).to(tl.int64)
-    inputs = x + row // SHARE * x_stride
-    target = shrunk + ((split.to(tl.int64) * num_rows + row) * NUM_PARTS + part) * (MAX_PAGES * RANKS)
-    for begin in range(0, rank, BLOCK_R):
-        r = begin + tl.arange(0, BLOCK_R)
-        is_rank = r < rank
-        page = tl.load(table + slot * MAX_PAGES + r // RANKS, mask=is_rank, other=0).to(tl.int64)
-        line = ((r % RANKS) * NUM_PARTS + part) * NUM_EXPERTS + expert
-        matrix = pages + page * PAGE_SIZE + a_begin + line.to(tl.int64) * IN_FEATURES
-        product = tl.zeros((BLOCK_R, BLOCK_M), dtype=tl.float32)
-        for start in range(0, SPLIT_SIZE, BLOCK_K):
-            column = split * SPLIT_SIZE + start + tl.arange(0, BLOCK_K)
-            inside = column < IN_FEATURES
-            weights = tl.load(matrix[:, None] + column[None, :], mask=is_rank[:, None] & inside[None, :], other=0.0)
-            values = tl.load(inputs[None, :] + column[:, None], mask=inside[:, None], other=0.0)
-            product = tl.dot(weights, values, product, input_precision="ieee")
-        tl.store(target[None, :] + r[:, None], product, mask=is_rank[:, None] & (place < last)[None, :])
+    for tile in range(tl.program_id(0), tl.load(tiles), tl.num_programs(0)):
+        group, first, last = read_tile(tiles, tile)
+        slot, expert = group // NUM_EXPERTS, group % NUM_EXPERTS
+        rank = tl.load(ranks + slot)
+        place = first + tl.arange(0, BLOCK_M)
+        row = tl.load(order + tl.minimum(place, last - 1)).to(tl.int64)
+        inputs = x + row // SHARE * x_stride
+        target = shrunk + ((split.to(tl.int64) * num_rows + row) * NUM_PARTS + part) * (MAX_PAGES * RANKS)
+        for begin in range(0, rank, BLOCK_R):
+            r = begin + tl.arange(0, BLOCK_R)
+            is_rank = r < rank
+            page = tl.load(table + slot * MAX_PAGES + r // RANKS, mask=is_rank, other=0).to(tl.int64)
+            line = ((r % RANKS) * NUM_PARTS + part) * NUM_EXPERTS + expert
+            matrix = pages + page * PAGE_SIZE + a_begin + line.to(tl.int64) * IN_FEATURES
+            product = tl.zeros((BLOCK_R, BLOCK_M), dtype=tl.float32)
+            for start in range(0, SPLIT_SIZE, BLOCK_K):
+                column = split * SPLIT_SIZE + start + tl.arange(0, BLOCK_K)
+                inside = column < IN_FEATURES
+                weights = tl.load(matrix[:, None] + column[None, :], mask=is_rank[:, None] & inside[None, :], other=0.0)
+                values = tl.load(inputs[None, :] + column[:, None], mask=inside[:, None], other=0.0)
+                product = tl.dot(weights, values, product, input_precision="ieee")
+            tl.store(target[None, :] + r[:, None], product, mask=is_rank[:, None] & (place < last)[None, :])
 
 
 @jit_for_any("num_rows")
@@ -315,7 +305,7 @@ def _expand_kernel(
     table: Pointer,
     ranks: Pointer,
     order: Pointer,
-    starts: Pointer,
+    tiles: Pointer,
     scale: Pointer,
     num_rows: Scalar,
     b_begin: Scalar,
@@ -330,45 +320,42 @@ def _expand_kernel(
     PAGE_SIZE: constexpr,
     MAX_PAGES: constexpr,
     RANKS: constexpr,
-    NUM_GROUPS: constexpr,
     NUM_EXPERTS: constexpr,
     BLOCK_M: constexpr,
     BLOCK_R: constexpr,
     OVERLAP: constexpr,
 ) -> None:
-    """A program adds to some outputs of one part, of rows of one group."""
+    """A program adds to some outputs of one part, of tiles of rows of one group."""
     wait_for_previous(OVERLAP)
-    group, first, last = find_tile(starts, tl.program_id(0), NUM_GROUPS, BLOCK_M)
-    if group >= NUM_GROUPS:
-        return
-    slot, expert = group // NUM_EXPERTS, group % NUM_EXPERTS
-    rank = tl.load(ranks + slot)
-    if rank == 0:
-        return
     part, begin, end = _find_columns(tl.program_id(1), SIZE_0, SIZE_1, SIZE_2, BLOCK_N)
     column = begin + tl.arange(0, BLOCK_N)
-    place = first + tl.arange(0, BLOCK_M)
-    row = tl.load(order + tl.minimum(place, last - 1)).to(tl.int64)
-    product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first_rank in range(0, rank, BLOCK_R):
-        r = first_rank + tl.arange(0, BLOCK_R)
-        is_rank = r < rank
-        values = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-        for split in range(SPLITS):
-            source = shrunk + ((split * num_rows + row) * NUM_PARTS + part) * (MAX_PAGES * RANKS)
-            values += tl.load(source[:, None] + r[None, :], mask=is_rank[None, :], other=0.0)
-        page = tl.load(table + slot * MAX_PAGES + r // RANKS, mask=is_rank, other=0).to(tl.int64)
-        line = (r % RANKS) * NUM_EXPERTS + expert
-        matrix = pages + page * PAGE_SIZE + b_begin + line.to(tl.int64) * WIDTH
-        there = is_rank[:, None] & (column < end)[None, :]
-        weights = tl.load(matrix[:, None] + column[None, :], mask=there, other=0.0)
-        product = tl.dot(values.to(weights.dtype), weights, product, input_precision="ieee")
-    if scale is not None:
-        product *= tl.load(scale + row).to(tl.float32)[:, None]
-    pointers = out + row[:, None] * out_stride + column[None, :]
-    there = (place < last)[:, None] & (column < end)[None, :]
-    product += tl.load(pointers, mask=there, other=0.0).to(tl.float32)
-    tl.store(pointers, product.to(out.dtype.element_ty), mask=there)
+    for tile in range(tl.program_id(0), tl.load(tiles), tl.num_programs(0)):
+        group, first, last = read_tile(tiles, tile)
+        slot, expert = group // NUM_EXPERTS, group % NUM_EXPERTS
+        rank = tl.load(ranks + slot)
+        place = first + tl.arange(0, BLOCK_M)
+        row = tl.load(order + tl.minimum(place, last - 1)).to(tl.int64)
+        product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for first_rank in range(0, rank, BLOCK_R):
+            r = first_rank + tl.arange(0, BLOCK_R)
+            is_rank = r < rank
+            values = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+            for split in range(SPLITS):
+                source = shrunk + ((split * num_rows + row) * NUM_PARTS + part) * (MAX_PAGES * RANKS)
+                values += tl.load(source[:, None] + r[None, :], mask=is_rank[None, :], other=0.0)
+            page = tl.load(table + slot * MAX_PAGES + r // RANKS, mask=is_rank, other=0).to(tl.int64)
+            line = (r % RANKS) * NUM_EXPERTS + expert
+            matrix = pages + page * PAGE_SIZE + b_begin + line.to(tl.int64) * WIDTH
+            there = is_rank[:, None] & (column < end)[None, :]
+            weights = tl.load(matrix[:, None] + column[None, :], mask=there, other=0.0)
+            product = tl.dot(values.to(weights.dtype), weights, product, input_precision="ieee")
+        if rank > 0:
+            if scale is not None:
+                product *= tl.load(scale + row).to(tl.float32)[:, None]
+            pointers = out + row[:, None] * out_stride + column[None, :]
+            there = (place < last)[:, None] & (column < end)[None, :]
+            product += tl.load(pointers, mask=there, other=0.0).to(tl.float32)
+            tl.store(pointers, product.to(out.dtype.element_ty), mask=there)
 
 
 @jit

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from legato.scheduling.limits import most_sampled
+
 # Batches up to here cost what reading the weights costs, whatever their size.
 SMALL = 8
 # Larger ones may be doubled: with an 8B model on an H200 the launches of a step without a graph cost 25 ms, twice what
@@ -39,15 +41,16 @@ def decode_sizes(max_rows: int, given: Sequence[int] = ()) -> list[int]:
 
 
 def mixed_sizes(max_rows: int, *, drafts: bool = False) -> list[int]:
-    """Tokens of steps with prompt chunks, or with drafts, which may be few. 64 cost what reading the weights costs;
-    from a thousand tokens on the device takes longer than the host with its launches."""
-    few = [8, 16, 32] if drafts else []
-    return [*few, 64, *range(128, 1025, 128)] if max_rows > 64 else [*few, 64, 128, 256, 512, 1024]
+    """Tokens of steps with prompt chunks, or with drafts, which may be few and come in every step. 64 cost what reading
+    the weights costs; from a thousand tokens on the device takes longer than the host with its launches."""
+    sizes = [64, *range(128, 1025, 128)] if max_rows > 64 else [64, 128, 256, 512, 1024]
+    return sorted({*sizes, 8, 16, 32, 96, 192}) if drafts else sizes
 
 
 def kept_rows(max_rows: int, given: Sequence[int] = (), *, drafts: bool = False) -> list[int]:
     """Of every graph that there may be: how many rows of logits it keeps. Those of steps with prompts share theirs."""
-    return [*decode_sizes(max_rows, given), max_rows, *(0 for _ in mixed_sizes(max_rows, drafts=drafts)[1:])]
+    shared = most_sampled(max_rows) if drafts else max_rows
+    return [*decode_sizes(max_rows, given), shared, *(0 for _ in mixed_sizes(max_rows, drafts=drafts)[1:])]
 
 
 class CapturePolicy:

@@ -33,7 +33,8 @@ LONGEST_CONTEXT = 4096
 class MixedInputs(Generic[Numbers]):
     """What a replay needs from the host, all of it int32 and in one piece, so that one copy brings it there."""
 
-    def __init__(self, storage: Numbers, num_tokens: int, max_rows: int) -> None:
+    def __init__(self, storage: Numbers, num_tokens: int, max_rows: int, max_sampled: int) -> None:
+        num_sampled = min(num_tokens, max_sampled)
         self.num_decodes = min(num_tokens, max_rows)
         self.num_chunks = min(self.num_decodes, MOST_CHUNKS)
         num_sequences = self.num_decodes + 1 + self.num_chunks
@@ -44,8 +45,8 @@ class MixedInputs(Generic[Numbers]):
         self.rows = self._take(num_sequences)  # decodes; all decodes as the chunks see them; chunks
         self.context_lens = self._take(num_sequences)
         self.chunk_starts = self._take(self.num_chunks + 2)
-        self.sampled_tokens = self._take(self.num_decodes)
-        self.sampled_rows = self._take(self.num_decodes)
+        self.sampled_tokens = self._take(num_sampled)
+        self.sampled_rows = self._take(num_sampled)
         self.size = self._taken
 
     def _take(self, count: int) -> Numbers:
@@ -57,10 +58,18 @@ class MixedGraphs(Graphs):
     counted = "tokens"
 
     def __init__(
-        self, model: CausalModel, cache: KVCache, rows: Rows, policy: CapturePolicy, record: Record, shard: Shard
+        self,
+        model: CausalModel,
+        cache: KVCache,
+        rows: Rows,
+        policy: CapturePolicy,
+        record: Record,
+        shard: Shard,
+        max_sampled: int,
     ) -> None:
+        """`max_sampled` positions at which a step may sample, drafts included."""
         super().__init__(model, cache, rows, policy, record, shard)
-        self._max_rows = rows.padding
+        self._max_rows, self._max_sampled = rows.padding, max_sampled
         self._host = np.zeros(8 * policy.sizes[-1] + 4 * MOST_CHUNKS, dtype=np.int32)
         self._there = to_device(self._host, rows.device)
         # To copy logits here costs a hundredth of a step; a place for each graph would cost hundreds of megabytes.
@@ -72,7 +81,7 @@ class MixedGraphs(Graphs):
         if len(parts) - num_decodes > MOST_CHUNKS or any(part.start >= LONGEST_CONTEXT for part in parts):
             return None
         size = self.policy.choose(sum(part.count for part in parts))
-        if size is None or sum(part.num_sampled for part in parts) > min(size, self._max_rows):
+        if size is None or sum(part.num_sampled for part in parts) > min(size, self._max_sampled):
             return None
         self._fill(size, Packed(self._rows, parts))
         return self._replay(size)
@@ -96,7 +105,7 @@ class MixedGraphs(Graphs):
 
     def _cleared(self, size: int) -> MixedInputs[np.ndarray]:
         """Nothing but padding."""
-        inputs = MixedInputs(self._host, size, self._max_rows)
+        inputs = MixedInputs(self._host, size, self._max_rows, self._max_sampled)
         self._host[: inputs.size] = 0
         for rows in (inputs.owners, inputs.rows, inputs.sampled_rows):
             rows[:] = self._rows.padding
@@ -111,7 +120,7 @@ class MixedGraphs(Graphs):
 
     def _compute(self, size: int) -> Decoded:
         rows, block_size = self._rows, self._cache.block_size
-        inputs = MixedInputs(self._there, size, self._max_rows)
+        inputs = MixedInputs(self._there, size, self._max_rows, self._max_sampled)
         last_tokens = rows.last_tokens[inputs.owners]
         blocks = rows.block_tables[inputs.owners, inputs.positions // block_size].long()
         step = Step(

@@ -24,6 +24,7 @@ class StepGraphs:
         mixed: Sequence[int],  # of steps with prompts, in tokens; none: those have no graphs
         record: Record,
         shard: Shard,
+        max_sampled: int,  # positions of a step, drafts included
     ) -> None:
         self._rows = rows
         # Without adapters and, on a shard that takes them, with: a step in which nobody has one pays nothing for them.
@@ -35,7 +36,7 @@ class StepGraphs:
             self._decodes[-1].has_adapters = has_adapters
             if mixed:
                 policy = CapturePolicy(mixed, small=mixed[0])
-                self._mixed.append(MixedGraphs(model, cache, rows, policy, record, shard))
+                self._mixed.append(MixedGraphs(model, cache, rows, policy, record, shard, max_sampled))
                 self._mixed[-1].has_adapters = has_adapters
 
     @property

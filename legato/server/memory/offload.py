@@ -27,7 +27,7 @@ BUFFER = 256 << 20
 class HostBlockStore:
     def __init__(self, shape: KVShape, block_size: int, num_bytes: int, device: torch.device) -> None:
         """In `num_bytes` of this shard's host memory. MemoryError or RuntimeError if there are not so many."""
-        self._block_bytes = shape.bytes_per_token * block_size
+        self._block_bytes = shape.block_bytes(block_size)
         self.num_slots = num_bytes // self._block_bytes
         self._per_piece = max(PIECE // self._block_bytes, 1)
         counts = [min(self._per_piece, self.num_slots - first) for first in range(0, self.num_slots, self._per_piece)]

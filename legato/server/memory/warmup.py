@@ -26,6 +26,8 @@ TOP_TOKENS = 5
 PROMPT, SMALL_STEP = 128, 1024
 # Of the first prompt that a new cache sees.
 FEW_TOKENS = 8
+# No kernel is compiled for more tokens than these; products, which are computed all the same, would take their time.
+LARGEST_COMPILED = 2048
 
 
 def full_step(requested: RequestedLimits, *, with_adapters: bool = False) -> pb.StepRequest:
@@ -53,8 +55,11 @@ def full_step(requested: RequestedLimits, *, with_adapters: bool = False) -> pb.
     )
 
 
-def ordinary_steps(requested: RequestedLimits, decodes: list[int] | None = None) -> Iterator[pb.StepRequest]:
-    """Short prompts for all rows, decodes of few and of many rows (or `decodes`), then longer prompts beside decodes.
+def ordinary_steps(
+    requested: RequestedLimits, decodes: list[int] | None = None, largest: int | None = None
+) -> Iterator[pb.StepRequest]:
+    """Short prompts for all rows, decodes of few and of many rows (or `decodes`), then longer prompts beside decodes,
+    in steps up to the `largest`.
 
     Our kernels are compiled anew and libraries choose other ones for other sizes. For whatever is compiled or loaded
     here no request has to wait: it may take a second. All rows share one block, as in the largest step.
@@ -65,7 +70,7 @@ def ordinary_steps(requested: RequestedLimits, decodes: list[int] | None = None)
     yield _step(requested, prompts=all_rows, length=max(1, min(PROMPT, requested.step_tokens // requested.max_rows)))
     for count in _ladder(requested.max_rows) if decodes is None else decodes:
         yield _step(requested, decodes=all_rows[:count])
-    size = requested.step_tokens
+    size = min(requested.step_tokens, largest or requested.step_tokens)
     while size >= SMALL_STEP:
         count = max(1, min(size // PROMPT, requested.max_rows // 2))
         yield _step(requested, prompts=all_rows[:count], length=PROMPT)
@@ -79,7 +84,7 @@ def compile_ahead(engine: Engine, requested: RequestedLimits) -> None:
     graphs, engine.graphs = engine.graphs, None  # the steps are to run eagerly
     decodes = _ladder(requested.max_rows) if graphs is None else []
     with compiling_ahead(), torch.inference_mode():
-        for step in (*_few_tokens(requested), *ordinary_steps(requested, decodes)):
+        for step in (*_few_tokens(requested), *ordinary_steps(requested, decodes, LARGEST_COMPILED)):
             engine.launch(step).read()
             engine.rows.last_tokens.zero_()  # nothing has chosen them, and the next step looks them up
         for kind in [] if graphs is None else graphs.kinds:

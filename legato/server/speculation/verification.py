@@ -63,16 +63,22 @@ def verify(logits: torch.Tensor, parts: Sequence[RowStep], sample: Sample, accep
 def verify_at_once(chosen: SampledTokens, parts: Sequence[RowStep]) -> SampledTokens:
     """The same for rows whose choice at a position does not depend on the tokens before it, but through the logits:
     `chosen` has what they choose at all positions."""
-    ids, scores = chosen.token_ids.tolist(), chosen.logprobs.tolist()
-    tops = dict(_top_tokens(chosen.top))
-    found = []
+    ids = chosen.token_ids.tolist()
+    counts: list[int] = []
+    places: list[int] = []
     for part, first in zip(parts, _firsts(parts), strict=True):
         drafts, count = part.draft_ids, 1
         while count <= len(drafts) and drafts[count - 1] == ids[first + count - 1]:
             count += 1
-        top = {depth: tops[first + depth] for depth in range(count) if first + depth in tops}
-        found.append(_SampledPart(ids[first : first + count], scores[first : first + count], top))
-    return _joined(found)
+        counts.append(count)
+        places.extend(range(first, first + count))
+    tops = None
+    if chosen.top is not None:
+        by_place = dict(_top_tokens(chosen.top))
+        tops = {number: by_place[place] for number, place in enumerate(places) if place in by_place}
+    chosen_ids = torch.tensor([ids[place] for place in places])
+    logprobs = chosen.logprobs.cpu()[places]
+    return SampledTokens([], chosen_ids, logprobs, _likeliest(tops) if tops else None, counts=counts)
 
 
 def _firsts(parts: Sequence[RowStep]) -> list[int]:

@@ -19,7 +19,7 @@ from legato.models.vision import CrossModel
 from legato.pb import generate_pb2 as pb
 from legato.pb import unpack_token_ids
 from legato.server.rows import Rows, RowStep, to_device
-from legato.server.vision.images import ImageInPrompt, RowImages, VisionEncoder
+from legato.server.vision.images import ImageInPrompt, RowImages, VisionEncoder, is_cached
 from legato.vision.cross import aligned
 
 
@@ -42,7 +42,7 @@ class RowBesideImages(RowImages):
 class CrossVisionEncoder(VisionEncoder):
     def admit(self, admission: pb.Admission) -> None:
         ids = unpack_token_ids(admission.input_ids)
-        images = [self._image(image, admission.num_cached) for image in admission.images]
+        images = [self._image(image, is_cached(image, admission)) for image in admission.images]
         front = aligned(images[-1].span.start + images[-1].span.num_tokens) if images else 0
         seen = self._seen([front + i for i, number in enumerate(ids[front:]) if number == self._rules.token_id], images)
         self._rows[admission.row] = RowBesideImages(len(ids), images, None, front=front, seen=seen)

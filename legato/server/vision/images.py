@@ -21,7 +21,8 @@ from legato.models.vision import ImageSpan, MutualModel, VisionModel, WithImageT
 from legato.pb import generate_pb2 as pb
 from legato.pb import unpack_token_ids
 from legato.server.rows import Rows, RowStep, to_device
-from legato.server.vision.pixels import num_pixels, pixels_of
+from legato.server.vision.pixels import num_pixels, tower_pixels
+from legato.server.vision.preparing import ImagePreparation, PreparedImage
 from legato.vision.files import decode
 from legato.vision.rules import ImageRules, Size
 
@@ -108,6 +109,7 @@ class VisionEncoder:
         self._device = device
         self._rows: dict[int, RowImages] = {}
         self._cache = EncodedImageCache(STORED_TOKENS)
+        self._preparation = ImagePreparation(rules)
         # The row beyond the last is the one that captured decodes are filled up with.
         self._shifts = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         model.position_shifts = self._shifts
@@ -120,9 +122,15 @@ class VisionEncoder:
         shape = self._rules.largest(max_tokens)
         self._model.encode_image(torch.zeros(num_pixels(shape, self._rules), device=self._device), shape)
 
+    def prepare(self, admissions: Sequence[pb.Admission]) -> None:
+        """Of a step, before they are admitted one after the other."""
+        images = [image for admission in admissions for image in admission.images if not is_cached(image, admission)]
+        files = {hashlib.sha256(image.image.data).digest(): image.image.data for image in images}
+        self._preparation.start({digest: data for digest, data in files.items() if self._cache.get(digest) is None})
+
     def admit(self, admission: pb.Admission) -> None:
         row, num_tokens = admission.row, len(unpack_token_ids(admission.input_ids))
-        images = [self._image(image, admission.num_cached) for image in admission.images]
+        images = [self._image(image, is_cached(image, admission)) for image in admission.images]
         # One token more than there are: text, which shows how far those behind the images have moved.
         spans = [image.span for image in images]
         positions = self._model.image_positions(num_tokens + 1, spans) if spans else None
@@ -180,22 +188,25 @@ class VisionEncoder:
             if row is not None and part.start + part.count >= row.num_tokens:
                 row.images = []
 
-    def _image(self, image: pb.AdmittedImage, num_cached: int) -> ImageInPrompt:
+    def _image(self, image: pb.AdmittedImage, in_cache: bool) -> ImageInPrompt:
         digest = hashlib.sha256(image.image.data).digest()
         encoded = self._cache.get(digest)
-        if encoded is None and image.start + image.num_tokens <= num_cached:
+        if encoded is None and in_cache:
             decoded = decode(image.image.data)
             span = ImageSpan(image.start, image.num_tokens, self._rules.shape(Size(decoded.height, decoded.width)))
             return ImageInPrompt(span, None)
         if encoded is None:
-            encoded = self._encode(image.image.data)
+            encoded = self._encode(self._preparation.take(digest, image.image.data))
             self._cache.put(digest, encoded)
         assert len(encoded.embeddings) == image.num_tokens, "the router counts by the same rules"
         return ImageInPrompt(ImageSpan(image.start, image.num_tokens, encoded.shape), encoded.embeddings)
 
-    def _encode(self, data: bytes) -> EncodedImage:
-        decoded = decode(data)
-        shape = self._rules.shape(Size(decoded.height, decoded.width))
-        pixels = to_device(pixels_of(decoded, self._rules), self._device)
+    def _encode(self, prepared: PreparedImage) -> EncodedImage:
+        pixels = tower_pixels(to_device(prepared.pixels, self._device), self._rules)
         self.num_encoded += 1
-        return EncodedImage(shape, self._model.encode_image(pixels, shape))
+        return EncodedImage(prepared.shape, self._model.encode_image(pixels, prepared.shape))
+
+
+def is_cached(image: pb.AdmittedImage, admission: pb.Admission) -> bool:
+    """Whether all of its tokens are in the prefix cache."""
+    return image.start + image.num_tokens <= admission.num_cached

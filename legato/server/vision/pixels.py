@@ -1,6 +1,7 @@
 """From an image to the numbers that a vision tower reads, as the processors of transformers make them.
 
-Pillow resizes, because its filters are the definition: others differ in the last bits of every pixel.
+Pillow resizes, because its filters are the definition: others differ in the last bits of every pixel. What comes behind
+that may be the device's work: a tower with many small patches reads eight times as many bytes as the image has.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from legato.vision.cross import FlamingoRules, MllamaRules
 from legato.vision.gemma import SquareRules
@@ -20,6 +22,18 @@ if TYPE_CHECKING:
 
 
 def pixels_of(image: Image, rules: ImageRules) -> np.ndarray:
+    """All of it, on the host."""
+    pixels: np.ndarray = tower_pixels(torch.from_numpy(host_pixels(image, rules)), rules).numpy()
+    return pixels
+
+
+def tower_pixels(pixels: torch.Tensor, rules: ImageRules) -> torch.Tensor:
+    """What a tower reads, from what `host_pixels` returned."""
+    return qwen_patches(pixels, rules) if isinstance(rules, QwenRules) else pixels
+
+
+def host_pixels(image: Image, rules: ImageRules) -> np.ndarray:
+    """The host's part: float32 that a tower can read, or bytes."""
     if isinstance(rules, SquareRules | FlamingoRules):
         return square(image, rules)
     if isinstance(rules, MllamaRules | Llama4Rules):
@@ -32,7 +46,9 @@ def pixels_of(image: Image, rules: ImageRules) -> np.ndarray:
         return idefics_tiles(image, rules)
     if isinstance(rules, Idefics2Rules):
         return idefics2_parts(image, rules)
-    return qwen_patches(image, rules) if isinstance(rules, QwenRules) else llava_tiles(image, rules)
+    if isinstance(rules, QwenRules):
+        return _resized(image, rules.resized(Size(image.height, image.width))).copy()  # Pillow's cannot be written
+    return llava_tiles(image, rules)
 
 
 def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
@@ -55,15 +71,17 @@ def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
     return num_patches, 3 * rules.frames * rules.patch**2
 
 
-def qwen_patches(image: Image, rules: QwenRules) -> np.ndarray:
-    """[N, channels frames patch patch] float32: patches cell by cell, in a cell row by row, every frame the same."""
-    size = rules.resized(Size(image.height, image.width))
-    pixels = _numbers(_resized(image, size), rules.normalization)  # [height, width, 3]
-    patch, merge = rules.patch, rules.merge
-    cells = pixels.reshape(size.height // patch // merge, merge, patch, size.width // patch // merge, merge, patch, 3)
-    patches = cells.transpose(0, 3, 1, 4, 6, 2, 5)  # rows and columns of cells, of patches in them, colours, pixels
-    frames = np.broadcast_to(patches[:, :, :, :, :, None], (*patches.shape[:5], rules.frames, patch, patch))
-    return frames.reshape(-1, 3 * rules.frames * patch * patch)
+def qwen_patches(pixels: torch.Tensor, rules: QwenRules) -> torch.Tensor:
+    """[height, width, 3] of bytes -> [N, channels frames patch patch] float32: patches cell by cell, in a cell row by
+    row, every frame the same."""
+    values = torch.from_numpy(_numbers(np.arange(256, dtype=np.uint8)[:, None], rules.normalization))  # [256, 3]
+    colour = torch.arange(3, device=pixels.device)
+    numbers = values.to(pixels.device)[pixels.long(), colour]
+    height, width = (side // rules.patch // rules.merge for side in pixels.shape[:2])
+    cells = numbers.view(height, rules.merge, rules.patch, width, rules.merge, rules.patch, 3)
+    patches = cells.permute(0, 3, 1, 4, 6, 2, 5)  # rows and columns of cells, of patches in them, colours, pixels
+    frames = patches[:, :, :, :, :, None].expand(*patches.shape[:5], rules.frames, rules.patch, rules.patch)
+    return frames.reshape(-1, 3 * rules.frames * rules.patch * rules.patch)
 
 
 def llava_tiles(image: Image, rules: LlavaNextRules) -> np.ndarray:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import zipfile
+from codecs import getincrementaldecoder
+from itertools import pairwise
 
 import pytest
 
+from legato.chat.answers import ChatFormat
 from legato.chat.reasoning.formats import Phase, reasoning_format_of
+from legato.chat.tools.parser import ParsedMessage
 from tests.chat.cases import make, user
+from tests.chat.reasoning.test_transcripts import TRANSCRIPTS
 from tests.chat.test_published import FOLDERS, TEMPLATES, wheels
+from tests.http.asgi import tokenizer
 
 __all__ = ["wheels"]  # a fixture
 
@@ -52,3 +58,25 @@ def test_the_format_is_that_of_the_template(family: str, wheels: dict[str, zipfi
 @pytest.mark.parametrize("family", SILENT)
 def test_models_that_do_not_reason_have_no_format(family: str, wheels: dict[str, zipfile.ZipFile]) -> None:
     assert reasoning_format_of(source_of(family, wheels)) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_split_of_the_bytes_gives_the_same_parts(family: str, wheels: dict[str, zipfile.ZipFile]) -> None:
+    """With everything found out from the template, as a server does it."""
+    template = make(source_of(family, wheels))
+    chat_format = ChatFormat.of(tokenizer(), template)
+    assert chat_format.reasoning is not None
+    phase = chat_format.reasoning.phase_after(template.render([user()]))
+    template.close()
+    transcript = next(each for each in TRANSCRIPTS.values() if each.format == chat_format.reasoning.name)
+    whole = (transcript.reasoning, transcript.content) if phase is not AFTER else ("", transcript.text)
+    data = transcript.text.encode()
+    cuts = range(1, len(data))
+    splits = [[cut] for cut in cuts] + [[a, b] for a in cuts for b in cuts[a : a + 12]] + [list(cuts)]
+    for places in splits:
+        parser, decoder, message = chat_format.parser(None, phase), getincrementaldecoder("utf-8")(), ParsedMessage()
+        assert parser is not None
+        for start, stop in pairwise([0, *places, len(data)]):
+            message.add(parser.feed([decoder.decode(data[start:stop])]))
+        message.add(parser.finish())
+        assert (message.reasoning, message.content) == whole, places

@@ -58,10 +58,17 @@ def vocabulary() -> tuple[Tokenizer, TokenTrie, dict[str, int]]:
     return tokenizer, trie, {name: added[name] for name in ("[TOOL_CALLS]", "<tool_call>")}
 
 
-def allowed(dialect: Dialect, text: str, *, several: bool = False, among: tuple[Tool, ...] = TOOLS) -> bool:
+def allowed(
+    dialect: Dialect,
+    text: str,
+    *,
+    several: bool = False,
+    among: tuple[Tool, ...] = TOOLS,
+    answer: dict[str, Any] | None = None,
+) -> bool:
     """Whether the text is complete."""
     tokenizer, trie, tokens = vocabulary()
-    grammar = call_grammar(dialect, among, tokens, several=several)
+    grammar = call_grammar(dialect, among, tokens, several=several, answer=answer)
     matcher = compile_grammar(grammar, trie)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -99,6 +106,19 @@ def test_one_call_in_the_words_of_the_dialect(name: str) -> None:
 def test_several_calls_only_where_they_are_allowed(name: str) -> None:
     assert allowed(DIALECTS[name], TWO[name], several=True)
     assert not allowed(DIALECTS[name], TWO[name])
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_call_or_a_text_of_a_schema(name: str, several: bool) -> None:
+    dialect = DIALECTS[name]
+    tree = '{"root": {"left": {"value": 2}}}'
+    assert allowed(dialect, ONE[name], several=several, answer=TREE)
+    assert allowed(dialect, tree, several=several, answer=TREE)
+    assert not allowed(dialect, tree.replace("2", "3"), several=several, answer=TREE)
+    assert not allowed(dialect, "text", several=several, answer=TREE)
+    assert not allowed(dialect, tree + ONE[name], several=several, answer=TREE)
+    assert not allowed(dialect, tree, several=several)
 
 
 def test_a_call_in_a_channel_may_follow_reasoning() -> None:

@@ -244,12 +244,28 @@ def test_the_parser_can_be_chosen() -> None:
     assert choice_of(answer)["finish_reason"] == "tool_calls"
 
 
+def test_an_answer_is_a_call_or_follows_the_response_format() -> None:
+    """As in OpenAI's API: agents have tools, and a schema for what they say in the end."""
+    schema = {"type": "object", "properties": {"degrees": {"type": "integer"}}}
+    shape = {"type": "json_schema", "json_schema": {"name": "report", "schema": schema}}
+    for text, reason in ((CALL, "tool_calls"), ('{"degrees": 18}', "stop")):
+        backend = says(text)
+        assert choice_of(ask(backend, response_format=shape))["finish_reason"] == reason
+        grammar = from_pb(parameters_of(backend.requests[0]))
+        assert grammar is not None and "answer: %json" in grammar.value and "degrees" in grammar.value
+    backend = says(CALL)
+    ask(backend, response_format=shape, tool_choice="required")
+    grammar = from_pb(parameters_of(backend.requests[0]))
+    assert grammar is not None and "degrees" not in grammar.value, "a call must be made, so there is no text"
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_grammar_and_tools_exclude_each_other() -> None:
-    answer = ask(says("x"), response_format={"type": "json_object"})
-    assert problem(answer) == (422, None, "Tool error: Grammar and tools are mutually exclusive")
+def test_a_grammar_that_is_not_json_and_tools_exclude_each_other() -> None:
+    answer = ask(says("x"), response_format={"type": "regex", "value": "x"})
+    problem_of_both = "Tool error: Grammar and tools are mutually exclusive, unless the grammar is a JSON schema"
+    assert problem(answer) == (422, None, problem_of_both)
     assert answer.json()["error_type"] == "tool_error"
     assert ask(says("x"), response_format={"type": "text"}).status == 200
 

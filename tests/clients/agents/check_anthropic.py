@@ -113,6 +113,28 @@ def test_a_tool_is_called_and_its_result_used() -> None:
     assert second.usage.cache_read_input_tokens >= 0.8 * second.usage.input_tokens
 
 
+def test_the_clients_own_loop_of_tools_comes_to_its_end() -> None:
+    """It would have the server keep the conversation, and goes on without."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str, unit: str) -> str:
+        """The weather in a city.
+
+        Args:
+            city: Its name.
+            unit: Of the temperature.
+        """
+        return "sunny" if (city, unit) == ("Paris", "celsius") else "unknown"
+
+    turns = list(
+        SCRIPTED.beta.messages.tool_runner(
+            model="any", max_tokens=2000, messages=QUESTION, tools=[get_weather], thinking=THINKING
+        )
+    )
+    assert [turn.stop_reason for turn in turns] == ["tool_use", "end_turn"]
+    assert turns[-1].content[-1].text == "It is sunny in Paris."
+
+
 def test_a_call_is_streamed() -> None:
     with SCRIPTED.messages.stream(
         model="any", max_tokens=2000, messages=QUESTION, tools=[TOOL], thinking=THINKING

@@ -117,6 +117,20 @@ def test_a_call_that_is_asked_for_follows_its_schema() -> None:
     assert response.output[-1].name == "get_weather"
 
 
+def test_tokens_are_counted_as_they_are_billed() -> None:
+    counted = SCRIPTED.responses.input_tokens.count(model="any", input=QUESTION, tools=[TOOL])
+    assert counted.input_tokens == ask(SCRIPTED, QUESTION, tools=[TOOL]).usage.input_tokens
+
+
+def test_tools_and_a_structure_go_together() -> None:
+    """An answer calls a tool, or follows the schema."""
+    shape: Any = {"format": {"type": "json_schema", "name": "person", "schema": Person.model_json_schema()}}
+    first = ask(SCRIPTED, QUESTION, tools=[TOOL], text=shape)
+    assert first.output[-1].type == "function_call"
+    second = ask(given="Ada is 36 years old. Describe her as JSON.", tools=[TOOL], text=shape, max_output_tokens=100)
+    assert second.output[-1].type == "function_call" or Person.model_validate_json(second.output_text)
+
+
 def test_responses_are_stored_until_they_are_deleted() -> None:
     response = ask(SCRIPTED, metadata={"of": "a test"})
     for _ in range(4):  # whichever worker is asked

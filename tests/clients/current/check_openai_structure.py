@@ -120,9 +120,11 @@ def test_no_tools_are_no_tools() -> None:
     assert chat(tools=[]).choices[0].message.content == ANSWER
 
 
-def test_tools_and_a_response_format_exclude_each_other() -> None:
+def test_with_tools_and_a_response_format_an_answer_is_either() -> None:
+    (answer,) = chat(ABOUT_WEATHER, tools=[WEATHER], response_format={"type": "json_object"}, max_tokens=100).choices
+    assert answer.message.tool_calls or isinstance(json.loads(answer.message.content), dict)
     with pytest.raises(openai.UnprocessableEntityError, match="mutually exclusive"):
-        chat(tools=[WEATHER], response_format={"type": "json_object"})
+        chat(tools=[WEATHER], response_format={"type": "regex", "value": "a"})
 
 
 def test_tools_that_the_model_may_call_never_fail_the_chat() -> None:

@@ -17,7 +17,7 @@ const models = {
   messages: anthropic('any'),
   chat: compatible('any'),
 }
-const thinking = { anthropic: { thinking: { type: 'enabled', budgetTokens: 1024 } }, openai: { store: false, reasoningSummary: 'auto', forceReasoning: true } }
+const thinking = { anthropic: { thinking: { type: 'enabled', budgetTokens: 1024 } }, openai: { reasoningSummary: 'auto', forceReasoning: true } }
 const weather = tool({
   description: 'The weather in a city',
   inputSchema: z.object({ city: z.string(), unit: z.enum(['celsius', 'fahrenheit']) }),
@@ -59,6 +59,19 @@ for (const [name, model] of Object.entries(models)) {
     assert.deepEqual(steps[0].toolCalls[0].input, { city: 'Paris', unit: 'celsius' })
   })
 }
+
+test('responses: a tool is called, and its result used, without a store', async () => {
+  const options = { ...thinking.openai, store: false, include: ['reasoning.encrypted_content'] }
+  const { text } = await generateText({
+    model: models.responses,
+    prompt: 'What is the weather in Paris?',
+    tools: { get_weather: weather },
+    stopWhen: stepCountIs(3),
+    providerOptions: { openai: options },
+    maxRetries: 0,
+  })
+  assert.equal(text, 'It is sunny in Paris.')
+})
 
 test('errors have the status of the server', async () => {
   const provider = createOpenAI({ baseURL: `${guarded}/v1`, apiKey: 'wrong' })

@@ -125,13 +125,15 @@ def test_other_kinds_of_attention(name: str, tmp_path: Path) -> None:
     assert GraphedServer(model).run(few(greedy()), random.Random(4)) == LocalServer(model).run(few(greedy()))
 
 
+@pytest.mark.parametrize(("speculate", "max_rows"), [(3, 16), (6, 2)])
 def test_drafts_run_in_the_graphs_of_prompts(
-    model: CausalModel, requests: list[GenerationRequest], expected: dict[int, list[int]]
+    model: CausalModel, requests: list[GenerationRequest], expected: dict[int, list[int]], speculate: int, max_rows: int
 ) -> None:
-    """What a row goes on with afterwards, in a graph of decodes, is the last token that it got."""
+    """What a row goes on with afterwards, in a graph of decodes, is the last token that it got. A step may sample at
+    more positions than a shard has rows."""
     few = requests[:4]  # all that they sample has room in a graph
     again = [replace(request, id=request.id + 100) for request in few]
-    server = GraphedServer(model, speculate=3)
+    server = GraphedServer(model, speculate=speculate, max_rows=max_rows)
     wanted = [expected[request.id] for request in few]
     assert list(server.run(few).values()) == wanted
     assert list(server.run(again).values()) == wanted

@@ -23,6 +23,15 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ .Values.routeKey.existingSecret | default (printf "%s-route" (include "legato.name" .)) }}
 {{- end -}}
 
+{{- define "legato.clusterSecret" -}}
+{{ .Values.nodes.existingSecret | default (printf "%s-cluster" (include "legato.name" .)) }}
+{{- end -}}
+
+{{- define "legato.scaleTarget" -}}
+{{- $group := eq .Values.replicas.kind "LeaderWorkerSet" | ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" -}}
+{apiVersion: {{ $group }}, kind: {{ .Values.replicas.kind }}, name: {{ include "legato.name" . }}-replicas}
+{{- end -}}
+
 {{- define "legato.routeKeyEnv" -}}
 - name: ROUTE_KEY
   valueFrom: {secretKeyRef: {name: {{ include "legato.routeSecret" . }}, key: route-key}}

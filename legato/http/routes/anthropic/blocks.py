@@ -25,14 +25,7 @@ from legato.api.anthropic.responses import (
     ToolUseBlock,
 )
 from legato.chat.tools.parser import CallBegins, CallGoesOn, Content, Event, Thought
-
-_encode = msgspec.json.Encoder().encode
-
-
-def named_event(event: Any) -> bytes:
-    """Clients go by the name, which is also the type."""
-    data = _encode(event)
-    return b"event: %b\ndata: %b\n\n" % (event.__struct_config__.tag.encode(), data)
+from legato.http.sse import named_event
 
 
 def signature_of(thinking: str) -> str:

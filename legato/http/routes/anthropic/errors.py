@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from legato.api.anthropic.responses import AnthropicError, AnthropicErrorObject
+from legato.api.anthropic.responses import AnthropicError, AnthropicErrorDetails, AnthropicErrorObject
 from legato.api.errors import InvalidRequest, Overloaded, RequestError, TooLong
 from legato.http.routes.openai import errors as openai_errors
+from legato.http.sse import named_event
 
 PREFIX: Final = "/v1/messages"
 _OVERLOADED: Final = 529
+_NO_THREADS: Final = "thread_unsupported_request"
 _TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -37,13 +40,29 @@ def status(error: RequestError) -> int:
 
 
 def body(error: RequestError) -> bytes:
-    described = AnthropicErrorObject(type=_TYPES.get(status(error), "api_error"), message=_message(error))
-    return msgspec.json.encode(AnthropicError(error=described))
+    return msgspec.json.encode(described(error))
+
+
+def described(error: RequestError) -> AnthropicError:
+    kind = _TYPES.get(status(error), "api_error")
+    return AnthropicError(error=AnthropicErrorObject(type=kind, message=_message(error), details=_details(error)))
 
 
 def event(error: RequestError) -> bytes:
     """The last thing that a stream says."""
-    return b"event: error\ndata: %b\n\n" % body(error)
+    return named_event(described(error))
+
+
+def no_threads() -> InvalidRequest:
+    """Clients that hear this send the whole conversation again; a `thread` that is ignored would lose it."""
+    problem = "`thread` is not supported by this server: send the whole conversation"
+    return InvalidRequest(problem, "thread", _NO_THREADS)
+
+
+def _details(error: RequestError) -> AnthropicErrorDetails | UnsetType:
+    if isinstance(error, InvalidRequest) and error.code == _NO_THREADS:
+        return AnthropicErrorDetails(error_code=_NO_THREADS)
+    return UNSET
 
 
 def _message(error: RequestError) -> str:

@@ -19,17 +19,16 @@ from legato.api.anthropic.responses import (
 )
 from legato.api.errors import InvalidRequest, RequestError
 from legato.chat.answers import AnswerParser
-from legato.chat.tools.parser import Content, Event
 from legato.common.identity import new_hex
-from legato.http import sse
 from legato.http.answering import Choice, StreamErrors, serve
 from legato.http.exchange import Exchange
 from legato.http.inference import Inference
 from legato.http.routes.anthropic import errors
-from legato.http.routes.anthropic.blocks import BlockEvents, blocks_of, named_event
+from legato.http.routes.anthropic.blocks import BlockEvents, blocks_of
 from legato.http.routes.anthropic.translation import chat_request, reasoning_wish
-from legato.http.routes.openai.conversation import check_conversation, read_conversation, tool_use
+from legato.http.routes.openai.conversation import count_tokens
 from legato.http.routes.openai.conversation_job import ConversationJob
+from legato.http.sse import named_event
 from legato.http.streams import Piece
 from legato.scheduling.state import FinishReason
 
@@ -55,13 +54,9 @@ class MessageRoutes:
     async def count_tokens(self, exchange: Exchange) -> None:
         inference = self._inference
         request = await exchange.json(_count_decoder, inference.settings.payload_limit)
-        chat = chat_request(request)
-        check_conversation(chat)
-        async with inference.concurrency.validating(exchange.body_size, exchange.tenant):
-            prompt = await read_conversation(
-                chat, inference, inference.chat_format, tool_use(chat), reasoning_wish(request)
-            )
-        await exchange.respond(_encode(TokenCount(input_tokens=len(prompt.ids))), {"content-type": "application/json"})
+        chat, wish = chat_request(request), reasoning_wish(request)
+        count = await count_tokens(chat, inference, inference.chat_format, wish, exchange.body_size, exchange.tenant)
+        await exchange.respond(_encode(TokenCount(input_tokens=count)), {"content-type": "application/json"})
 
 
 class MessageJob(ConversationJob):
@@ -77,11 +72,8 @@ class MessageJob(ConversationJob):
 
     def answer(self, choices: list[Choice], billed: list[Choice]) -> bytes:
         (choice,) = choices
-        parser = self.parser()
-        if parser is None:
-            events: list[Event] = [Content(choice.text)] if choice.text else []
-        else:
-            events = parser.feed(piece.text for piece in choice.pieces) + parser.finish()
+        parser = self.parser_of_all()
+        events = parser.feed(piece.text for piece in choice.pieces) + parser.finish()
         return _encode(self.message(choice, blocks_of(events), stop_reason(choice, parser)))
 
     def message(self, choice: Choice, content: list[ContentBlock], reason: StopReason | None) -> AssistantMessage:
@@ -102,28 +94,23 @@ class MessageWriter:
     def __init__(self, job: MessageJob, choice: Choice) -> None:
         self._job = job
         self._choice = choice
-        self._parser = job.parser()
+        self._parser = job.parser_of_all()
         self._blocks = BlockEvents()
         self._started = False
 
     def write(self, choice: Choice, pieces: list[Piece]) -> bytes:
-        texts = [piece.text for piece in pieces]
-        if self._parser is not None:
-            events = self._parser.feed(texts)
-        else:
-            text = "".join(texts)
-            events = [Content(text)] if text else []
-        return self._start() + self._blocks.write(events)
+        return self._start() + self._blocks.write(self._parser.feed(piece.text for piece in pieces))
 
     def _start(self) -> bytes:
-        """With the first token: by then it is known how much of the prompt was cached."""
+        """With the first token, unless that takes long: by then it is known how much of the prompt was cached. What is
+        true in any case comes with the end."""
         if self._started:
             return b""
         self._started = True
         return named_event(MessageStart(message=self._job.message(self._choice, [], None)))
 
     def end(self) -> bytes:
-        last = b"" if self._parser is None else self._blocks.write(self._parser.finish())
+        last = self._blocks.write(self._parser.finish())
         reason = stop_reason(self._choice, self._parser)
         found = self._choice.stream.transcript.stop_string if reason == "stop_sequence" else None
         end = MessageEnd(stop_reason=reason, stop_sequence=found)
@@ -134,16 +121,16 @@ class MessageWriter:
         return errors.event(error)
 
     def silence(self) -> bytes:
-        """Nothing comes before the start of the message, but comments may."""
-        return named_event(Ping()) if self._started else sse.KEEP_ALIVE
+        """Clients give up on streams without events: Claude Code after five minutes."""
+        return self._start() or named_event(Ping())
 
 
-def stop_reason(choice: Choice, parser: AnswerParser | None) -> StopReason:
+def stop_reason(choice: Choice, parser: AnswerParser) -> StopReason:
     """An answer that was cut off may have cut off a call, so its length comes first."""
     transcript = choice.stream.transcript
     if transcript.finish_reason is FinishReason.LENGTH:
         return "max_tokens"
-    if parser is not None and parser.has_calls:
+    if parser.has_calls:
         return "tool_use"
     return "end_turn" if transcript.stop_string is None else "stop_sequence"
 

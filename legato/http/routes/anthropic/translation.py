@@ -14,7 +14,8 @@ from legato.api.anthropic.requests import Block, CountTokensRequest, MessagesReq
 from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import ChatRequest
 from legato.chat.answers import ReasoningWish
-from legato.chat.messages import MessageList, Part
+from legato.chat.messages import MessageList, Part, text_of
+from legato.http.routes.anthropic.errors import no_threads
 
 # Claude Code begins its system prompt with a line that is different in every request: nothing after it would be found
 # in the prefix cache.
@@ -28,6 +29,8 @@ _EFFORTS: Final = {"xhigh": "high", "max": "high"}
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
+    if request.thread is not None:
+        raise no_threads()
     messages = MessageList()
     messages.add_system(_system(request.system))
     for number, message in enumerate(request.messages):
@@ -36,7 +39,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
             [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
         )
         if message.role == "system":
-            messages.add_system("\n".join(_text(block, f"{place}[{at}]", "text") for at, block in enumerate(blocks)))
+            messages.add_system("\n".join(text_of(block, f"{place}[{at}]", "text") for at, block in enumerate(blocks)))
         elif message.role == "user":
             _add_user(messages, blocks, place)
         else:
@@ -70,7 +73,7 @@ def reasoning_wish(request: CountTokensRequest) -> ReasoningWish:
 
 def _system(system: str | list[Block] | None) -> str:
     if isinstance(system, list):
-        texts = [_text(block, f"system[{number}]", "text") for number, block in enumerate(system)]
+        texts = [text_of(block, f"system[{number}]", "text") for number, block in enumerate(system)]
     else:
         texts = [system or ""]
     return "\n".join(kept for text in texts if (kept := _without_billing(text)))
@@ -87,8 +90,8 @@ def _add_user(messages: MessageList, blocks: list[Block], place: str) -> None:
     for number, block in enumerate(blocks):
         at = f"{place}[{number}]"
         if _type(block, at) == "tool_result":
-            text, images = _result(block, at)
-            messages.add_result(_text(block, at, "tool_use_id"), text, images, at)
+            call_id, is_error = text_of(block, at, "tool_use_id"), block.get("is_error") is True
+            messages.add_result(call_id, _result(block, at), at, is_error=is_error)
         else:
             parts += _parts(block, at)
     if parts:
@@ -98,7 +101,7 @@ def _add_user(messages: MessageList, blocks: list[Block], place: str) -> None:
 def _parts(block: Block, place: str) -> list[Part]:
     kind = _type(block, place)
     if kind == "text":
-        return [{"type": "text", "text": _text(block, place, "text")}]
+        return [{"type": "text", "text": text_of(block, place, "text")}]
     if kind == "image":
         return [_image(block, place)]
     if kind == "document":
@@ -112,10 +115,10 @@ def _image(block: Block, place: str) -> Part:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "base64":
-        data, media_type = (_text(source, f"{place}.source", name) for name in ("data", "media_type"))
+        data, media_type = (text_of(source, f"{place}.source", name) for name in ("data", "media_type"))
         return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
     if kind == "url":
-        return {"type": "image_url", "image_url": {"url": _text(source, f"{place}.source", "url")}}
+        return {"type": "image_url", "image_url": {"url": text_of(source, f"{place}.source", "url")}}
     raise InvalidRequest(f"`{place}.source.type` must be base64 or url", f"{place}.source.type")
 
 
@@ -123,21 +126,16 @@ def _document(block: Block, place: str) -> str:
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "text":
         raise InvalidRequest(f"`{place}.source.type` must be text: this server reads no files", f"{place}.source.type")
-    return _text(source, f"{place}.source", "data")
+    return text_of(source, f"{place}.source", "data")
 
 
-def _result(block: Block, place: str) -> tuple[str, list[Part]]:
-    """Its text, and its images."""
+def _result(block: Block, place: str) -> list[Part]:
     content = block.get("content")
     if content is None or isinstance(content, str):
-        text, images = content or "", []
-    elif isinstance(content, list):
-        parts = [part for at, inner in enumerate(content) for part in _parts(inner, f"{place}.content[{at}]")]
-        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-        images = [part for part in parts if part["type"] != "text"]
-    else:
+        return [{"type": "text", "text": content or ""}]
+    if not isinstance(content, list):
         raise InvalidRequest(f"`{place}.content` must be a string or a list of blocks", f"{place}.content")
-    return f"Error: {text}" if block.get("is_error") is True else text, images
+    return [part for at, inner in enumerate(content) for part in _parts(inner, f"{place}.content[{at}]")]
 
 
 def _add_answer(messages: MessageList, blocks: list[Block], place: str) -> None:
@@ -145,15 +143,15 @@ def _add_answer(messages: MessageList, blocks: list[Block], place: str) -> None:
         at = f"{place}[{number}]"
         kind = _type(block, at)
         if kind == "text":
-            messages.add_answer(_text(block, at, "text"))
+            messages.add_answer(text_of(block, at, "text"))
         elif kind == "thinking":
-            messages.add_reasoning(_text(block, at, "thinking"))
+            messages.add_reasoning(text_of(block, at, "thinking"))
         elif kind == "tool_use":
             given = block.get("input")
             if not isinstance(given, dict):
                 raise InvalidRequest(f"`{at}.input` must be an object", f"{at}.input")
             arguments = msgspec.json.encode(given).decode()
-            messages.add_call(_text(block, at, "id"), _text(block, at, "name"), arguments)
+            messages.add_call(text_of(block, at, "id"), text_of(block, at, "name"), arguments)
         elif kind not in _IGNORED:
             raise InvalidRequest(f"`{at}.type` is {kind!r}, which an assistant does not say here", f"{at}.type")
 
@@ -161,14 +159,7 @@ def _add_answer(messages: MessageList, blocks: list[Block], place: str) -> None:
 def _type(block: Any, place: str) -> str:
     if not isinstance(block, dict):
         raise InvalidRequest(f"`{place}` must be an object with a `type`", place)
-    return _text(block, place, "type")
-
-
-def _text(block: Any, place: str, field: str) -> str:
-    value = block.get(field) if isinstance(block, dict) else None
-    if not isinstance(value, str):
-        raise InvalidRequest(f"`{place}.{field}` must be a string", f"{place}.{field}")
-    return value
+    return text_of(block, place, "type")
 
 
 # ---- everything else -------------------------------------------------------------------------------------------------

@@ -111,6 +111,16 @@ async def read_conversation(
     return ChatPrompt(text, *validator.images.place(ids, images))
 
 
+async def count_tokens(
+    request: ChatRequest, inference: Inference, format: ChatFormat, wish: ReasoningWish, size: int, tenant: str
+) -> int:
+    """Of the prompt, images included. `size` is that of the request in bytes."""
+    check_conversation(request)
+    async with inference.concurrency.validating(size, tenant):
+        prompt = await read_conversation(request, inference, format, tool_use(request), wish)
+    return len(prompt.ids)
+
+
 async def tokenize_conversation(
     request: ChatRequest, inference: Inference, format: ChatFormat
 ) -> tuple[str, list[SimpleToken]]:

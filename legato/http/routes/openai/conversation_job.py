@@ -12,7 +12,6 @@ from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import ChatRequest
 from legato.chat.answers import AnswerParser, ChatFormat, ReasoningWish
 from legato.chat.reasoning.formats import Phase, ReasoningFormat
-from legato.chat.tools.requests import ToolError
 from legato.grammar.kinds import Grammar
 from legato.http.inference import Inference
 from legato.http.routes.openai.conversation import (
@@ -63,11 +62,10 @@ class ConversationJob(OpenAIJob):
         spoken = self.format.spoken(use)
         if use is None:
             return replace(shared_options(request, validator), spoken_token_ids=spoken)
-        if grammar_of(request.response_format) is not None:
-            raise ToolError("Grammar and tools are mutually exclusive")
         calls = self._text_grammar
         if calls is None:
-            calls = self.format.tooling.grammar(use, schema_lenient=validator.settings.schema_lenient)
+            answer = grammar_of(request.response_format)
+            calls = self.format.tooling.grammar(use, answer, schema_lenient=validator.settings.schema_lenient)
         return replace(shared_options(request, validator, calls=calls), spoken_token_ids=spoken)
 
     async def requests(self) -> list[ValidRequest]:
@@ -107,6 +105,10 @@ class ConversationJob(OpenAIJob):
     def parser(self) -> AnswerParser | None:
         """For one answer. None: all of it is content."""
         return self.format.parser(None if self._text_grammar is not None else self._use, self._phase)
+
+    def parser_of_all(self) -> AnswerParser:
+        """For APIs whose answers have parts even if there is only one."""
+        return self.parser() or AnswerParser(None, None)
 
 
 def _num_top(request: ChatRequest) -> int | None:

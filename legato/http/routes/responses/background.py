@@ -16,12 +16,13 @@ import msgspec
 from legato.api.errors import ClientGone, InternalError, RequestError
 from legato.api.responses.events import ResponseFailed
 from legato.api.responses.items import ResponseObject
-from legato.http.answering import StreamErrors, serve
+from legato.http.answering import serve
 from legato.http.exchange import ClientConnection, Exchange
 from legato.http.inference import Inference
-from legato.http.routes.openai import errors as openai_errors
-from legato.http.routes.responses.job import ResponseJob, failed, named_event
+from legato.http.routes.openai.serving import STREAM_ERRORS
+from legato.http.routes.responses.job import ResponseJob, failed
 from legato.http.routes.responses.store import ResponseStore
+from legato.http.sse import named_event
 from legato.http.telemetry.request_log import logger
 
 # Seconds between two looks into the store.
@@ -75,8 +76,8 @@ class BackgroundResponses:
         exchange = BackgroundExchange(outer, self._store, job.response.id)
         watch = asyncio.create_task(self._watch(exchange, job.response.id))
         try:
-            errors = StreamErrors(openai_errors.event)
-            await serve(exchange, self._inference, lambda: job, errors, stream=stream)
+            await self._begin(outer.tenant, job.response)
+            await serve(exchange, self._inference, lambda: job, STREAM_ERRORS, stream=stream)
             await self._finish(outer.tenant, job.response)  # after the last event: who follows them stops then
         except ClientGone:  # cancelled, which the store says already
             pass
@@ -92,6 +93,10 @@ class BackgroundResponses:
             watch.cancel()
             with suppress(asyncio.CancelledError):
                 await watch
+
+    async def _begin(self, tenant: str, response: ResponseObject) -> None:
+        response.status = "in_progress"
+        await self._store.update(tenant, response.id, msgspec.json.encode(response))
 
     async def _watch(self, exchange: BackgroundExchange, response_id: str) -> None:
         while await self._store.is_running(response_id):

@@ -33,17 +33,12 @@ from legato.http.routes.responses.output import ResponseOutput, new_id
 from legato.http.routes.responses.tools import INPUT, ResponseTools, forced_text
 from legato.http.routes.responses.translation import ENCRYPTED, Item, chat_request, reasoning_wish
 from legato.http.shapes import decoded_shape
+from legato.http.sse import named_event
 from legato.http.streams import Piece
 from legato.scheduling.state import FinishReason
 
 _encode = msgspec.json.Encoder().encode
 Keep = Callable[[ResponseObject], Awaitable[None]]
-
-
-def named_event(event: ev.ResponseEvent) -> bytes:
-    tag = event.__struct_config__.tag
-    assert isinstance(tag, str)
-    return b"event: %b\ndata: %b\n\n" % (tag.encode(), _encode(event))
 
 
 class ResponseJob(ConversationJob):
@@ -67,18 +62,15 @@ class ResponseJob(ConversationJob):
         self._names = names
         wants_summary = request.reasoning is not None and request.reasoning.summary not in (None, "none")
         self.output = ResponseOutput(self.tools, as_summary=wants_summary, encrypt=ENCRYPTED in (request.include or ()))
-        self.answer_parser: AnswerParser | None = None
+        self._parser = AnswerParser(None, None)
         self._waiting: list[TokenLogprob] = []
         self._input = ""
         self.response = new_response(request, inference.settings.model_id, stored=stored or keep is not None)
 
     def add(self, pieces: list[Piece]) -> Iterable[ev.ResponseEvent]:
         """The parts that these tokens brought."""
-        parser = self.answer_parser
         for some in [pieces] if self.num_top is None else [[piece] for piece in pieces]:
-            texts = [piece.text for piece in some]
-            content: list[Event] = [Content("".join(texts))] if any(texts) else []
-            events = content if parser is None else parser.feed(texts)
+            events = self._parser.feed(piece.text for piece in some)
             yield from self.output.add(self._as_call(events), self._logprobs(some, events))
 
     def _as_call(self, events: list[Event]) -> list[Event]:
@@ -90,7 +82,7 @@ class ResponseJob(ConversationJob):
 
     def begin(self) -> None:
         """When the prompt is known, and before the first token."""
-        self.answer_parser = self.parser()
+        self._parser = self.parser_of_all()
 
     def _logprobs(self, pieces: list[Piece], events: list[Event]) -> list[TokenLogprob]:
         """Those of the text among the events: of tokens that were held back until it was known what they are, too."""
@@ -104,9 +96,7 @@ class ResponseJob(ConversationJob):
 
     def finish(self, choice: Choice) -> Iterable[ev.ResponseEvent]:
         """The rest of the parts; then the response is complete."""
-        parser = self.answer_parser
-        if parser is not None:
-            yield from self.output.add(self._as_call(parser.finish()))
+        yield from self.output.add(self._as_call(self._parser.finish()))
         if self._forced is not None:
             arguments = _encode({INPUT: self._input}).decode()
             called = CallBegins(0, f"call_{new_hex(24)}", self._forced)
@@ -123,9 +113,7 @@ class ResponseJob(ConversationJob):
             input_tokens=stream.input_len,
             input_tokens_details=InputTokensDetails(cached_tokens=stream.num_cached),
             output_tokens=num_tokens,
-            output_tokens_details=OutputTokensDetails(
-                reasoning_tokens=0 if parser is None else parser.num_reasoning_tokens
-            ),
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=self._parser.num_reasoning_tokens),
             total_tokens=stream.input_len + num_tokens,
         )
 
@@ -161,8 +149,11 @@ class ResponseWriter:
         numbers, response = self._job.output.numbers, self._job.response
         response.status = "in_progress"
         created = ev.ResponseCreated(sequence_number=next(numbers), response=response)
-        in_progress = ev.ResponseInProgress(sequence_number=next(numbers), response=response)
-        return named_event(created) + named_event(in_progress)
+        return named_event(created) + self._in_progress()
+
+    def _in_progress(self) -> bytes:
+        numbers, response = self._job.output.numbers, self._job.response
+        return named_event(ev.ResponseInProgress(sequence_number=next(numbers), response=response))
 
     def end(self) -> bytes:
         begun = self._start()
@@ -178,13 +169,19 @@ class ResponseWriter:
         return begun + named_event(ev.ResponseFailed(sequence_number=number, response=response))
 
     def silence(self) -> bytes:
-        """A response that waits for its first token has been created nevertheless."""
-        return self._start() or sse.KEEP_ALIVE
+        """A response that waits for its first token has been created nevertheless. Comments are not enough for Codex,
+        which gives up on streams without events after five minutes."""
+        if self._job.output.items:
+            return sse.KEEP_ALIVE
+        return self._start() or self._in_progress()
 
 
 def failed(response: ResponseObject, error: RequestError) -> ResponseObject:
     response.status = "failed"
-    response.error = ResponseError(code=error_code(error), message=openai_errors.message(error))
+    message = openai_errors.message(error)
+    if isinstance(error, Overloaded):  # Codex reads when to come back
+        message += f". Please try again in {error.headers['retry-after']}s."
+    response.error = ResponseError(code=error_code(error), message=message)
     return response
 
 

@@ -1,6 +1,7 @@
 """POST /v1/responses, and what may be done with a response that is stored.
 
 POST    /v1/responses
+POST    /v1/responses/input_tokens         how long the prompt of a response would be
 GET     /v1/responses/{id}                 with ?stream=true its events, if it was streamed in the background
 DELETE  /v1/responses/{id}
 POST    /v1/responses/{id}/cancel          of one in the background
@@ -11,27 +12,38 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from legato.api.errors import InvalidRequest, NotFound
-from legato.api.responses.items import DeletedResponse, InputItemList, ResponseError, ResponseObject
+from legato.api.responses.events import ResponseFailed
+from legato.api.responses.items import DeletedResponse, InputItemList, InputTokenCount, ResponseError, ResponseObject
 from legato.api.responses.requests import ResponsesRequest
 from legato.http import sse
-from legato.http.answering import StreamErrors, serve
+from legato.http.answering import serve
 from legato.http.exchange import Exchange
 from legato.http.inference import Inference
-from legato.http.routes.openai import errors as openai_errors
+from legato.http.routes.openai.conversation import count_tokens
+from legato.http.routes.openai.serving import STREAM_ERRORS
 from legato.http.routes.openai.token_names import TokenNames
 from legato.http.routes.responses.background import LOOK_EVERY, BackgroundResponses
 from legato.http.routes.responses.job import ResponseJob
 from legato.http.routes.responses.store import ResponseStore, StoredResponse, this_process
-from legato.http.routes.responses.translation import Item, own_items
+from legato.http.routes.responses.tools import ResponseTools
+from legato.http.routes.responses.translation import (
+    REFERENCE,
+    Item,
+    chat_request,
+    own_items,
+    reasoning_wish,
+    references_in,
+)
+from legato.http.sse import named_event
 from legato.http.telemetry.request_log import logger
 
-STREAM_ERRORS = StreamErrors(openai_errors.event)
 JSON = {"content-type": "application/json"}
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
@@ -50,6 +62,7 @@ class ResponseRoutes:
 
     async def responses(self, exchange: Exchange) -> None:
         request = await exchange.json(_decoder, self._payload_limit)
+        request = await self._with_items(exchange.tenant, request)
         history = await self._history(exchange.tenant, request.previous_response_id)
         stored = request.store is not False and self._store.is_enabled
         if request.background:
@@ -62,6 +75,14 @@ class ResponseRoutes:
 
         await serve(exchange, self._inference, make_job, STREAM_ERRORS, stream=bool(request.stream))
 
+    async def input_tokens(self, exchange: Exchange) -> None:
+        inference = self._inference
+        request = await self._with_items(exchange.tenant, await exchange.json(_decoder, self._payload_limit))
+        history = await self._history(exchange.tenant, request.previous_response_id)
+        chat, wish = chat_request(request, history, ResponseTools.of(request.tools)), reasoning_wish(request)
+        count = await count_tokens(chat, inference, inference.chat_format, wish, exchange.body_size, exchange.tenant)
+        await exchange.respond(_encode(InputTokenCount(input_tokens=count)), JSON)
+
     async def _history(self, tenant: str, previous: str | None) -> list[Item]:
         """The items of a response and of all that it continues."""
         if previous is None:
@@ -70,16 +91,34 @@ class ResponseRoutes:
         if chain is None:
             problem = f"Previous response with id '{previous}' not found"
             raise InvalidRequest(problem, "previous_response_id", "previous_response_not_found")
+        if chain[-1].owner is not None and not chain[-1].is_abandoned:
+            problem = f"Previous response with id '{previous}' is not complete yet: wait for it, or cancel it"
+            raise InvalidRequest(problem, "previous_response_id")
         items: list[Item] = []
         for stored in chain:
             items += msgspec.json.decode(stored.input)
             items += msgspec.json.decode(stored.body)["output"]
         return items
 
+    async def _with_items(self, tenant: str, request: ResponsesRequest) -> ResponsesRequest:
+        """The request with stored items in the places of references to them."""
+        given = own_items(request)
+        references = references_in(given)
+        if not references:
+            return request
+        found = await self._store.items(tenant, references, self._payload_limit)
+        for item_id in references:
+            if item_id not in found:
+                raise NotFound(
+                    f"Item with id '{item_id}' not found. Items are not persisted when `store` is set to false."
+                )
+        items = [found[item["id"]] if item.get("type") == REFERENCE else item for item in given]
+        return msgspec.structs.replace(request, input=items)
+
     async def _keep(self, tenant: str, request: ResponsesRequest, response: ResponseObject) -> None:
         try:
             await self._store.put(tenant, _stored(request, response))
-        except sqlite3.Error as error:  # no reason to keep the answer from its client
+        except (OSError, sqlite3.Error) as error:  # no reason to keep the answer from its client
             logger.warning("A response could not be stored", extra={"fields": {"cause": str(error)}})
 
     # ---- in the background ----------------------------------------------------------------------------------------
@@ -90,7 +129,8 @@ class ResponseRoutes:
         job = ResponseJob(request, history, self._inference, self._names, stored=True)
         job.response.status = "queued"
         body = _encode(job.response)
-        await self._store.put(exchange.tenant, _stored(request, job.response, owner=this_process()))
+        if not await self._store.put(exchange.tenant, _stored(request, job.response, owner=this_process())):
+            raise InvalidRequest("the response is larger than what this server stores: --response-store-size", "input")
         self._background.start(exchange, job, stream=bool(request.stream))
         if request.stream:
             await self._follow(exchange, job.response.id, -1)
@@ -103,7 +143,8 @@ class ResponseRoutes:
         place, silent = -1, 0.0
         with exchange.client() as client:
             while True:
-                ended = not await self._store.is_running(response_id)
+                stored = await self._settled(exchange.tenant, response_id)
+                ended = stored is None or stored.owner is None
                 news = await self._store.events(response_id, place)
                 if kept := b"".join(_after(data, after) for _, data in news):
                     await exchange.write(kept)
@@ -164,16 +205,24 @@ class ResponseRoutes:
 
     async def _found(self, exchange: Exchange) -> StoredResponse:
         response_id = exchange.path_params["response_id"]
-        stored = await self._store.get(exchange.tenant, response_id)
+        stored = await self._settled(exchange.tenant, response_id)
         if stored is None:
             raise _unknown(response_id)
-        if not stored.is_abandoned:
+        return stored
+
+    async def _settled(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """A response as it is stored. One whose process has ended has failed, and so say its events."""
+        stored = await self._store.get(tenant, response_id)
+        if stored is None or not stored.is_abandoned:
             return stored
         response = _response_decoder.decode(stored.body)
         response.status = "failed"
         response.error = ResponseError(code="server_error", message="The process that worked on it has ended")
-        await self._store.finish(exchange.tenant, stored.id, _encode(response))
-        return await self._found(exchange)
+        news = await self._store.events(response_id, -1)
+        last = max((number for _, data in news for number, _ in _numbered(data)), default=-1)
+        event = named_event(ResponseFailed(sequence_number=last + 1, response=response))
+        await self._store.finish(tenant, response_id, _encode(response), event)
+        return await self._store.get(tenant, response_id)
 
 
 def _unknown(response_id: str) -> NotFound:
@@ -187,11 +236,12 @@ def _stored(request: ResponsesRequest, response: ResponseObject, owner: str | No
 
 def _after(data: bytes, number: int) -> bytes:
     """The events of one write that have a greater number."""
-    if number < 0:
-        return data
-    kept = []
+    return data if number < 0 else b"".join(event for found, event in _numbered(data) if found > number)
+
+
+def _numbered(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The events of one write, by their numbers; comments have none."""
     for event in data.split(b"\n\n"):
         _, found, fields = event.partition(b"\ndata: ")
-        if found and msgspec.json.decode(fields)["sequence_number"] > number:
-            kept.append(event + b"\n\n")
-    return b"".join(kept)
+        if found:
+            yield msgspec.json.decode(fields)["sequence_number"], event + b"\n\n"

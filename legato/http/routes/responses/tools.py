@@ -103,9 +103,11 @@ def _name(tool: dict[str, Any], place: str) -> str:
 
 def forced_text(choice: str | dict[str, Any] | None, tools: ResponseTools) -> str | None:
     """The tool that must be called with a text that follows a grammar: then the text is all that is generated."""
-    if not isinstance(choice, dict) or choice.get("type") != "custom" or choice.get("name") not in tools.grammars:
-        return None
-    return str(choice["name"])
+    if choice == "required" and len(tools.functions) == 1:
+        name = tools.functions[0]["function"]["name"]
+    else:
+        name = choice.get("name") if isinstance(choice, dict) and choice.get("type") == "custom" else None
+    return str(name) if name in tools.grammars else None
 
 
 def tool_choice(choice: str | dict[str, Any] | None, tools: ResponseTools) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections import Counter
 from typing import Any, Final
 
 import msgspec
@@ -12,7 +13,7 @@ from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import ChatRequest
 from legato.api.responses.requests import ResponsesRequest, TextOptions
 from legato.chat.answers import ReasoningWish
-from legato.chat.messages import MessageList, Part
+from legato.chat.messages import MessageList, Part, text_of
 from legato.http.routes.openai.errors import unsupported
 from legato.http.routes.responses.tools import INPUT, ResponseTools, tool_choice
 from legato.http.shapes import decoded_shape
@@ -20,6 +21,7 @@ from legato.http.shapes import decoded_shape
 Item = dict[str, Any]
 LOGPROBS: Final = "message.output_text.logprobs"
 ENCRYPTED: Final = "reasoning.encrypted_content"
+REFERENCE: Final = "item_reference"
 _ENCRYPTED_PREFIX: Final = "legato1."
 _TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -29,6 +31,17 @@ def own_items(request: ResponsesRequest) -> list[Item]:
     if isinstance(request.input, str):
         return [{"type": "message", "role": "user", "content": request.input}]
     return request.input
+
+
+def references_in(items: list[Item]) -> list[str]:
+    """Ids of the items of earlier responses that stand for them."""
+    found = [
+        text_of(item, f"input[{number}]", "id") for number, item in enumerate(items) if item.get("type") == REFERENCE
+    ]
+    if len(set(found)) < len(found):
+        twice, _ = Counter(found).most_common(1)[0]
+        raise InvalidRequest(f"`input` has more than one reference to the item {twice!r}", "input")
+    return found
 
 
 def chat_request(request: ResponsesRequest, history: list[Item], tools: ResponseTools) -> ChatRequest:
@@ -95,16 +108,14 @@ def _add(messages: MessageList, item: Item, place: str, tools: ResponseTools) ->
         case "reasoning":
             messages.add_reasoning(_reasoning(item, place))
         case "function_call":
-            name = tools.name_of(_text(item, place, "name"), item.get("namespace"))
-            messages.add_call(_text(item, place, "call_id"), name, _text(item, place, "arguments"))
+            name = tools.name_of(text_of(item, place, "name"), item.get("namespace"))
+            messages.add_call(text_of(item, place, "call_id"), name, text_of(item, place, "arguments"))
         case "custom_tool_call":
-            arguments = msgspec.json.encode({INPUT: _text(item, place, "input")}).decode()
-            messages.add_call(_text(item, place, "call_id"), _text(item, place, "name"), arguments)
+            arguments = msgspec.json.encode({INPUT: text_of(item, place, "input")}).decode()
+            messages.add_call(text_of(item, place, "call_id"), text_of(item, place, "name"), arguments)
         case "function_call_output" | "custom_tool_call_output":
-            text, images = _output(item, place)
-            messages.add_result(_text(item, place, "call_id"), text, images, place)
-        case "item_reference":
-            raise InvalidRequest(f"`{place}`: items cannot be referred to; send them, or `previous_response_id`", place)
+            parts = _parts(item.get("output"), f"{place}.output")
+            messages.add_result(text_of(item, place, "call_id"), parts, place)
         case str():  # of tools that run elsewhere: they say nothing to another model
             pass
         case _:
@@ -139,19 +150,12 @@ def _parts(content: object, place: str) -> list[Part]:
 def _part(part: object, place: str) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in _TEXTS:
-        return {"type": "text", "text": _text(part, place, "text")}
+        return {"type": "text", "text": text_of(part, place, "text")}
     if kind == "refusal":
-        return {"type": "text", "text": _text(part, place, "refusal")}
+        return {"type": "text", "text": text_of(part, place, "refusal")}
     if kind == "input_image":
-        return {"type": "image_url", "image_url": {"url": _text(part, place, "image_url")}}
+        return {"type": "image_url", "image_url": {"url": text_of(part, place, "image_url")}}
     raise InvalidRequest(f"`{place}.type` must be input_text, output_text, refusal or input_image", f"{place}.type")
-
-
-def _output(item: Item, place: str) -> tuple[str, list[Part]]:
-    """Of a call: its text, and its images."""
-    parts = _parts(item.get("output"), f"{place}.output")
-    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-    return text, [part for part in parts if part["type"] != "text"]
 
 
 def _reasoning(item: Item, place: str) -> str:
@@ -178,10 +182,3 @@ def disclosed(content: str) -> str | None:
         return base64.b64decode(content.removeprefix(_ENCRYPTED_PREFIX), validate=True).decode()
     except (binascii.Error, ValueError):
         return None
-
-
-def _text(item: Any, place: str, field: str) -> str:
-    value = item.get(field) if isinstance(item, dict) else None
-    if not isinstance(value, str):
-        raise InvalidRequest(f"`{place}.{field}` must be a string", f"{place}.{field}")
-    return value

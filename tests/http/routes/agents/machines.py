@@ -109,7 +109,8 @@ class ResponseMachine:
         self.number += 1
         kind = event["type"].removeprefix("response.")
         if kind in ("created", "in_progress"):
-            assert self.state == {"created": "new", "in_progress": "created"}[kind]
+            # While a prompt is being read, it is said again.
+            assert self.state == "new" if kind == "created" else self.state in ("created", "between") and not self.items
             assert event["response"]["status"] == "in_progress" and event["response"]["output"] == []
             self.state = "created" if kind == "created" else "between"
         elif kind in ("completed", "incomplete", "failed"):

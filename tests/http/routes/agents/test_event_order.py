@@ -116,6 +116,27 @@ def test_events_come_in_the_order_of_the_published_schemas() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_prompt_that_takes_long_is_told_in_events(path: str) -> None:
+    """Agents give up on streams that have none for minutes, whatever comments say."""
+
+    async def main() -> None:
+        backend = FakeBackend(lambda request: outputs_of("hello"), limits=ROOMY)
+        backend.pause_after = 0
+        server = Server(backend, FakeTemplate(), {"keep_alive": 0.01})
+        body = dict(bodies(random.Random(3)))[path]
+        call = Call(server.app, "POST", path, [json.dumps(body).encode()])
+        await until(lambda: len(call.sent) >= 6)
+        backend.go_on.set()
+        received = (await call.answer()).body
+        kinds = [event["type"] for event in events_of(received)]
+        kept_alive = {"/v1/messages": "ping", "/v1/responses": "response.in_progress"}[path]
+        assert kinds[0] in ("message_start", "response.created") and kinds.count(kept_alive) >= 3
+        check(path, body, received, whole=True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_the_machines_notice_what_is_out_of_order(path: str) -> None:
     rng = random.Random(3)
     body = dict(bodies(rng))[path]

@@ -152,6 +152,16 @@ def test_errors_are_anthropics(fields: Any, status: int, kind: str, words: str) 
     assert words in error["error"]["message"]
 
 
+def test_threads_are_refused_so_that_clients_send_everything() -> None:
+    """In the words that make Anthropic's client go on without."""
+    refused = server_for().ask(
+        PATH,
+        {"model": "m", "max_tokens": 10, "messages": [{"role": "user", "content": "hi"}], "thread": {"type": "create"}},
+    )
+    assert (refused.status, refused.json()["error"]["details"]) == (400, {"error_code": "thread_unsupported_request"})
+    assert "details" not in server_for().ask(PATH, {"model": "m"}).json()["error"]
+
+
 def test_a_server_that_is_overloaded_says_so_and_when_to_come_back() -> None:
     refused = [Output(error="Model is overloaded", retry_after=2)]
     answer = ask(Server(FakeBackend(lambda request: refused, limits=ROOMY), FakeTemplate()))

@@ -81,11 +81,12 @@ def test_functions_of_a_namespace_are_called_by_both_names() -> None:
     assert rendered(server)[0]["tool_calls"][0]["function"]["name"] == "files__open"
 
 
-def test_a_custom_tool_that_is_asked_for_follows_its_grammar() -> None:
+@pytest.mark.parametrize("choice", [{"type": "custom", "name": "patch"}, "required"])
+def test_a_custom_tool_that_is_asked_for_follows_its_grammar(choice: Any) -> None:
     server = server_for('<think>\nhm\n</think>\n\n{"input": 1}')
     format = {"type": "grammar", "syntax": "lark", "definition": "start: /.*/"}
     tools = [{"type": "custom", "name": "patch", "format": format}]
-    answer = ask(server, tools=tools, tool_choice={"type": "custom", "name": "patch"}).json()
+    answer = ask(server, tools=tools, tool_choice=choice).json()
     reasoning, call = answer["output"]
     assert (reasoning["type"], call["type"], call["input"]) == ("reasoning", "custom_tool_call", '{"input": 1}')
     parameters = parameters_of(server.backend.requests[0])
@@ -100,7 +101,7 @@ def test_a_custom_tool_that_is_asked_for_follows_its_grammar() -> None:
         ({"input": []}, "input"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0]"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "x", "tools": [{"type": "custom", "name": "p", "format": {"type": "grammar"}}]}, "tools[0].format"),
@@ -172,7 +173,8 @@ def test_nothing_is_stored_where_nothing_may_be() -> None:
 
 
 def response(number: int, size: int = 100) -> StoredResponse:
-    return StoredResponse(f"resp_{number}", b"[]", b"x" * (size - 2))
+    body = b'{"output":[]%b}'
+    return StoredResponse(f"resp_{number}", b"[]", body % (b" " * (size - len(body))))
 
 
 def test_the_store_is_bounded_and_the_key_that_has_most_makes_room(tmp_path: Path) -> None:
@@ -243,6 +245,7 @@ def test_a_response_in_the_background_that_is_refused_has_failed() -> None:
         answer = await post(server.app, PATH, {"input": "hi", "background": True, "stream": True})
         (event,) = events_of(answer.body)
         assert (event["type"], event["response"]["error"]["code"]) == ("response.failed", "rate_limit_exceeded")
+        assert "try again in 2s" in event["response"]["error"]["message"]
         stored = await get(server.app, f"{PATH}/{event['response']['id']}")
         assert stored.json() == event["response"]
 

@@ -1,0 +1,64 @@
+"""The options of `legato ray`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from legato.balancer.options import BalancerOptions
+from legato.common.errors import OptionError
+from legato.common.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions(BalancerOptions):
+    """Ray"""
+
+    model_id: str | None = option(None, "The model, as for the launcher. Default: the launcher's.")
+    replicas: str = option("1:1", "`MIN:MAX` replicas, as many as queues and KV caches need, or one number.", env=None)
+    tensor_parallel: int = option(1, "Shards of one replica (`--num-shard` of the launcher).", env=None, minimum=1)
+    cpus_per_replica: float | None = option(
+        None,
+        "CPUs that Ray reserves for one replica. Default: one for each GPU; without GPUs the cluster's CPUs divided by"
+        " the maximum of replicas.",
+        env=None,
+        minimum=0.1,
+    )
+    ray_address: str | None = option(
+        None,
+        "Address of the Ray cluster. Default: the one that runs on this machine, else one is started for this command.",
+    )
+    name: str = option(
+        "legato", "Name of the application in Ray, for `legato route --discover ray:NAME` on other machines.", env=None
+    )
+    target_queue: float = option(
+        4.0, "Requests in the queue of a replica, on average, above which another is started.", env=None, minimum=0.1
+    )
+    target_use: float = option(
+        0.8,
+        "Share of the KV cache (or of the rows) of a replica in use, on average, above which another is started.",
+        env=None,
+        minimum=0.01,
+        maximum=1.0,
+    )
+    scale_up_delay: float = option(
+        10.0, "Seconds that another replica must be needed before it is started.", env=None, minimum=0
+    )
+    scale_down_delay: float = option(
+        600.0,
+        "Seconds that a replica must not be needed before it is stopped: a new one starts with an empty cache.",
+        env=None,
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", self.replicas)
+        if found is None or not 1 <= int(found[1]) <= int(found[2] or found[1]):
+            raise OptionError(f"--replicas {self.replicas}: expected MIN:MAX with 1 <= MIN <= MAX, or one number")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Minimum and maximum of replicas."""
+        low, _, high = self.replicas.partition(":")
+        return int(low), int(high or low)
