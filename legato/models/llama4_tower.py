@@ -51,8 +51,8 @@ class Llama4TowerShape:
         return self.tile // self.patch
 
 
-class TurnedAttention(TowerAttention):
-    """Full attention within each tile. Neighbouring dimensions of a head turn together."""
+class RotaryTowerAttention(TowerAttention):
+    """Full attention within each tile, with rotary embeddings that rotate neighbouring dimensions of a head."""
 
     def __call__(self, x: torch.Tensor, groups: Groups, angles: Angles | None) -> torch.Tensor:
         assert angles is not None
@@ -90,7 +90,7 @@ class Llama4Tower:
 
     def _layer(self, weights: Weights, name: str) -> TowerLayer:
         width, inner = self.shape.width, self.shape.inner
-        attention = TurnedAttention(
+        attention = RotaryTowerAttention(
             weights.linear([f"{name}.self_attn.{part}_proj" for part in "qkv"], width, width, bias=True),
             weights.linear(f"{name}.self_attn.o_proj", width, width, bias=True),
             self.shape.num_heads,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.modelfiles.gguf.file import GgmlType, GgufFile
-from legato.modelfiles.gguf.tokenizer import GgufVocabulary, TokenType
+from legato.modelfiles.gguf.tokenizer import GgufVocabulary
+from legato.modelfiles.vocabularies.sentencepiece import TokenType
 
 if TYPE_CHECKING:
     import numpy as np

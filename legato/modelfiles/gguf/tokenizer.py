@@ -8,7 +8,6 @@ result is merged first; `merges_from_scores` turns the scores into an equivalent
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
@@ -18,17 +17,9 @@ from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.modelfiles.gguf.file import GgufFile
 from legato.modelfiles.gguf.splitting import splitting_of
 from legato.modelfiles.tokenizers import merges_from_scores, set_special_tokens
+from legato.modelfiles.vocabularies.sentencepiece import TokenType
 
 SPACE = "\u2581"
-
-
-class TokenType(IntEnum):
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from tokenizers.models import BPE, Unigram
 
 from legato.common.errors import UnsupportedModel
 from legato.modelfiles.tokenizers import merges_from_scores
-from legato.modelfiles.vocabularies.sentencepiece import PieceKind, SentencePieceModel
+from legato.modelfiles.vocabularies.sentencepiece import SentencePieceModel, TokenType
 from legato.modelfiles.vocabularies.special import TokenizerSettings
 
 SPACE = "\u2581"
@@ -120,7 +120,7 @@ def _bpe(model: SentencePieceModel) -> Tokenizer:
     ids: dict[str, int] = {}
     for number, piece in enumerate(model.pieces):
         ids.setdefault(piece.text, number)
-    merges = merges_from_scores({piece.text: piece.score for piece in model.pieces if piece.kind == PieceKind.NORMAL})
+    merges = merges_from_scores({piece.text: piece.score for piece in model.pieces if piece.kind == TokenType.NORMAL})
     unknown = model.pieces[model.unk_id].text
     return Tokenizer(BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback))
 
@@ -151,9 +151,9 @@ def _finish(
 
 def _whole_pieces(model: SentencePieceModel) -> list[AddedToken]:
     """Pieces that are found in a text before it is cut: control pieces are special, a user's own are not."""
-    whole = (PieceKind.CONTROL, PieceKind.USER_DEFINED)
+    whole = (TokenType.CONTROL, TokenType.USER_DEFINED)
     return [
-        AddedToken(piece.text, normalized=False, special=piece.kind == PieceKind.CONTROL)
+        AddedToken(piece.text, normalized=False, special=piece.kind == TokenType.CONTROL)
         for piece in model.pieces
         if piece.kind in whole
     ]

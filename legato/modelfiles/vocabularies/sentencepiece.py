@@ -24,7 +24,9 @@ _CHARSMAP, _DUMMY_PREFIX, _EXTRA_WHITESPACE = 2, 3, 4
 Value = int | bytes
 
 
-class PieceKind(IntEnum):
+class TokenType(IntEnum):
+    """SentencePiece's, which GGUF files have, too."""
+
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -37,7 +39,7 @@ class PieceKind(IntEnum):
 class VocabularyPiece:
     text: str
     score: float
-    kind: PieceKind
+    kind: TokenType
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def is_sentencepiece(file: Path) -> bool:
 def _piece(message: dict[int, list[Value]]) -> VocabularyPiece:
     (text,) = message[_TEXT][-1:]
     score = struct.unpack("<f", _bytes(message[_SCORE][-1]))[0] if _SCORE in message else 0.0
-    return VocabularyPiece(_bytes(text).decode(), score, PieceKind(int(message[_KIND][-1]) if _KIND in message else 1))
+    return VocabularyPiece(_bytes(text).decode(), score, TokenType(int(message[_KIND][-1]) if _KIND in message else 1))
 
 
 def _bytes(value: Value) -> bytes:
