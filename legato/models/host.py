@@ -29,6 +29,7 @@ from legato.cpu.library import (
     StepPointers,
     library,
 )
+from legato.cpu.packed import PackedMatrix
 from legato.kernels.attention.paged import PagedContext
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache
@@ -145,14 +146,15 @@ class HostDecoder:
         self._head = None if absent[1] else _checked(_checked(model.head, Head).weight, HostWeight).packed
         norm = _checked(model.norm, RMSNorm)
         self._norm, self._eps = norm.weight.float().contiguous(), norm.eps
-        if not norm.weight.is_meta:
-            self._calibrate()
+        # Stages of a pipeline have no tokens, or no layers before theirs, to see what their inputs are like.
+        if self._embedding is not None and self._head is not None and not norm.weight.is_meta:
+            self._calibrate(self._embedding)
 
-    def _calibrate(self) -> None:
+    def _calibrate(self, embedding: PackedMatrix) -> None:
         """Lets the library see some tokens, so that it knows which inputs of the products are rounded twice."""
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self._embedding.out_features, (CALIBRATION_TOKENS,), generator=generator)
-        x, order = self._embedding.rows(ids), torch.arange(CALIBRATION_TOKENS)
+        ids = torch.randint(embedding.out_features, (CALIBRATION_TOKENS,), generator=generator)
+        x, order = embedding.rows(ids), torch.arange(CALIBRATION_TOKENS)
         count, tables = torch.tensor([CALIBRATION_TOKENS], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
         num_values = CALIBRATION_TOKENS * self._shape.num_kv_heads * self._shape.head_dim
         keys, values = torch.zeros(2, num_values, dtype=CACHE_DTYPE)
