@@ -10,7 +10,7 @@ SCALE ?= 16
 SEEDS ?= 1000
 BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git rev-parse --short HEAD).json
 
-.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-benchmarks test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-ray test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours clean
+.PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-benchmarks test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-nodes test-ray test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -184,6 +184,9 @@ $(RAY)/.installed: tests/ray/requirements.txt pyproject.toml constraints.txt
 
 # Helm and the schemas of Kubernetes, in an environment of their own.
 KUBERNETES := .kubernetes
+
+test-nodes: setup ## two network namespaces as two machines: needs root and `ip`
+	$(BIN)/pytest -rs -m nodes tests/nodes
 
 test-kubernetes: setup $(KUBERNETES)/.installed ## the Helm chart and the manifests against the schemas of Kubernetes
 	LEGATO=$(BIN)/legato $(KUBERNETES)/bin/pytest -c tests/kubernetes/pytest.ini --rootdir . tests/kubernetes

@@ -17,6 +17,7 @@ def command_line_warnings(words: Sequence[str] | None = None) -> list[str]:
     remedies = {
         "--api-key": "set the environment variable API_KEY or use --api-key-file",
         "--route-key": "set the environment variable ROUTE_KEY",
+        "--cluster-key": "set the environment variable CLUSTER_KEY or use --cluster-key-file",
     }
     return [
         f"{flag} is on the command line, where other users of this machine can read it (ps): {remedy}"

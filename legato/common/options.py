@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from legato.common.adapters import AdapterOptions, RuntimeAdapterOptions
 from legato.common.errors import OptionError
 from legato.common.frontend import HttpOptions, RequestOptions
+from legato.common.nodes import MachineOptions, PeerOptions, RendezvousOptions
 from legato.common.option import Options, option
 from legato.common.task import TaskOptions
 
@@ -238,14 +239,6 @@ def _require_opentelemetry() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RendezvousOptions(Options):
-    """Shard rendezvous"""
-
-    master_addr: str = option("localhost", "Rendezvous address of the shards (torch.distributed).")
-    master_port: int = option(29500, "Rendezvous port of the shards (torch.distributed).", maximum=65535)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SupervisionOptions(Options):
     """Supervision"""
 
@@ -296,6 +289,7 @@ class LauncherOptions(
     HttpOptions,
     LogOptions,
     RendezvousOptions,
+    MachineOptions,
     SupervisionOptions,
     FakeShardOptions,
     AdapterOptions,
@@ -304,7 +298,9 @@ class LauncherOptions(
     """Processes"""
 
     sharded: bool | None = option(None, "`true` shards the model over all visible devices, `false` uses one device.")
-    num_shard: int | None = option(None, "Number of shards. Default: one per visible device.", minimum=1)
+    num_shard: int | None = option(
+        None, "Number of shards, on each machine if there are several. Default: one per visible device.", minimum=1
+    )
     shard_uds_path: str = option(
         "/tmp/text-generation-server",
         "Unix socket path prefix of the shards; each appends `-RANK`. Unless the option is given, the sockets are in a"
@@ -340,6 +336,7 @@ class ServerOptions(
     ComputeOptions,
     LogOptions,
     RendezvousOptions,
+    PeerOptions,
     FakeShardOptions,
     AdapterOptions,
     RuntimeAdapterOptions,

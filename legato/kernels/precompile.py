@@ -31,11 +31,14 @@ def can_compile_ahead() -> bool:
     return hasattr(triton, "AsyncCompileMode") and hasattr(triton.JITFunction, "run")
 
 
-class _LoadingExecutor(ThreadPoolExecutor):
+class _LoadingExecutor:
     """What Triton gives it to compile is also loaded."""
 
-    def submit(self, compile_kernel: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(_compile_and_load, compile_kernel)
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        return self._threads.submit(_compile_and_load, compile_kernel)
 
 
 def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
@@ -66,10 +69,11 @@ def compiling_ahead() -> Iterator[None]:
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(kernel, *args, grid=grid, warmup=warmup or kernel.fn.__module__ != LAUNCHED, **kwargs)
 
-    with _LoadingExecutor(min(os.cpu_count() or 1, MAX_THREADS), "compile", _use_this_device()) as executor:
+    num_threads = min(os.cpu_count() or 1, MAX_THREADS)
+    with ThreadPoolExecutor(num_threads, "compile", initializer=_use_this_device()) as threads:
         triton.JITFunction.run = compile_only
         try:
-            with triton.AsyncCompileMode(executor, ignore_errors=True):
+            with triton.AsyncCompileMode(_LoadingExecutor(threads), ignore_errors=True):
                 yield
         finally:
             triton.JITFunction.run = run

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from legato.cluster.layout import RankLayout
 from legato.common import logging as logs
 from legato.common.errors import OptionError
 from legato.common.exposure import command_line_warnings, tls_context
@@ -18,9 +19,10 @@ from legato.common.program import command, run_program
 from legato.common.progress import LISTENING
 from legato.common.sockets import browser_url, is_answered, is_own_socket
 from legato.common.tgi_variables import variable_warnings
-from legato.launcher import endpoints, environment, sizing, startup
-from legato.launcher.plan import LaunchPlan, make_plan
-from legato.launcher.processes import Child, ChildFailed, Supervisor
+from legato.launcher import endpoints, environment, nodes, ranks, sizing, startup
+from legato.launcher.follower import Follower
+from legato.launcher.plan import LaunchPlan, make_plan, shard_group
+from legato.launcher.processes import Child, ChildFailed, ProcessCommand, Supervisor
 from legato.launcher.supervision import ServerProcesses, Tell
 from legato.modelfiles.cache import cache_folder
 from legato.modelfiles.index import is_cached
@@ -43,46 +45,98 @@ def serve(options: LauncherOptions) -> int:
         logger.warning(warning)
     tls_context(options.ssl_certfile, options.ssl_keyfile)  # before the model is loaded
     sizing.check_limits(options)
-    options = replace(options, hostname=sizing.listen_address(options.hostname))
-    endpoints.check_port(options.hostname, options.port)
+    options = ranks.placed(options, os.environ)
+    layout = ranks.layout_of(options, _num_shards(options))
+    if options.node_rank == 0:
+        options = replace(options, hostname=sizing.listen_address(options.hostname))
+        endpoints.check_port(options.hostname, options.port)
     with (
         endpoints.socket_path(options.shard_uds_path if "shard_uds_path" in options.given else None) as path,
-        endpoints.claim_sockets(path, _num_shards(options)) as sockets,
+        endpoints.claim_sockets(path, layout.world_size) as sockets,
     ):
         options = replace(options, shard_uds_path=path)
-        return asyncio.run(launch(make_plan(options, sockets, os.environ), options, sockets))
+        plan = make_plan(options, sockets, os.environ, layout)
+        return asyncio.run(launch(plan, options, sockets, layout))
 
 
-async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str]) -> int:
+async def launch(plan: LaunchPlan, options: LauncherOptions, sockets: list[str], layout: RankLayout) -> int:
     """Start and supervise the processes. Returns the exit code; raises ChildFailed if one of them dies."""
     with Supervisor() as supervisor:
         if plan.download is not None and not _is_cached(options):
             code = await _download(supervisor, supervisor.start(plan.download))
             if code is not None:
                 return code
-        logger.info("Starting shards and router", extra={"fields": {"num_shard": len(plan.shards)}})
-        processes = ServerProcesses(
-            supervisor,
-            plan,
-            options.max_restarts,
-            options.hang_timeout,
-            options.load_timeout,
-            remove_sockets=lambda: endpoints.remove_sockets(sockets),
-            startup=lambda tell: _log_startup(options, sockets, tell),
-            ready_again=lambda tell: _log_restart(options, sockets, tell),
-        )
-        # When this returns the progress bars are gone, so the stderr of a child can be printed.
-        dead = await processes.run()
-        # Once a child is dead no request can finish.
-        grace = EXIT_SECONDS + (options.graceful_termination_timeout if dead is None else 0)
-        if dead is not None:
-            dead.show_stderr()
-        await supervisor.stop(*processes.router.children, grace=grace)
-        await supervisor.stop(*processes.shards.children, grace=grace)
+        if options.node_rank > 0:
+            dead = await _follow(supervisor, plan, options, sockets, layout)
+        else:
+            dead = await _lead(supervisor, plan, options, sockets, layout)
         if dead is not None:
             raise ChildFailed(dead.describe_exit())
         logger.info("Stopped")
         return supervisor.exit_code
+
+
+async def _lead(
+    supervisor: Supervisor, plan: LaunchPlan, options: LauncherOptions, sockets: list[str], layout: RankLayout
+) -> Child | None:
+    """The only machine, or the first one. Returns the child that ended the server."""
+    logger.info("Starting shards and router", extra={"fields": {"num_shard": len(plan.shards)}})
+    hub = None if layout.num_nodes == 1 else await _open_hub(options, layout)
+
+    async def shard_commands() -> list[ProcessCommand]:
+        return shard_group(plan, options, layout, nodes.alone() if hub is None else await hub.assemble())
+
+    processes = ServerProcesses(
+        supervisor,
+        plan,
+        options.max_restarts,
+        options.hang_timeout,
+        options.load_timeout,
+        remove_sockets=lambda: endpoints.remove_sockets(sockets),
+        startup=lambda tell: _log_startup(options, sockets, len(plan.shards), tell),
+        ready_again=lambda tell: _log_restart(options, sockets, len(plan.shards), tell),
+        shard_commands=shard_commands if layout.needs_links else None,
+        machine_loss=lambda: None if hub is None else hub.loss,
+    )
+    if hub is not None:
+        hub.on_lost = processes.lose_machine
+    # When this returns the progress bars are gone, so the stderr of a child can be printed.
+    dead = await processes.run()
+    # Once a child is dead no request can finish.
+    grace = EXIT_SECONDS + (options.graceful_termination_timeout if dead is None else 0)
+    if dead is not None:
+        dead.show_stderr()
+    await supervisor.stop(*processes.router.children, grace=grace)
+    if hub is not None:
+        await hub.stop()
+    await supervisor.stop(*processes.shards.children, grace=grace)
+    return dead
+
+
+async def _follow(
+    supervisor: Supervisor, plan: LaunchPlan, options: LauncherOptions, sockets: list[str], layout: RankLayout
+) -> Child | None:
+    """Any machine but the first. Returns the child that ended it."""
+    follower = Follower(
+        supervisor,
+        lambda assembly: shard_group(plan, options, layout, assembly),
+        remove_sockets=lambda: endpoints.remove_sockets(sockets),
+        max_restarts=options.max_restarts,
+        load_timeout=options.load_timeout,
+    )
+    with startup.lines():
+        dead = await follower.run(
+            options.master_addr, options.master_port, str(options.cluster_key).encode(), options.node_rank,
+            nodes.about(options, layout), options.node_addr,
+        )  # fmt: skip
+    await supervisor.stop(*(child for child in follower.children if child.is_running), grace=EXIT_SECONDS)
+    return dead
+
+
+async def _open_hub(options: LauncherOptions, layout: RankLayout) -> nodes.NodeHub:
+    address = options.node_addr or await nodes.resolve_own(options.master_addr, options.master_port)
+    key, about = str(options.cluster_key).encode(), nodes.about(options, layout)
+    return nodes.NodeHub(address, options.master_port, key, layout.num_nodes, about)
 
 
 def _is_cached(options: LauncherOptions) -> bool:
@@ -103,12 +157,12 @@ async def _download(supervisor: Supervisor, child: Child) -> int | None:
     return code or None
 
 
-async def _log_startup(options: LauncherOptions, sockets: list[str], tell: Tell) -> None:
+async def _log_startup(options: LauncherOptions, sockets: list[str], num_local: int, tell: Tell) -> None:
     """Log when each shard is ready, and when the router answers at which address."""
     start = time.monotonic()
     # Only one line names the address: ours, because the router does not know when everything is ready.
     logging.getLogger().handlers[0].addFilter(lambda record: record.msg != LISTENING)
-    with startup.relayed(tell, len(sockets)), startup.shown(options.json_output):
+    with startup.relayed(tell, num_local), startup.shown(options.json_output):
         await asyncio.gather(*(_log_shard_ready(rank, path, start) for rank, path in enumerate(sockets)))
         await _until_ready(options, sockets)
     logger.info("Connected")
@@ -117,8 +171,8 @@ async def _log_startup(options: LauncherOptions, sockets: list[str], tell: Tell)
     logger.info("Listening on %s, ready in %.1f s", url, time.monotonic() - start, extra={"fields": fields})
 
 
-async def _log_restart(options: LauncherOptions, sockets: list[str], tell: Tell) -> None:
-    with startup.relayed(tell, len(sockets)), startup.lines():
+async def _log_restart(options: LauncherOptions, sockets: list[str], num_local: int, tell: Tell) -> None:
+    with startup.relayed(tell, num_local), startup.lines():
         await _until_ready(options, sockets)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -21,6 +22,8 @@ from legato.common.sockets import claim_socket, in_use, reachable_address, remov
 
 FLAG = "--shard-uds-path"
 PRIVATE_NAME = "shard"
+# In the names of files by which shards find each other (`server/rendezvous.py`).
+STORE = "store"
 
 
 def check_port(address: str, port: int) -> None:
@@ -105,8 +108,13 @@ def claim_sockets(path: str, count: int) -> Iterator[list[str]]:
 
 
 def remove_sockets(sockets: list[str]) -> None:
+    """And the files by which the shards of a pipeline stage found each other."""
     for name in sockets:
         remove_socket(name, FLAG)
+    if sockets:
+        prefix = sockets[0].rpartition("-")[0]
+        for name in glob.glob(f"{glob.escape(prefix)}.{STORE}.*"):
+            remove_socket(name, FLAG)
 
 
 def _lock(path: str) -> int:

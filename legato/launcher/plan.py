@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from legato.cluster.layout import RankLayout, link_port
+from legato.cluster.relay import RelayOptions
 from legato.common.options import DownloadOptions, LauncherOptions, RouterOptions, ServerOptions
 from legato.common.program import forward, secrets, variables
 from legato.common.tgi_variables import without_idle
+from legato.launcher.nodes import Assembly
 from legato.launcher.processes import ProcessCommand
 from legato.modelfiles.files import needs_conversion
 
+# The name of the process that stands for shards on other machines.
+RELAY = "relay"
 # Makes glibc request 2 MB pages (madvise). A decode step on a CPU reads all weights once, and hardware prefetchers stop
 # at the end of every 4 KB page. glibc reads this variable only when a process starts.
 TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
@@ -25,8 +30,12 @@ class LaunchPlan:
     router: ProcessCommand
 
 
-def make_plan(options: LauncherOptions, sockets: list[str], environ: Mapping[str, str]) -> LaunchPlan:
-    """The processes for these options, one shard per socket."""
+def make_plan(
+    options: LauncherOptions, sockets: list[str], environ: Mapping[str, str], layout: RankLayout | None = None
+) -> LaunchPlan:
+    """The processes of this machine for these options. Without a `layout` there is one shard per socket, and all of
+    them are here."""
+    layout = RankLayout(1, len(sockets)) if layout is None else layout
     # Children always log JSON, which keeps level and fields until the launcher formats them.
     options = replace(options, json_output=True)
     # Options are passed as arguments: a variable that a flag overrides must not reach a child.
@@ -34,7 +43,7 @@ def make_plan(options: LauncherOptions, sockets: list[str], environ: Mapping[str
     inherited |= {"PYTHONUNBUFFERED": "1"}
     return LaunchPlan(
         download=None if _is_complete(options) else _download(options, inherited),
-        shards=[_shard(options, rank, len(sockets), inherited) for rank in range(len(sockets))],
+        shards=[_shard(options, rank, layout, inherited) for rank in layout.ranks_of(options.node_rank)],
         router=_router(options, sockets[0], inherited),
     )
 
@@ -50,17 +59,44 @@ def _download(options: LauncherOptions, environ: dict[str, str]) -> ProcessComma
     return ProcessCommand("download", words + forward(options, DownloadOptions), environ, shows_stderr=True)
 
 
-def _shard(options: LauncherOptions, rank: int, world_size: int, environ: dict[str, str]) -> ProcessCommand:
+def _shard(options: LauncherOptions, rank: int, layout: RankLayout, environ: dict[str, str]) -> ProcessCommand:
     words = [*_program("text-generation-server", "legato.server.cli"), "serve"]
     words += [*forward(options, ServerOptions), f"--uds-path={options.shard_uds_path}"]
     # Read by torch.distributed.
     ranks = {
         "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
+        "WORLD_SIZE": str(layout.world_size),
         "MASTER_ADDR": options.master_addr,
         "MASTER_PORT": str(options.master_port),
     }
+    if layout.needs_links:
+        ranks |= secrets(options, ServerOptions)
     return ProcessCommand(f"shard-{rank}", words, _with_huge_pages(environ) | ranks, beats=True, loads=True)
+
+
+def shard_group(
+    plan: LaunchPlan, options: LauncherOptions, layout: RankLayout, assembly: Assembly
+) -> list[ProcessCommand]:
+    """The shards of this machine for one start of all of them, and on the first machine what stands for the others."""
+    words = [f"--node-addrs={','.join(assembly.addresses)}", f"--group-id={assembly.group}"]
+    commands = [replace(shard, words=[*shard.words, *words]) for shard in plan.shards]
+    remote = [rank for rank in range(layout.world_size) if layout.node(rank) > 0]
+    if options.node_rank or not remote:
+        return commands
+    named = [
+        f"{rank}={assembly.addresses[layout.node(rank)]}={link_port(options.master_port, rank)}" for rank in remote
+    ]
+    relay = RelayOptions(
+        logger_level=options.logger_level,
+        json_output=True,
+        uds_path=options.shard_uds_path,
+        remote=tuple(named),
+        source=assembly.addresses[0],
+        group_id=assembly.group,
+    )
+    environ = plan.router.environ | secrets(options, RelayOptions)
+    run = [sys.executable, "-m", "legato.cluster.relay", *forward(relay, RelayOptions)]
+    return [*commands, ProcessCommand(RELAY, run, environ)]
 
 
 def _with_huge_pages(environ: dict[str, str]) -> dict[str, str]:

@@ -19,11 +19,12 @@ from typing import Any
 
 from legato.common.heartbeat import BEAT_SECONDS
 from legato.common.restarts import EXIT_NO_RESTART, RestartBudget
-from legato.launcher.plan import LaunchPlan
+from legato.launcher.plan import RELAY, LaunchPlan
 from legato.launcher.processes import KILL_SECONDS, Child, ProcessCommand, Supervisor
 
 logger = logging.getLogger(__name__)
 
+RELAY_SECONDS = 1.0
 
 # A stage of the start, and how much of it is done.
 Tell = Callable[[str, float], None]
@@ -35,12 +36,13 @@ class ProcessGroup:
     def __init__(
         self,
         name: str,
-        commands: Sequence[ProcessCommand],
+        commands: Callable[[], Awaitable[Sequence[ProcessCommand]]],
         supervisor: Supervisor,
         max_restarts: int,
         clean_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """`clean_up` removes what processes that were killed leave behind."""
+        """`commands` are asked for at every start, and may be long in coming; `clean_up` removes what processes that
+        were killed leave behind."""
         self.name = name
         self.children: list[Child] = []
         self.is_ready = False
@@ -49,9 +51,10 @@ class ProcessGroup:
         self._budget = RestartBudget(max_restarts)
         self._clean_up = clean_up
 
-    def start(self) -> None:
+    async def start(self) -> None:
         self.is_ready = False
-        self.children = [self._supervisor.start(command) for command in self._commands]
+        commands = await self._commands()
+        self.children = [self._supervisor.start(command) for command in commands]
 
     @property
     def exits(self) -> list[asyncio.Future[int]]:
@@ -76,7 +79,7 @@ class ProcessGroup:
         await asyncio.wait(self.exits, timeout=KILL_SECONDS)
         await asyncio.sleep(delay)
         self._clean_up()
-        self.start()
+        await self.start()
         return True
 
 
@@ -94,20 +97,28 @@ class ServerProcesses:
         remove_sockets: Callable[[], None],
         startup: Callable[[Tell], Awaitable[None]],
         ready_again: Callable[[Tell], Awaitable[None]],
+        shard_commands: Callable[[], Awaitable[Sequence[ProcessCommand]]] | None = None,
+        machine_loss: Callable[[], str | None] = lambda: None,
     ) -> None:
+        """`shard_commands` wait for other machines; without them the shards are those of the plan. `machine_loss` says
+        whether one of these was lost since."""
         self._supervisor = supervisor
         self._hang_timeout = hang_timeout
         self._load_timeout = load_timeout
         self._startup = startup
         self._ready_again = ready_again
         self._was_ready = False
-        self.shards = ProcessGroup("the shards", plan.shards, supervisor, max_restarts, remove_sockets)
-        self.router = ProcessGroup("the router", [plan.router], supervisor, max_restarts)
+        self._waits = shard_commands is not None
+        self._machine_loss = machine_loss
+        shards, router = shard_commands or _given(plan.shards), _given([plan.router])
+        self.shards = ProcessGroup("the shards", shards, supervisor, max_restarts, remove_sockets)
+        self.router = ProcessGroup("the router", router, supervisor, max_restarts)
 
     async def run(self) -> Child | None:
         """Until a stop signal, or until a process has ended that is not started again: that one."""
-        self.shards.start()
-        self.router.start()
+        if not self._waits:
+            await self.shards.start()
+        await self.router.start()
         tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._supervisor.stopping.wait())]
         tasks += [asyncio.ensure_future(self._keep(group)) for group in (self.shards, self.router)]
         helpers = [asyncio.ensure_future(self._become_ready()), asyncio.ensure_future(self._watch_heartbeats())]
@@ -124,10 +135,12 @@ class ServerProcesses:
 
     async def _keep(self, group: ProcessGroup) -> Child:
         """Restart a group whenever one of its processes ends. Returns the process that ended for good."""
+        if not group.children:
+            await group.start()
         while True:
             dead = await group.first_exit()
-            # A router that warms up shards for the first time ends with them.
-            may_restart = self._was_ready or (dead.is_hung and not dead.has_loaded)
+            # A router that warms up shards for the first time ends with them. Machines come and go.
+            may_restart = self._was_ready or (dead.is_hung and not dead.has_loaded) or await _has_lost_machine(group)
             is_final = not may_restart or dead.exited.result() == EXIT_NO_RESTART
             if is_final or not await group.restart(dead):
                 return dead
@@ -137,6 +150,12 @@ class ServerProcesses:
                 await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 readiness.cancel()
+
+    def lose_machine(self, reason: str) -> None:
+        """What stands for the shards of other machines ends, and with it the group."""
+        for child in self.shards.children:
+            if child.name == RELAY and child.is_running:
+                child.kill_hung(reason)
 
     def _tell(self, stage: str, progress: float) -> None:
         """The router answers on the port until the server is ready."""
@@ -153,6 +172,8 @@ class ServerProcesses:
             was_late, checked_at = now - checked_at > 2 * BEAT_SECONDS, now
             if was_late:  # we were stopped ourselves: beats may be waiting for us
                 continue
+            if (loss := self._machine_loss()) is not None:  # perhaps while the shards were being started
+                self.lose_machine(loss)
             for child in silent(self.router.children, now - self._hang_timeout):
                 child.kill_hung(f"no heartbeat for {self._hang_timeout:g} s (--hang-timeout)")
             if self._load_timeout:
@@ -166,6 +187,21 @@ class ServerProcesses:
         await self._ready_again(self._tell)
         group.is_ready = True
         logger.info("Ready again %.1f s after a restart of %s", time.monotonic() - started, group.name)
+
+
+async def _has_lost_machine(group: ProcessGroup) -> bool:
+    """Shards may notice it a moment before what stands for those of other machines does."""
+    relays = [child.exited for child in group.children if child.name == RELAY]
+    if not relays:
+        return False
+    return bool((await asyncio.wait(relays, timeout=RELAY_SECONDS))[0])
+
+
+def _given(commands: Sequence[ProcessCommand]) -> Callable[[], Awaitable[Sequence[ProcessCommand]]]:
+    async def given() -> Sequence[ProcessCommand]:
+        return commands
+
+    return given
 
 
 def silent(children: Sequence[Child], since: float) -> list[Child]:

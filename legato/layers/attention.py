@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from legato.kernels.attention.chunk import chunk_attention
 from legato.kernels.attention.decode import decode_attention
-from legato.kernels.attention.mixed import decodes_are_tiles
 from legato.kernels.attention.paged import paged_attention
 from legato.kernels.attention.prompt import RepeatedLengths, prompt_attention
 from legato.kernels.attention.turned import suits, turned_attention
@@ -117,11 +116,6 @@ class SelfAttention:
             return prompt_attention(q, k, v, whole, self.scoring.scale).flatten(1)
         q = heads[:, : self.num_heads]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        mixed = None if chunks is None else chunks.with_decodes
-        if mixed is not None:
-            kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens, step.rows)
-            if decodes_are_tiles(q, kv, self.scoring, mixed.lengths):
-                return chunk_attention(q, kv, mixed.cu_seqlens_q, self.scoring, out, num_singles=d).flatten(1)
         if d:
             kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[:d], step.rows[:d])
             decode_attention(q[:d], kv, self.scoring, out[:d])

@@ -74,6 +74,15 @@ class Embedding:
         return self.shard.all_reduce(found)
 
 
+class AbsentEmbedding(Embedding):
+    """Of a stage that embeds nothing; its table is read only if the head is the same."""
+
+    def __init__(self, name: str, shard: Shard) -> None:
+        self.name = name
+        self.first = 0
+        self.shard = shard
+
+
 class PackedEmbedding(Embedding):
     """Rows of a packed matrix, expanded one by one: for a CPU and a shard that has the whole vocabulary."""
 
@@ -104,3 +113,14 @@ class Head:
         if self.shard.world_size == 1:
             return logits
         return self.shard.gather_columns(logits)[:, : self.vocab_size].contiguous()
+
+
+class AbsentHead(Head):
+    """Of a stage that is not the last."""
+
+    def __init__(self, vocab_size: int, shard: Shard) -> None:
+        self.vocab_size = vocab_size
+        self.shard = shard
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("only the last stage computes logits")

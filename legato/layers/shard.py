@@ -10,7 +10,7 @@ All shards run the same steps in the same order, so each of these calls meets it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,41 @@ from legato.common.errors import UnsupportedModel
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class Collectives(Protocol):
+    """Of shards on several machines, in place of torch's."""
+
+    def all_reduce(self, x: torch.Tensor) -> None: ...
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[m, c] of each shard -> [world_size m, c]"""
+        ...
+
+    def least(self, value: int) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank and size of the group. Default: a group of one."""
+    """Rank and size of the group. Default: a group of one. In a pipeline the group is that of one stage."""
 
     rank: int = 0
     world_size: int = 1
-    group: dist.ProcessGroup | None = None  # None: the default group
+    collectives: Collectives | None = None  # None: those of torch's default group
+    stage: int = 0
+    num_stages: int = 1
+    num_local: int = 0  # shards of all stages on this machine; 0: those of the group
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this shard is the whole model: then it need not stay in sync with others."""
+        return self.world_size == 1 and self.num_stages == 1
+
+    @property
+    def num_on_machine(self) -> int:
+        return self.num_local or self.world_size
+
+    def layers(self, num_layers: int) -> range:
+        """The layers of this stage."""
+        return range(num_layers * self.stage // self.num_stages, num_layers * (self.stage + 1) // self.num_stages)
 
     def span(self, size: int) -> tuple[int, int]:
         """The range [first, last) of `size` items on this rank. Sizes need not be divisible: ranges differ by one."""
@@ -40,24 +68,31 @@ class Shard:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """All-reduce, in place; bit-identical on all ranks."""
-        if self.world_size > 1:
-            dist.all_reduce(x, group=self.group)
+        if self.collectives is not None:
+            self.collectives.all_reduce(x)
+        elif self.world_size > 1:
+            dist.all_reduce(x)
         return x
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """[m, c] of each shard -> [m, world_size c] on all of them."""
         if self.world_size == 1:
             return x
-        parts = torch.empty((self.world_size * x.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
-        gather_into(parts, x.contiguous(), group=self.group)
+        if self.collectives is not None:
+            parts = self.collectives.gather(x)
+        else:
+            parts = torch.empty((self.world_size * x.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+            gather_into(parts, x.contiguous())
         return parts.view(self.world_size, *x.shape).transpose(0, 1).flatten(1)
 
     def least(self, value: int, device: torch.device) -> int:
         """The smallest of the shards' values, for what they must agree on."""
         if self.world_size == 1:
             return value
+        if self.collectives is not None:
+            return self.collectives.least(value)
         agreed = torch.tensor(value, device=device)
-        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self.group)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
         return cast(int, agreed.item())
 
     def heads(self, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> Heads:

@@ -8,19 +8,10 @@ from typing import TypeVar, cast
 
 import torch
 
-from legato.kernels.attention.mixed import MixedLengths
 from legato.kernels.attention.paged import PagedContext
 from legato.layers.lora import StepAdapters
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class MixedSpans:
-    """Decodes and prompt chunks of a step together, for attention that may compute both at once."""
-
-    cu_seqlens_q: torch.Tensor  # [n + 1] int32
-    lengths: MixedLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +22,6 @@ class ChunkSpans:
     cu_seqlens_q: torch.Tensor  # [num_chunks + 1] int32, counted from there
     # Their lengths, if all of them are whole prompts with nothing in the cache; such steps have a faster attention.
     whole_prompts: list[int] | None
-    with_decodes: MixedSpans | None = None  # where the host knows the lengths of both
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +100,7 @@ class Step:
     sides: Sides | None = None  # of encoder-decoder models only
     images: ImageEmbeddings | None = None  # of vision models only
     adapters: StepAdapters | None = None  # of steps with tokens that have one
+    hidden: torch.Tensor | None = None  # [T, hidden_size], states from the stage before; None: this is the first
     in_last_layer: bool = False  # only the logits come after it
     _memo: dict[Hashable, object] = field(default_factory=dict)
 

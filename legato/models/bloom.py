@@ -41,7 +41,9 @@ class Bloom(Decoder):
         self.embedding = weights.embedding(f"{root}word_embeddings", *size)
         self.embedding_norm = weights.layer_norm(f"{root}word_embeddings_layernorm", config.hidden_size, self.eps)
         slopes = alibi_slopes(heads, weights.device)
-        self.layers = [self._layer(weights, f"{root}h.{i}", heads, slopes) for i in range(config.num_layers)]
+        self.layers = [
+            self._layer(weights, f"{root}h.{i}", heads, slopes) for i in weights.shard.layers(config.num_layers)
+        ]
         self.norm = weights.layer_norm(f"{root}ln_f", config.hidden_size, self.eps)
         self.head = weights.head("lm_head", self.embedding, *size, tied=is_tied)
 

@@ -54,7 +54,7 @@ class Checkpoint:
         self._progress = progress
         self._method = method
         self._staging = Staging(device)
-        self._total = source.nbytes() // self.shard.world_size
+        self._total = source.nbytes() // (self.shard.world_size * self.shard.num_stages)
         self._read_bytes = 0
         self.targets: list[AdapterTarget] = []  # the layers that adapters may change
         self.quantized: list[QuantizedWeight] = []  # of which matrices in 8 bits may be kept, too
@@ -143,6 +143,8 @@ class Checkpoint:
         self._unused = {name for name in self._unused if not name.startswith(f"{prefix}.")}
 
     def check_all_used(self) -> None:
+        if self.shard.num_stages > 1:  # what is left is the other stages'
+            return
         unread = IGNORED_SUFFIXES + (self._method.reader.unread if self._method.reader is not None else ())
         left = sorted(name for name in self._unused if not name.endswith(unread) and not self._is_empty_bias(name))
         if left:

@@ -50,7 +50,7 @@ class Cohere(Decoder):
         self.embedding = weights.embedding("model.embed_tokens", *size)
         self.layers = [
             self._layer(weights, f"model.layers.{i}", heads, windows[i] if windows else None)
-            for i in range(config.num_layers)
+            for i in weights.shard.layers(config.num_layers)
         ]
         self.norm = weights.layer_norm("model.norm", config.hidden_size, self.eps, bias=False)
         self.head = weights.head("lm_head", self.embedding, *size, tied=is_tied)

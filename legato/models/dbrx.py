@@ -60,7 +60,10 @@ class Dbrx(Decoder):
 
         size = (config.vocab_size, config.hidden_size)
         self.embedding = weights.embedding("transformer.wte", *size)
-        self.layers = [self._layer(weights, f"transformer.blocks.{i}", heads, rotary) for i in range(config.num_layers)]
+        self.layers = [
+            self._layer(weights, f"transformer.blocks.{i}", heads, rotary)
+            for i in weights.shard.layers(config.num_layers)
+        ]
         self.norm = weights.layer_norm("transformer.norm_f", config.hidden_size, NORM_EPS, bias=False)
         self.head = weights.head("lm_head", self.embedding, *size, tied=config.is_tied)
 

@@ -144,14 +144,15 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, heads: Heads) -> None:
         self.config = replace(config, num_kv_heads=heads.all_kv_heads)  # which config.json need not say
-        self.kv_shape = KVShape(config.num_layers, heads.num_kv_heads, heads.head_dim, weights.dtype)
+        num_layers = len(weights.shard.layers(config.num_layers))
+        self.kv_shape = KVShape(num_layers, heads.num_kv_heads, heads.head_dim, weights.dtype)
 
     def embed(self, step: Step) -> torch.Tensor:
         """What the first layer reads. For families that add positions or a norm to it."""
         return self.embedding(step.input_ids)
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
-        x = self.embed(step)
+        x = self.embed(step) if step.hidden is None else step.hidden
         residual: torch.Tensor | None = None
         for number, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
             if self.tap is not None:

@@ -211,7 +211,7 @@ class Deepseek(Decoder):
         size = (config.vocab_size, config.hidden_size)
         weights.skip_below(f"model.layers.{config.num_layers}")  # what predicts a second token, in V3's files
         self.embedding = weights.embedding("model.embed_tokens", *size)
-        self.layers = [layer(i) for i in range(config.num_layers)]
+        self.layers = [layer(i) for i in weights.shard.layers(config.num_layers)]
         self.norm = parts.norm("model.norm")
         self.head = weights.head("lm_head", self.embedding, *size, tied=config.is_tied)
 

@@ -71,7 +71,7 @@ class Falcon(Decoder):
         size = (config.vocab_size, config.hidden_size)
         root = weights.prefix("transformer.", "word_embeddings.weight")
         self.embedding = weights.embedding(f"{root}word_embeddings", *size)
-        self.layers = [self._layer(weights, f"{root}h.{i}", heads) for i in range(config.num_layers)]
+        self.layers = [self._layer(weights, f"{root}h.{i}", heads) for i in weights.shard.layers(config.num_layers)]
         self.norm = weights.layer_norm(f"{root}ln_f", config.hidden_size, self.shape.eps)
         self.head = weights.head("lm_head", self.embedding, *size, tied=is_tied)
 

@@ -40,7 +40,7 @@ class GPT2(Decoder):
         self.embedding = weights.embedding(f"{root}wte", *size)
         table = weights.tensor(f"{root}wpe.weight", (config.max_positions, config.hidden_size))
         self.positions = LearnedPositions(table)
-        self.layers = [self._layer(weights, f"{root}h.{i}", heads, i) for i in range(config.num_layers)]
+        self.layers = [self._layer(weights, f"{root}h.{i}", heads, i) for i in weights.shard.layers(config.num_layers)]
         self.norm = weights.layer_norm(f"{root}ln_f", config.hidden_size, self.eps)
         self.head = weights.head("lm_head", self.embedding, *size, tied=is_tied)
 

@@ -26,7 +26,9 @@ class GPTNeoX(Decoder):
         size = (config.vocab_size, config.hidden_size)
         root = weights.prefix("gpt_neox.", "embed_in.weight")
         self.embedding = weights.embedding(f"{root}embed_in", *size)
-        self.layers = [self._layer(weights, f"{root}layers.{i}", heads, rotary) for i in range(config.num_layers)]
+        self.layers = [
+            self._layer(weights, f"{root}layers.{i}", heads, rotary) for i in weights.shard.layers(config.num_layers)
+        ]
         self.norm = weights.layer_norm(f"{root}final_layer_norm", config.hidden_size, self.eps)
         head = "embed_out" if "embed_out.weight" in weights else "lm_head"
         self.head = weights.head(head, self.embedding, *size, tied=config.is_tied)

@@ -27,7 +27,9 @@ class GPTJ(Decoder):
         size = (config.vocab_size, config.hidden_size)
         root = weights.prefix("transformer.", "wte.weight")
         self.embedding = weights.embedding(f"{root}wte", *size)
-        self.layers = [self._layer(weights, f"{root}h.{i}", heads, rotary) for i in range(config.num_layers)]
+        self.layers = [
+            self._layer(weights, f"{root}h.{i}", heads, rotary) for i in weights.shard.layers(config.num_layers)
+        ]
         self.norm = weights.layer_norm(f"{root}ln_f", config.hidden_size, self.eps)
         self.head = weights.head("lm_head", self.embedding, *size, tied=config.is_tied, bias=True)
 

@@ -32,7 +32,7 @@ from legato.cpu.library import (
 from legato.kernels.attention.paged import PagedContext
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache
-from legato.layers.linear import Head, Linear, PackedEmbedding, RowLinear
+from legato.layers.linear import AbsentEmbedding, AbsentHead, Head, Linear, PackedEmbedding, RowLinear
 from legato.layers.mlp import GatedMLP
 from legato.layers.norm import RMSNorm
 from legato.layers.step import Step
@@ -138,8 +138,10 @@ class HostDecoder:
         self._shape = layers[0].shape(len(layers))
         self._pointers = (LayerPointers * len(layers))(*(layer.pointers() for layer in layers))
         self._cache: KVCache | None = None  # whose addresses are in the pointers
-        self._embedding = _checked(model.embedding, PackedEmbedding).packed.packed
-        self._head = _checked(_checked(model.head, Head).weight, HostWeight).packed
+        # A stage of a pipeline may have neither.
+        absent = (isinstance(model.embedding, AbsentEmbedding), isinstance(model.head, AbsentHead))
+        self._embedding = None if absent[0] else _checked(model.embedding, PackedEmbedding).packed.packed
+        self._head = None if absent[1] else _checked(_checked(model.head, Head).weight, HostWeight).packed
         norm = _checked(model.norm, RMSNorm)
         self._norm, self._eps = norm.weight.float().contiguous(), norm.eps
 
@@ -158,7 +160,10 @@ class HostDecoder:
             with torch_layout(cache, _blocks_of(context)):
                 return self._in_torch(step, context, cache)
         self._use(cache)
-        x = self._embedding.rows(step.input_ids)
+        x = step.hidden
+        if x is None:
+            assert self._embedding is not None, "only the first stage embeds tokens"
+            x = self._embedding.rows(step.input_ids)
         counts = np.array(context.query_lens, dtype=np.int32)
         wanted = step.logits_indices
         num_wanted = len(x) if wanted is None else len(wanted)
@@ -191,6 +196,7 @@ class HostDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if (lora := self._model.head.lora) is not None and lora.is_active:
             return self._model.logits(hidden)
+        assert self._head is not None, "only the last stage computes logits"
         return self._head.apply(hidden, self._norm, self._eps, twice=True)
 
     def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

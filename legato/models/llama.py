@@ -126,7 +126,7 @@ class Llama(Decoder):
         self.embedding = weights.embedding(f"{self.prefix}.embed_tokens", rows, config.hidden_size)
         self.layers = [
             self.layer(parts, f"{self.prefix}.layers.{i}", self.rotary, shape.windows[i] if shape.windows else 0)
-            for i in range(config.num_layers)
+            for i in weights.shard.layers(config.num_layers)
         ]
         self.norm = parts.norm(f"{self.prefix}.norm")
         self.head = weights.head(

@@ -135,7 +135,9 @@ class MPT(Decoder):
         if shape.has_positions:
             self.positions = LearnedPositions(weights.tensor(f"{root}wpe.weight", (config.max_positions, hidden)))
         slopes = alibi_slopes(heads, weights.device, shape.alibi_bias_max) if shape.has_alibi else None
-        self.layers = [self._layer(weights, f"{root}blocks.{i}", heads, slopes) for i in range(config.num_layers)]
+        self.layers = [
+            self._layer(weights, f"{root}blocks.{i}", heads, slopes) for i in weights.shard.layers(config.num_layers)
+        ]
         self.norm = weights.layer_norm(f"{root}norm_f", hidden, shape.eps, bias=shape.bias)
         self.head = weights.head("lm_head", self.embedding, *size, tied=is_tied)
 

@@ -80,7 +80,9 @@ class OPT(Decoder):
         table = weights.tensor(f"{root}.embed_positions.weight", (rows, hidden))
         self.positions = LearnedPositions(table, offset=FIRST_POSITION)
         self.widen = weights.linear(f"{root}.project_in", hidden, width) if width != hidden else None
-        self.layers = [self._layer(weights, f"{root}.layers.{i}", heads) for i in range(config.num_layers)]
+        self.layers = [
+            self._layer(weights, f"{root}.layers.{i}", heads) for i in weights.shard.layers(config.num_layers)
+        ]
         self.final_norm = shape.norm(weights, f"{root}.final_layer_norm") if shape.has_final_norm else None
         self.narrow = weights.linear(f"{root}.project_out", width, hidden) if width != hidden else None
         self.head = weights.head("lm_head", self.embedding, config.vocab_size, width, tied=is_tied)

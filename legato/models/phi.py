@@ -31,7 +31,9 @@ class Phi(Decoder):
 
         size = (config.vocab_size, config.hidden_size)
         self.embedding = weights.embedding("model.embed_tokens", *size)
-        self.layers = [self._layer(weights, f"model.layers.{i}", heads, rotary) for i in range(config.num_layers)]
+        self.layers = [
+            self._layer(weights, f"model.layers.{i}", heads, rotary) for i in weights.shard.layers(config.num_layers)
+        ]
         self.norm = weights.layer_norm("model.final_layernorm", config.hidden_size, self.eps)
         self.head = weights.head("lm_head", self.embedding, *size, tied=config.is_tied, bias=True)
 

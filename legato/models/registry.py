@@ -160,6 +160,7 @@ def get_model(
         method = DENSE if quantize is None else on_load(quantize)
         made = DummyWeights(dtype, device, shard, method, packs)
         built: CausalModel = architecture(config, made)
+        check_stages(built, made.shard)
         check_rope_option(config)
         _note_targets(targets, made)
         keep_fp8_copies(made.quantized, fp8_copy_fraction)
@@ -172,6 +173,7 @@ def get_model(
     try:
         model: CausalModel = architecture(config, weights)
         weights.check_all_used()
+        check_stages(model, weights.shard)
     except ModelFileError as error:
         check_rope_option(config)  # tables of positions are not as long as the option says
         raise ModelFileError(f"{files.path}: {error}") from None
@@ -181,6 +183,21 @@ def get_model(
         logger.info("Quantized weights", extra={"fields": {"method": method.name, "layers": dict(weights.kinds)}})
     keep_fp8_copies(weights.quantized, fp8_copy_fraction)
     return model
+
+
+def check_stages(model: CausalModel, shard: Shard) -> None:
+    """UnsupportedModel if a stage of a pipeline was asked for and the family builds and runs its layers otherwise."""
+    if shard.num_stages == 1:
+        return
+    from legato.models.decoder import Decoder  # which imports the protocol of this module's models
+
+    num_layers = len(shard.layers(model.config.num_layers))
+    is_plain = isinstance(model, Decoder) and type(model).forward is Decoder.forward
+    if not (is_plain and isinstance(model, Decoder) and len(model.layers) == num_layers > 0):
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be divided into {shard.num_stages} pipeline stages"
+            " (--pipeline-parallel-size)"
+        )
 
 
 def check_rope_option(config: ModelConfig) -> None:

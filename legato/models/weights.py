@@ -26,7 +26,7 @@ from typing import TypedDict, Unpack
 import torch
 import torch.nn.functional as F
 
-from legato.layers.linear import Embedding, Head, Linear, PackedEmbedding, RowLinear
+from legato.layers.linear import AbsentEmbedding, AbsentHead, Embedding, Head, Linear, PackedEmbedding, RowLinear
 from legato.layers.norm import LayerNorm
 from legato.layers.shard import Heads
 from legato.models.expert_matrices import ExpertMatrices, between_groups
@@ -55,6 +55,8 @@ class Weights(ExpertMatrices):
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """Each shard has equally many rows; what reaches beyond the vocabulary is zero."""
+        if self.shard.stage > 0:
+            return AbsentEmbedding(name, self.shard)
         first, last = self.shard.padded_span(vocab_size)
         embedding, parts = self._embedding(name, vocab_size, hidden_size, first), [MatrixPart(name, hidden_size)]
         return self._target(embedding, parts, vocab_size, columns=(first, last), is_embedding=True)
@@ -79,6 +81,13 @@ class Weights(ExpertMatrices):
     ) -> Head:
         """The embedding once more if it is `tied`, or if the checkpoint has no other matrix; `normed` gives its rows
         the length one."""
+        if self.shard.stage < self.shard.num_stages - 1:
+            return AbsentHead(vocab_size, self.shard)
+        if isinstance(embedding, AbsentEmbedding):
+            is_tied = tied or not self.has_matrix(name)
+            if is_tied or (self.packs and self.shard.world_size == 1 and not normed):
+                made = self._embedding(embedding.name if is_tied else name, vocab_size, hidden_size, 0)
+                embedding, tied = made, True
         if isinstance(embedding, PackedEmbedding) and not normed:
             return self._packed_head(name, embedding, vocab_size, hidden_size, tied, bias)
         if not tied and self._is_quantized(name):

@@ -24,7 +24,14 @@ HEALTH_SECONDS = 2.0
 MAX_STARTS = 3
 # Nothing of ours is in Ray's object store, which by default takes a third of the memory.
 OBJECT_STORE_BYTES = 100 << 20
-LOOPBACK = "127.0.0.1"
+# Of Ray that is started here.
+LOCAL_SETTINGS = {
+    # Its processes listen on 127.0.0.1, as they do on these systems by default.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Seconds between two messages of a replica to Serve's autoscaler; 10 by default.
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+}
 
 
 class DeploymentFailed(LegatoError):
@@ -34,31 +41,31 @@ class DeploymentFailed(LegatoError):
 class RayCluster:
     def __init__(self, options: RayOptions) -> None:
         self._options = options
+        if options.ray_address is None:  # before Ray is imported
+            for name, value in LOCAL_SETTINGS.items():
+                os.environ.setdefault(name, value)
         self._ray: Any = import_ray("legato ray")
         self._is_ours = False
 
     def connect(self) -> None:
         ray, address = self._ray, self._options.ray_address
         common = {"namespace": RAY_NAMESPACE, "configure_logging": False}
-        try:
-            ray.init(address=address or "auto", **common)
-        except ConnectionError as error:
-            if address is not None:
-                raise OptionError(f"--ray-address {address}: {error}") from None
+        if address is None:
             self._start(common)
+        else:
+            try:
+                ray.init(address=address, **common)
+            except (ConnectionError, RuntimeError) as error:
+                raise OptionError(f"--ray-address {address}: {error}") from None
         logger.info("Ray", extra={"fields": {"started": self._is_ours, **_totals(ray)}})
 
     def _start(self, common: Mapping[str, Any]) -> None:
         """On this machine, which nobody else can reach; it ends with this process."""
         self._is_ours = True
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Serve's controller asks replicas for their metrics, 10 seconds apart by default.
-        os.environ.setdefault("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
         self._ray.init(
             address="local",
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address=LOOPBACK,
             **common,
         )
 
@@ -118,7 +125,7 @@ class RayCluster:
             if found is not None:
                 state, message, counts = found
                 if state == "DEPLOY_FAILED":
-                    raise DeploymentFailed(f"Ray could not start a replica: {message.strip()}")
+                    raise DeploymentFailed(f"Ray could not start a replica: {message.strip().splitlines()[-1]}")
                 if counts != last:
                     logger.info("Replicas in Ray", extra={"fields": {"state": state, "replicas": counts}})
                 last = counts

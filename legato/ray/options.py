@@ -26,7 +26,8 @@ class RayOptions(BalancerOptions):
     )
     ray_address: str | None = option(
         None,
-        "Address of the Ray cluster. Default: the one that runs on this machine, else one is started for this command.",
+        "Address of the Ray cluster; `auto`: of the one that this machine belongs to. Default: Ray is started on this"
+        " machine and ends with this command.",
     )
     name: str = option(
         "legato", "Name of the application in Ray, for `legato route --discover ray:NAME` on other machines.", env=None

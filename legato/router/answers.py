@@ -15,7 +15,9 @@ MAX_BEHIND = 64
 
 
 class StepAnswers:
-    def __init__(self, num_shards: int) -> None:
+    def __init__(self, num_shards: int, first: int = 0) -> None:
+        """Tokens come from rank `first` and those behind it: the last stage of a pipeline."""
+        self._first = first
         self._asked: list[deque[int]] = [deque() for _ in range(num_shards)]
         # Answers that other shards have not given yet; of a single shard there are none.
         self._unmatched: list[deque[pb.StepResponse]] = [deque() for _ in range(num_shards)]
@@ -31,17 +33,20 @@ class StepAnswers:
         if response.id != expected:
             instead = "no step is to be answered" if expected is None else f"the next one is step {expected}"
             return f"shard {rank} answered step {response.id}, but {instead}"
-        return self._difference(rank, response) if len(self._asked) > 1 else None
+        return self._difference(rank, response) if len(self._asked) > self._first + 1 else None
 
     def _difference(self, rank: int, response: pb.StepResponse) -> str | None:
+        if rank < self._first:
+            return None
         self._unmatched[rank].append(response)
-        while all(self._unmatched):
-            first, *others = [answers.popleft() for answers in self._unmatched]
-            for other_rank, other in enumerate(others, 1):
+        compared = self._unmatched[self._first :]
+        while all(compared):
+            first, *others = [answers.popleft() for answers in compared]
+            for other_rank, other in enumerate(others, self._first + 1):
                 if not _agree(first, other):
-                    return f"shard {other_rank} sampled other tokens in step {first.id} than shard 0"
+                    return f"shard {other_rank} sampled other tokens in step {first.id} than shard {self._first}"
         if len(self._unmatched[rank]) > MAX_BEHIND:
-            slowest = min(range(len(self._unmatched)), key=lambda each: len(self._unmatched[each]))
+            slowest = min(range(self._first, len(self._unmatched)), key=lambda each: len(self._unmatched[each]))
             return f"shard {slowest} has not answered {MAX_BEHIND} steps that shard {rank} has"
         return None
 

@@ -218,6 +218,7 @@ def scheduler_limits(
         num_adapter_pages=info.num_adapter_pages,
         speculate=info.speculate,
         num_proposals=info.num_proposals,
+        num_stages=max(info.num_stages, 1),
         vocab_size=info.vocab_size,
     )
 

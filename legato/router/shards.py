@@ -69,6 +69,7 @@ class GrpcShards:
         self._processes = processes
         self._stubs = [_stub(channel) for channel in channels]
         self._outboxes: list[asyncio.Queue[pb.StepRequest]] = []
+        self._first = 0  # whose tokens count: the first of the last stage
         self._answers = StepAnswers(len(channels))
 
     @classmethod
@@ -116,6 +117,7 @@ class GrpcShards:
         if len(self._stubs) == 1:
             return True
         infos = await self._all([stub.Info(pb.InfoRequest()) for stub in self._stubs])
+        self._first = len(infos) - len(infos) // max(infos[0].num_stages, 1)
         return len({info.num_steps for info in infos}) == 1
 
     async def info(self) -> pb.InfoResponse:
@@ -189,10 +191,10 @@ class GrpcShards:
     async def run(self, on_result: Callable[[StepResult], None]) -> None:
         """Keep the streams open and report every result, in order, until a shard is lost."""
         self._outboxes = [asyncio.Queue() for _ in self._stubs]
-        self._answers = StepAnswers(len(self._stubs))
+        self._answers = StepAnswers(len(self._stubs), self._first)
         streams = [stub.Tokens(_drain(box)) for stub, box in zip(self._stubs, self._outboxes, strict=True)]
         readers = [
-            asyncio.ensure_future(_read(rank, stream, self._answers, on_result if rank == 0 else None))
+            asyncio.ensure_future(_read(rank, stream, self._answers, on_result if rank == self._first else None))
             for rank, stream in enumerate(streams)
         ]
         try:

@@ -31,8 +31,6 @@ from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, ModelLimits, Output, PromptChunk, StepPlan, StepResult
 from legato.telemetry.metrics import StepFigures
 
-# One step computes, the next waits at the shard: the device never waits for the router.
-STEPS_IN_FLIGHT = 2
 # The request that proves that new shards compute: one token, for nobody. The numbers of clients' requests begin at 1.
 PROBE = GenerationRequest(0, [0], 1, ignore_eos=True)
 # Seconds before a grammar is sent again to shards that failed while they compiled it.
@@ -303,7 +301,7 @@ class StepLoop:
         self._expire()
         if not self._connected.is_set():
             return
-        while self.scheduler.num_in_flight < STEPS_IN_FLIGHT:
+        while self.scheduler.num_in_flight < self.scheduler.limits.max_in_flight:
             started, before = time.perf_counter(), replace(self.scheduler.stats)
             now = self._clock.now()
             plan = self.scheduler.plan(now)

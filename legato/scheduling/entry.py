@@ -56,6 +56,7 @@ class Entry:
     wholes: tuple[tuple[int, int], ...] = ()  # [begin, end) of tokens that one step must compute together, in order
     num_losses: int = 0  # of the shards, in a row, in steps that would have given it the token after `lost_at` others
     lost_at: int = 0
+    last_step: int = 0  # that decoded it, in a pipeline
     drafts: RequestDrafts | None = None  # what guesses at its next tokens are made of; only with speculation
 
     @classmethod

@@ -71,6 +71,8 @@ class SchedulerLimits:
     embeds: bool = False
     # What the device holds of LoRA adapters.
     num_adapter_pages: int = 0
+    # Pipeline stages of the shards, each of which computes another step at the same time.
+    num_stages: int = 1
     # Slots in host memory for blocks of evicted prefixes.
     num_host_blocks: int = 0
 
@@ -78,6 +80,12 @@ class SchedulerLimits:
     def max_tokens(self) -> int:
         """The longest sequence that fits when it is alone."""
         return (self.num_blocks - RESERVED_BLOCKS) * self.block_size
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that are sent and not done: one computes in every stage, and one waits, so that no device waits for the
+        router."""
+        return self.num_stages + 1
 
     @property
     def max_sampled(self) -> int:

@@ -25,6 +25,7 @@ from legato.scheduling.drafting import Drafter
 from legato.scheduling.entry import Entry, InFlight, PlannedRow
 from legato.scheduling.host_blocks import Digest, HostBlocks
 from legato.scheduling.limits import LOOK_AHEAD, MAX_LOSSES, Refusal, SchedulerLimits
+from legato.scheduling.micro_batches import micro_batch
 from legato.scheduling.prefix_tree import Node, PrefixTree
 from legato.scheduling.queue import LAST, Queue, Rank, Tenants, rank
 from legato.scheduling.retry import RetryEstimate
@@ -133,7 +134,7 @@ class Scheduler:
             return None
         self._now = max(self._now, now)
         step = InFlight(StepPlan(next(self._step_ids), [], [], [], []))
-        running = list(self.running)
+        running = micro_batch(self.running, self.limits.num_stages, step.plan.id)
         wanted = [entry.num_to_compute for entry in running]
         num_decodes = wanted.count(1)
         first = next((entry for entry, count in zip(running, wanted, strict=True) if count > 1), None)
@@ -269,8 +270,7 @@ class Scheduler:
         """Blocks for `count` more tokens of `entry`; evicts, then preempts those behind it. False: it lost its own."""
         missing = -(-(entry.num_scheduled + count) // self.limits.block_size) - len(entry.blocks)
         while missing > self.pool.available:
-            evicted = self.tree.evict(missing - self.pool.available, self.host.keep)
-            self.pool.free(evicted)
+            self.pool.free(self.tree.evict(missing - self.pool.available, self.host.keep))
             if missing > self.pool.available:
                 last = self.running[-1]
                 self._preempt(last)

@@ -31,8 +31,9 @@ from legato.server.graphs.decode import CudaRecorder, Record
 from legato.server.graphs.steps import StepGraphs
 from legato.server.memory.budget import is_out_of_memory, refused_for_memory, release
 from legato.server.memory.offload import HostBlockStore
+from legato.server.nodes.stage import PipelineStage
 from legato.server.pending import ForwardResult, PendingStep, SampledTokens, StepClock
-from legato.server.prepare import decodes_first, halves, prepare
+from legato.server.prepare import advance, decodes_first, halves, prepare
 from legato.server.rows import Rows, RowStep, to_device
 from legato.server.speculation.draft_model import NOT_GUESSED, DraftModel
 from legato.server.speculation.guessers import Guesser
@@ -66,6 +67,7 @@ class Engine:
         drafts: int = 0,  # that a decode may bring
         adapters: ShardAdapters | None = None,  # None: the shard takes none
         host_blocks: HostBlockStore | None = None,  # None: evicted prefixes are gone
+        stage: PipelineStage | None = None,  # None: this shard has all layers
     ) -> None:
         self.model = model
         self.cache = cache
@@ -74,6 +76,7 @@ class Engine:
         has_encoder = model.config.decoder_start_token_id is not None
         self.adapters = adapters
         self.host_blocks = host_blocks
+        self.stage = stage
         on_device = None if adapters is None else adapters.device
         self.rows = Rows(max_rows, -(-max_tokens // cache.block_size), self.device, has_encoder, on_device)
         self.sampler = make_sampler(max_rows)
@@ -90,11 +93,9 @@ class Engine:
         self.shard = shard or Shard()
         # One shard of several must not split a step: the others would compute the whole. And where a state is kept,
         # what a failed forward had begun cannot be computed again.
-        self._max_splits = 0 if self.shard.world_size > 1 or isinstance(model.kv_shape, StateShape) else MAX_SPLITS
-        # Encoders of prompts and images have no fixed shape.
-        self._mixed_sizes = (
-            [] if has_encoder or self.vision_encoder is not None else mixed_sizes(max_rows, drafts=drafts > 0)
-        )
+        self._max_splits = 0 if not self.shard.is_alone or isinstance(model.kv_shape, StateShape) else MAX_SPLITS
+        is_fixed = not has_encoder and self.vision_encoder is None  # encoders of prompts and images have no fixed shape
+        self._mixed_sizes = mixed_sizes(max_rows, drafts=drafts > 0) if is_fixed else []
         self._max_sampled = most_sampled(max_rows) if drafts else max_rows
         self._likeliest = model.likeliest if isinstance(model, GreedyModel) else None
         self.graphs: StepGraphs | None = None
@@ -107,6 +108,11 @@ class Engine:
         self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard, self._max_sampled)
         for kind in self.graphs.kinds:
             kind.keeps_hidden = self.speculator is not None
+
+    @property
+    def samples(self) -> bool:
+        """Whether logits are computed here: in a pipeline, on the last stage only."""
+        return self.stage is None or self.stage.is_last
 
     @property
     def caches(self) -> list[KVCache]:
@@ -124,7 +130,7 @@ class Engine:
         A step that does not fit in memory raises `OutOfMemory`: its rows are lost, all others are unchanged.
         """
         started = time.perf_counter_ns()
-        parts = self._advance(request)
+        parts = advance(self.rows, request)
         lost = f"a step of {sum(request.num_tokens)} tokens in {len(request.rows)} rows does not fit"
         cure = "lower --cuda-memory-fraction, which leaves more room beside the KV cache, or --max-batch-prefill-tokens"
         with refused_for_memory(f"{lost}; {cure}", self.device):
@@ -138,7 +144,8 @@ class Engine:
     def _launch(self, request: pb.StepRequest, parts: list[RowStep], started: int) -> PendingStep:
         clock = StepClock(self.device)
         for admission in request.admitted:
-            self._configure_sampler(admission)
+            if self.samples:
+                self._configure_sampler(admission)
         if self.vision_encoder is not None:
             self.vision_encoder.admit_all(request.admitted)
             parts = self.vision_encoder.keep_whole(parts)
@@ -157,6 +164,8 @@ class Engine:
         if self.vision_encoder is not None:
             self.vision_encoder.forget(parts)
         for outcome in outcomes:
+            if outcome.chosen is not None and self.stage is not None:
+                self.stage.return_tokens(outcome.chosen, clock.wait)
             if outcome.chosen is not None:
                 self.grammars.accept(outcome.chosen.rows, partial(_read_ids, clock, outcome.chosen))
         return PendingStep(request.id, started, clock, outcomes)
@@ -217,7 +226,11 @@ class Engine:
             parts = self.vision_encoder.store_images(parts, self.rows, self.cache)
             if not parts:
                 return torch.empty(0), None, {}
+        if self.stage is not None:
+            self.stage.take_tokens(self.rows, parts)
         step = prepare(self.rows, parts, self.cache.block_size, self.dtype)
+        if self.stage is not None:
+            step = self.stage.enter(step)
         rows, context_lens = step.rows, step.context_lens
         if self.vision_encoder is not None:
             step = self.vision_encoder.add_images(step, parts, self.cache.block_size)
@@ -225,6 +238,9 @@ class Engine:
         if self.adapters is not None:
             self.adapters.begin(step.adapters)
         hidden = self.model.forward(replace(step, logits_indices=None) if has_scores else step, self.cache)
+        if self.stage is not None and not self.stage.is_last:
+            self.stage.leave(hidden, [part.row for part in parts if part.samples])
+            return hidden, None, {}
         if self.graphs is not None:
             self.rows.lengths[rows] = context_lens
             self.rows.out_of_sync.difference_update(part.row for part in parts)
@@ -313,33 +329,6 @@ class Engine:
         self.rows.last_tokens[to_device(np.array(rows), self.device)] = sampled.token_ids
         logprobs = _checked(logits, sampled.logprobs)
         return SampledTokens(rows, sampled.token_ids, logprobs, sampled.top, self.grammars.errors(rows))
-
-    def _advance(self, request: pb.StepRequest) -> list[RowStep]:
-        for admission in request.admitted:
-            self.rows.admit(
-                admission.row,
-                admission.request_id,
-                np.frombuffer(admission.input_ids, dtype="<i4"),
-                admission.num_cached,
-                admission.prompt_logprobs,
-                admission.top_n_tokens,
-                admission.num_generated,
-            )
-            self.rows.append_blocks(admission.row, list(admission.blocks))
-            if self.rows.adapters is not None:
-                self.rows.adapters.set(admission.row, admission.adapter_slot if admission.adapter_id else None)
-        parts, first, first_draft = [], 0, 0
-        new_blocks, all_drafts = list(request.new_blocks), list(request.draft_ids)
-        num_drafts = request.num_drafts or [0] * len(request.rows)
-        columns = zip(request.rows, request.num_tokens, request.num_new_blocks, num_drafts, strict=True)
-        for row, count, num_new, drafts in columns:
-            if num_new:
-                self.rows.append_blocks(row, new_blocks[first : first + num_new])
-                first += num_new
-            draft_ids = tuple(all_drafts[first_draft : first_draft + drafts])
-            first_draft += drafts
-            parts.append(self.rows.advance(row, count, draft_ids))
-        return parts
 
     def _configure_sampler(self, admission: pb.Admission) -> None:
         sequence = self.rows[admission.row]

@@ -26,6 +26,8 @@ from legato.models.host import on_host
 from legato.models.registry import CausalModel, get_model, model_config
 from legato.models.speculators import Speculator, load_speculator
 from legato.models.targets import AdapterTarget
+from legato.server.nodes.joining import ShardLinks
+from legato.server.nodes.stage import PipelineStage
 from legato.server.rendezvous import join, share_cores
 from legato.server.speculation.guessers import EagleGuesser, Guesser
 from legato.server.speculation.loading import load_draft
@@ -47,18 +49,25 @@ class LoadedModel:
     speculator: Speculator | None = None
     draft: Guesser | None = None
     targets: list[AdapterTarget] = field(default_factory=list)  # the layers that LoRA adapters may change
+    stage: PipelineStage | None = None  # None: the model is not divided into stages
 
 
-def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] = lambda: None) -> LoadedModel:
+def load(
+    files: ModelFiles,
+    options: ServerOptions,
+    advance: Callable[[], None] = lambda: None,
+    links: ShardLinks | None = None,
+) -> LoadedModel:
     """Cheap checks first: a wrong configuration or flag ends in milliseconds, not after the weights are read. `advance`
     is called for every tensor."""
+    num_local = options.world_size // options.nnodes
     with _naming(files):
         config = _config(files, options)
         enable_triton(not options.disable_custom_kernels)
-        device = choose_device(options.device, options.rank, options.world_size)
+        device = choose_device(options.device, options.rank % num_local, num_local)
         dtype = choose_dtype(options.dtype, files.config(), device)
         advance()
-        shard = join(options, device)
+        shard = join(options, device, links)
         advance()
         started = time.perf_counter()
         step = FINE_STEP if options.json_output else STEP
@@ -66,7 +75,7 @@ def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] 
         dummy = options.load_format == "dummy"
         packs = device.type == "cpu" and options.dtype is None
         if packs:
-            start_kernels(options.world_size)
+            start_kernels(num_local)
         trusted = options.trust_remote_code
         targets: list[AdapterTarget] = []
         model = get_model(
@@ -77,13 +86,14 @@ def load(files: ModelFiles, options: ServerOptions, advance: Callable[[], None] 
         speculator = _speculator(options, model, dtype, device)
         draft = load_draft(options, files, model, speculator is not None, dtype, device)
         # The library keeps no states of single layers.
-        if packs and options.world_size == 1 and not isinstance(draft, EagleGuesser):
+        if packs and shard.world_size == 1 and not isinstance(draft, EagleGuesser):
             model = on_host(model)
     seconds = round(time.perf_counter() - started, 2)
     logger.info(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
     )
-    return LoadedModel(model, files, device, dtype, shard, speculator, draft, targets)
+    stage = None if links is None else links.pipeline(shard, config.hidden_size, dtype, device)
+    return LoadedModel(model, files, device, dtype, shard, speculator, draft, targets, stage)
 
 
 def _speculator(
@@ -97,7 +107,7 @@ def _speculator(
         raise OptionError(
             f"--speculate: model_type '{model.config.model_type}' keeps a state, which drafts would change"
         )
-    if files is None:
+    if files is None or options.pipeline_parallel_size > 1:  # stages have the states of their own layers only
         return None
     if (options.speculate or 0) > files.num_tokens:
         raise OptionError(

@@ -121,7 +121,7 @@ class Model:
     @property
     def alone(self) -> bool:
         """Whether this shard is the whole model: then it need not stay in sync with others."""
-        return self.loaded.shard.world_size == 1
+        return self.loaded.shard.is_alone
 
     def info(self) -> pb.InfoResponse:
         config = self.loaded.model.config
@@ -145,6 +145,7 @@ class Model:
             num_uncaptured=0 if graphs is None else graphs.num_pending,
             adapters=[] if self.adapters is None else self.adapters.infos,
             num_adapter_pages=0 if self.adapters is None else self.adapters.device.num_pages,
+            num_stages=self.loaded.shard.num_stages,
         )
 
     @property
@@ -176,6 +177,7 @@ class Model:
         """Of decodes to capture, as `--cuda-graphs` has them: () for every size that comes up, (0,) for none. The torch
         versions of our kernels read lengths on the host, which a capture cannot."""
         can_capture = self.loaded.model.can_capture and not self.options.disable_custom_kernels
+        can_capture = can_capture and self.loaded.stage is None  # whose steps begin with what comes over a link
         return self.options.cuda_graphs if can_capture else (0,)
 
     def touch(self) -> None:
@@ -184,6 +186,10 @@ class Model:
 
     def warmup(self, request: pb.WarmupRequest) -> Capacity:
         """Size the KV cache by the memory that is left, allocate it, and run the first steps."""
+        with nullcontext() if self.loaded.stage is None else self.loaded.stage.pretended():
+            return self._warm_up(request)
+
+    def _warm_up(self, request: pb.WarmupRequest) -> Capacity:
         started = time.perf_counter()
         self._stages = {}
         logger.info(WARMING_UP)
@@ -269,7 +275,7 @@ class Model:
             return
         if self.loaded.draft is not None:  # whose own keys and values would not come back with a block
             raise RequestRefused("--kv-offload-gb cannot be combined with a draft model; leave out one of them")
-        num_bytes = int(gigabytes * 1e9) // shard.world_size
+        num_bytes = int(gigabytes * 1e9) // shard.num_on_machine
         refused = f"no {gib(num_bytes)} of host memory for blocks of evicted prefixes; lower --kv-offload-gb"
         if num_bytes > available_ram():
             raise OutOfMemory(refused)
@@ -280,7 +286,7 @@ class Model:
         """Bytes for the KV cache."""
         device, fraction = self.loaded.device, self.options.cuda_memory_fraction
         if device.type == "cpu":
-            return host_budget(fraction / self.loaded.shard.world_size)  # all shards live in the same memory
+            return host_budget(fraction / self.loaded.shard.num_on_machine)  # all shards live in the same memory
         tokens, rows = requested.step_tokens, requested.max_rows
         lost = f"a step of {tokens} tokens in {rows} rows does not fit beside the weights"
         cure = "lower --max-batch-prefill-tokens or --max-concurrent-requests"
@@ -358,6 +364,7 @@ class Model:
             drafts=self.num_proposals or self.speculate,
             adapters=self.adapters,
             host_blocks=self.host_blocks,
+            stage=self.loaded.stage,
         )
 
     def _make_sampler(self, max_rows: int) -> Sampler:

@@ -7,10 +7,39 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from legato.kernels.attention.mixed import MixedLengths
 from legato.kernels.attention.paged import PagedContext
-from legato.layers.step import ChunkSpans, MixedSpans, Sides, Step
+from legato.layers.step import ChunkSpans, Sides, Step
+from legato.pb import generate_pb2 as pb
 from legato.server.rows import Rows, RowStep, to_device
+
+
+def advance(rows: Rows, request: pb.StepRequest) -> list[RowStep]:
+    """Write down what a request says about the rows; returns what each of them computes."""
+    for admission in request.admitted:
+        rows.admit(
+            admission.row,
+            admission.request_id,
+            np.frombuffer(admission.input_ids, dtype="<i4"),
+            admission.num_cached,
+            admission.prompt_logprobs,
+            admission.top_n_tokens,
+            admission.num_generated,
+        )
+        rows.append_blocks(admission.row, list(admission.blocks))
+        if rows.adapters is not None:
+            rows.adapters.set(admission.row, admission.adapter_slot if admission.adapter_id else None)
+    parts, first, first_draft = [], 0, 0
+    new_blocks, all_drafts = list(request.new_blocks), list(request.draft_ids)
+    num_drafts = request.num_drafts or [0] * len(request.rows)
+    columns = zip(request.rows, request.num_tokens, request.num_new_blocks, num_drafts, strict=True)
+    for row, count, num_new, drafts in columns:
+        if num_new:
+            rows.append_blocks(row, new_blocks[first : first + num_new])
+            first += num_new
+        draft_ids = tuple(all_drafts[first_draft : first_draft + drafts])
+        first_draft += drafts
+        parts.append(rows.advance(row, count, draft_ids))
+    return parts
 
 
 def decodes_first(parts: list[RowStep]) -> list[int]:
@@ -121,7 +150,7 @@ def prepare(rows: Rows, parts: list[RowStep], block_size: int, dtype: torch.dtyp
         rows=row_index,
         block_tables=rows.block_tables,
         context_lens=to_device(packed.context_lens, device),
-        chunks=_spans(packed, device),
+        chunks=_spans(packed.counts[d:], packed.starts[d:], d, device),
         on_host=on_host,
         sides=None if rows.encoder_lens is None else _sides(rows, rows.encoder_lens, parts, packed),
         adapters=rows.adapters_of(parts, packed.owners),
@@ -142,25 +171,8 @@ def _sides(rows: Rows, encoder_lens: torch.Tensor, parts: list[RowStep], packed:
     )
 
 
-def _spans(packed: Packed, device: torch.device) -> ChunkSpans | None:
-    d = packed.num_decodes
-    counts, starts = packed.counts[d:], packed.starts[d:]
+def _spans(counts: np.ndarray, starts: np.ndarray, first_token: int, device: torch.device) -> ChunkSpans | None:
     if not len(counts):
         return None
-    whole = None if starts.any() else counts.tolist()
-    with_decodes = _mixed_spans(packed, device) if d and device.type != "cpu" else None
-    return ChunkSpans(d, to_device(_prefix_sums(counts), device), whole, with_decodes)
-
-
-def _mixed_spans(packed: Packed, device: torch.device) -> MixedSpans:
-    d = packed.num_decodes
-    decodes, counts = packed.context_lens[:d], packed.counts[d:].astype(np.int64)
-    # A query sees half of its chunk, on average.
-    pairs = int((counts * (packed.starts[d:] + counts / 2)).sum())
-    lengths = MixedLengths(d, int(decodes.sum()), int(decodes.max()), pairs)
-    return MixedSpans(to_device(_prefix_sums(packed.counts), device), lengths)
-
-
-def _prefix_sums(counts: np.ndarray) -> np.ndarray:
-    sums: np.ndarray = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
-    return sums
+    cu_seqlens = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
+    return ChunkSpans(first_token, to_device(cu_seqlens, device), None if starts.any() else counts.tolist())

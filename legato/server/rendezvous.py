@@ -13,18 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from legato.cluster.frames import BrokenLink
 from legato.common.errors import EndpointInUse, OptionError
 from legato.common.options import ServerOptions
 from legato.layers.shard import Shard
 from legato.server.memory.budget import OutOfMemory
+from legato.server.nodes.joining import ShardLinks
 
 # For the others to start, to load, or to finish a step. A shard that ends is noticed at once.
 LONGEST_WAIT = timedelta(minutes=20)
 
 
-def join(options: ServerOptions, device: torch.device) -> Shard:
+def join(options: ServerOptions, device: torch.device, links: ShardLinks | None = None) -> Shard:
     """Join the process group: NCCL on GPUs, gloo on CPUs. A single shard needs none."""
     rank, world_size = options.rank, options.world_size
+    if links is not None:
+        return _join_stage(options, device, links)
     if world_size == 1:
         return Shard()
     try:
@@ -48,6 +52,28 @@ def join(options: ServerOptions, device: torch.device) -> Shard:
             f"shard {rank} cannot reach the others at {where} (--master-addr, --master-port): {reason}"
         ) from None
     return Shard(rank, world_size)
+
+
+def _join_stage(options: ServerOptions, device: torch.device, links: ShardLinks) -> Shard:
+    """The shards of a stage on one machine find each other by a file: no port is open for that."""
+    shard = links.shard(device)
+    if shard.world_size == 1 or shard.collectives is not None:
+        return shard
+    stay_on_loopback()
+    file = f"{os.path.abspath(options.uds_path)}.store.{options.group_id}.{shard.stage}"  # the launcher removes it
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.FileStore(file, shard.world_size),  # type: ignore[attr-defined]  # not in its __all__
+            rank=shard.rank,
+            world_size=shard.world_size,
+            timeout=LONGEST_WAIT,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise OptionError(f"shard {options.rank} cannot reach the others of its stage: {reason}") from None
+    return shard
 
 
 def resolve(host: str, port: int) -> str:
@@ -95,9 +121,10 @@ def end_if_out_of_sync(shard: Shard, doing: str, error: Exception) -> None:
     """End this process if `error` may have left the other shards waiting for it in a collective.
 
     Out of memory, a failed kernel or a lost peer happens on one shard. Every other error is caused by the request, and
-    is the same on all shards.
+    is the same on all shards; but stages of a pipeline compute different things.
     """
-    if shard.world_size > 1 and isinstance(error, RuntimeError | MemoryError | OutOfMemory):
+    is_own = isinstance(error, RuntimeError | MemoryError | OutOfMemory | BrokenLink)
+    if shard.num_stages > 1 or (shard.world_size > 1 and is_own):
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         print(f"error: shard {shard.rank} failed in {doing}: {reason}", file=sys.stderr, flush=True)
         os._exit(1)

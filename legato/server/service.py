@@ -30,6 +30,7 @@ from legato.server.listening import serve, socket_paths, socket_urls
 from legato.server.loading import load
 from legato.server.memory.allocator import keep_freed_memory
 from legato.server.model import Model
+from legato.server.nodes.joining import join_links
 from legato.server.pending import PendingStep
 from legato.server.rendezvous import end_if_out_of_sync
 from legato.server.stream import Answer, Context, StepStreamService
@@ -237,6 +238,8 @@ class TextGenerationService(StepStreamService):
 
     def _batches(self, method: str) -> UnaryBatches:
         self._refuse_while_streaming(method)
+        if self._model.loaded.stage is not None:
+            raise RequestRefused(f"{method}: a stage of a pipeline supports the Tokens stream only")
         if self._unary is None:
             self._unary = UnaryBatches(self._model, self._tokenizer)
         return self._unary
@@ -264,7 +267,11 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
     keep_freed_memory()
     engine, reports = ThreadPoolExecutor(1, thread_name_prefix="engine"), LoadingReports()
     reports.advance()  # torch is imported
-    model = engine.submit(lambda: Model(load(files, options, reports.advance), options, reports.advance)).result()
+    path = socket_paths(options)[options.rank]
+    links = join_links(options, files, path)
+    model = engine.submit(
+        lambda: Model(load(files, options, reports.advance, links), options, reports.advance)
+    ).result()
     service = TextGenerationService(model, socket_urls(options), engine, when_warm=freeze_gc, reports=reports)
     reports.done()
-    asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))
+    asyncio.run(serve(service, path, ShardSpans.open(options)))

@@ -72,6 +72,12 @@ TGI_DEFAULTS: dict[str, Any] = {
     "max-image-fetch-size": 1 << 30,
 }
 LEGATO_DEFAULTS: dict[str, Any] = {
+    "nnodes": 1,
+    "node-rank": 0,
+    "node-addr": None,
+    "pipeline-parallel-size": 1,
+    "cluster-key": None,
+    "cluster-key-file": None,
     # TGI refuses the 129th request. A queue costs little, and a refused user costs a user.
     "max-concurrent-requests": 4096,
     "http-workers": None,

@@ -15,7 +15,6 @@ from legato.grammar.kinds import Grammar
 from legato.router.monitoring.health import IDLE_CHECK_SECONDS
 from legato.router.recovery import ConnectedShards
 from legato.router.shards import ShardsLost
-from legato.router.step_loop import STEPS_IN_FLIGHT
 from legato.scheduling.blocks import RESERVED_BLOCKS
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import StepPlan, StepResult
@@ -23,6 +22,7 @@ from tests.simulation.event_loop import SimulatedLoop
 from tests.simulation.scenario import LONGEST_DELAY, LONGEST_START, LONGEST_STEP, Scenario
 from tests.simulation.shard import SimulatedShard
 
+STEPS_IN_FLIGHT = 2  # of shards that are no pipeline
 DIED = "the shards died (simulated)"
 NO_START = "no shard answers (simulated)"
 

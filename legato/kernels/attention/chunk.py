@@ -102,13 +102,11 @@ def chunk_attention(
     scoring: Scoring,
     out: Tensor | None = None,
     config: ChunkConfig | None = None,
-    num_singles: int = 0,
 ) -> Tensor:
     """q [T, num_heads, head_dim]; sequence i owns the queries from cu_seqlens_q[i] to cu_seqlens_q[i + 1].
 
     They are the last of its context. q begins with the query cu_seqlens_q[0], so parts of a batch need no new sums.
     A sequence without a context is left out, and so is what lies behind the last one: `out` stays as it is there.
-    The first `num_singles` sequences have one query each, and a kernel may compute them in another order.
     """
     check_queries(q, kv)
     assert cu_seqlens_q.shape == (kv.num_sequences + 1,), (cu_seqlens_q.shape, kv.num_sequences)
@@ -116,7 +114,7 @@ def chunk_attention(
     run = kernel_or_torch(q, _chunk_attention_triton, _chunk_attention_torch)
     if config is None and suits(q, kv, scoring):
         run = kernel_or_torch(q, _hopper_attention, run)
-    return run(q, kv, cu_seqlens_q, scoring, out, config, num_singles)
+    return run(q, kv, cu_seqlens_q, scoring, out, config)
 
 
 def _chunk_attention_torch(
@@ -126,7 +124,6 @@ def _chunk_attention_torch(
     scoring: Scoring,
     out: Tensor | None = None,
     config: ChunkConfig | None = None,
-    num_singles: int = 0,
 ) -> Tensor:
     return ragged_attention_torch(q, kv, cu_seqlens_q, scoring, out)
 
@@ -138,10 +135,9 @@ def _hopper_attention(
     scoring: Scoring,
     out: Tensor | None = None,
     config: ChunkConfig | None = None,
-    num_singles: int = 0,
 ) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    return hopper_attention(q, kv, cu_seqlens_q, scoring, out, num_singles)
+    return hopper_attention(q, kv, cu_seqlens_q, scoring, out)
 
 
 def _chunk_attention_triton(
@@ -151,7 +147,6 @@ def _chunk_attention_triton(
     scoring: Scoring,
     out: Tensor | None = None,
     config: ChunkConfig | None = None,
-    num_singles: int = 0,
 ) -> Tensor:
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, kv.k_cache.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out

@@ -6,9 +6,6 @@ each; while one of them is busy with its softmax, the matrix units work for the 
 values of one step while the softmax of the next is computed. Pages go to their places in a tile of shared memory one by
 one: nothing is gathered in between, and it takes no memory of the device.
 
-Decodes beside prompts are tiles of one token (`mixed.py`): one group computes, and a tile takes about as long as its
-keys need to arrive. They are started first, so that they read while other multiprocessors multiply.
-
 Written in Gluon, Triton's language for those who say themselves which warp does what. It has no interpreter: tests
 compile it everywhere and run it where there is such a GPU.
 """
@@ -17,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from legato.kernels.attention.hopper_tile import find_tile, hide_unknown, pass_by, rows_of_tile, store_part, weigh
+from legato.kernels.attention.hopper_tile import find_tile, hide_unknown, rows_of_tile, store_part, weigh
 from legato.kernels.attention.tiles import MIN_BLOCKS, merge_parts, new_parts, split_plan
 from legato.kernels.device import limits_of
 from legato.kernels.gluon import (
@@ -68,9 +65,7 @@ def suits(q: Tensor, kv: PagedKV, scoring: Scoring) -> bool:
     )
 
 
-def hopper_attention(
-    q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring: Scoring, out: Tensor, num_singles: int = 0
-) -> Tensor:
+def hopper_attention(q: Tensor, kv: PagedKV, cu_seqlens_q: Tensor, scoring: Scoring, out: Tensor) -> Tensor:
     """As `chunk_attention`, for whatever `suits`."""
     (num_tokens, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, kv.k_cache.shape
     group = num_heads // num_kv_heads
@@ -82,12 +77,8 @@ def hopper_attention(
         TensorDescriptor.from_tensor(cache.view(-1, num_kv_heads * head_dim), [page, 64], layout)
         for cache in (kv.k_cache, kv.v_cache)
     )
-    tokens = BLOCK_M // group
-    num_tiles = num_tokens // tokens + kv.num_sequences
-    num_first = num_singles + (num_singles - 1) // tokens if num_singles else 0
-    # Tiles of one token take about half as long as others.
-    plan = split_plan(num_tiles - num_first // 2, num_kv_heads, limits_of(q).num_multiprocessors)
-    plan = plan.behind(num_first, num_tiles)
+    num_tiles = num_tokens // (BLOCK_M // group) + kv.num_sequences
+    plan = split_plan(num_tiles, num_kv_heads, limits_of(q).num_multiprocessors)
     parts = new_parts(plan, num_kv_heads, BLOCK_M, head_dim, q.device)
     _hopper_kernel[(num_kv_heads, num_tiles - plan.num_tiles + plan.num_parts)](
         out,
@@ -100,7 +91,6 @@ def hopper_attention(
         kv.rows,
         cu_seqlens_q,
         kv.num_sequences,
-        num_first,
         plan.num_tiles,
         plan.num_splits,
         q.stride(0),
@@ -122,7 +112,7 @@ def hopper_attention(
     return out
 
 
-@gluon_jit("context_lens", "rows", "cu_seqlens_q", "num_sequences", "num_first", "num_split_tiles", "num_splits")
+@gluon_jit("context_lens", "rows", "cu_seqlens_q", "num_sequences", "num_split_tiles", "num_splits")
 def _hopper_kernel(
     out: Pointer,
     parts: Pointer,
@@ -134,7 +124,6 @@ def _hopper_kernel(
     rows: Pointer,
     cu_seqlens_q: Pointer,
     num_sequences: Scalar,
-    num_first: Scalar,
     num_split_tiles: Scalar,
     num_splits: Scalar,
     q_stride: Scalar,
@@ -154,18 +143,16 @@ def _hopper_kernel(
         gdc_launch_dependents()
         gdc_wait()
     kv_head = gl.program_id(0)
-    # Behind the first ones those with the longest contexts, the last of a sequence: none of them is left to the end.
+    # The last tiles of a sequence have the longest contexts: they start first, so that no long one is left to the end.
     place = gl.program_id(1)
     num_whole = gl.num_programs(1) - num_split_tiles * num_splits
-    tile = place
+    tile = num_whole + num_split_tiles - 1 - place
     split = 0
     splits = 1
     if place >= num_whole:
-        tile = num_first + num_split_tiles - 1 - (place - num_whole) // num_splits
+        tile = num_split_tiles - 1 - (place - num_whole) // num_splits
         split = (place - num_whole) % num_splits
         splits = num_splits
-    elif place >= num_first:
-        tile = num_whole + num_split_tiles - 1 - (place - num_first)
     tokens: gl.constexpr = 128 // GROUP
     sequence, first_query, num_queries, first_token = find_tile(tile, cu_seqlens_q, num_sequences, tokens)
     context_len = gl.load(context_lens + sequence)
@@ -186,7 +173,7 @@ def _hopper_kernel(
             return
         splits = 1
     elif splits > 1:
-        part = ((tile - num_first) * num_splits + split) * NUM_KV_HEADS + kv_head
+        part = (tile * num_splits + split) * NUM_KV_HEADS + kv_head
     begin = num_blocks * split // splits
     end = num_blocks * (split + 1) // splits
 
@@ -309,9 +296,6 @@ def _compute(
 ) -> None:
     # fmt: on
     """64 rows of the tile. Scores of step i are computed while the values of step i - 1 are mixed."""
-    if first_token + WARP_GROUP * 64 // GROUP >= num_queries:
-        pass_by(k_ready, v_ready, k_free, v_free, end - begin, STAGES)
-        return
     dtype: gl.constexpr = k_bands.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     mixed_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])

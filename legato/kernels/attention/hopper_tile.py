@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legato.kernels.gluon import fence_async_shared, gl, gluon_jit, mbarrier
+from legato.kernels.gluon import fence_async_shared, gl, gluon_jit
 from legato.kernels.language import Pointer, Scalar, constexpr
 
 
@@ -20,20 +20,6 @@ def find_tile(tile: Scalar, cu_seqlens_q: Pointer, num_sequences: Scalar, TOKENS
     first_query = gl.load(cu_seqlens_q + sequence) - base
     num_queries = gl.load(cu_seqlens_q + sequence + 1) - base - first_query
     return sequence, first_query, num_queries, (tile - first_query // TOKENS - sequence) * TOKENS
-
-
-@gluon_jit()
-def pass_by(
-    k_ready: Pointer, v_ready: Pointer, k_free: Pointer, v_free: Pointer, count: Scalar, STAGES: constexpr
-) -> None:
-    """What a group without rows does while the other computes: it holds up no tile of keys and values."""
-    for i in range(count):
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
-        mbarrier.wait(k_ready.index(stage), phase)
-        mbarrier.arrive(k_free.index(stage), count=1)
-        mbarrier.wait(v_ready.index(stage), phase)
-        mbarrier.arrive(v_free.index(stage), count=1)
 
 
 @gluon_jit()

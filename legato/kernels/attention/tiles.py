@@ -29,19 +29,14 @@ MERGED_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """`num_tiles` tiles from `first` on, which are started last, are split into `num_splits` parts each."""
+    """The first `num_tiles` tiles, which are started last, are split into `num_splits` parts each."""
 
     num_tiles: int
     num_splits: int
-    first: int = 0
 
     @property
     def num_parts(self) -> int:
         return self.num_tiles * self.num_splits
-
-    def behind(self, first: int, num_tiles: int) -> SplitPlan:
-        """The same of `num_tiles` tiles of which the first ones stay whole."""
-        return SplitPlan(min(self.num_tiles, num_tiles - first), self.num_splits, first)
 
 
 def split_plan(num_tiles: int, num_kv_heads: int, num_multiprocessors: int) -> SplitPlan:
@@ -74,7 +69,6 @@ def merge_parts(
         kv.context_lens,
         cu_seqlens_q,
         kv.num_sequences,
-        plan.first,
         plan.num_splits,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=out.shape[1] // num_kv_heads,
@@ -107,14 +101,13 @@ def find_tile(tile: Scalar, cu_seqlens_q: Pointer, num_sequences: Scalar, TOKENS
     return sequence, first_query, num_queries, (tile - first_query // TOKENS - sequence) * TOKENS
 
 
-@jit_for_any("context_lens", "cu_seqlens_q", "num_sequences", "first", "num_splits")
+@jit_for_any("context_lens", "cu_seqlens_q", "num_sequences", "num_splits")
 def _merge_parts_kernel(
     out: Pointer,
     parts: Pointer,
     context_lens: Pointer,
     cu_seqlens_q: Pointer,
     num_sequences: Scalar,
-    first: Scalar,
     num_splits: Scalar,
     NUM_KV_HEADS: constexpr,
     GROUP: constexpr,
@@ -129,7 +122,7 @@ def _merge_parts_kernel(
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     tokens: tl.constexpr = BLOCK_M // GROUP
-    sequence, first_query, num_queries, first_token = find_tile(first + tile, cu_seqlens_q, num_sequences, tokens)
+    sequence, first_query, num_queries, first_token = find_tile(tile, cu_seqlens_q, num_sequences, tokens)
     context_len = tl.load(context_lens + sequence)
     if (first_token >= num_queries) | (context_len == 0):
         return

@@ -29,6 +29,7 @@ from legato.server.fake.script import read_script
 from legato.server.fake.shard import BrokenContract, FakeEngine, FakeLimits, Script
 from legato.server.interceptor import RequestRefused
 from legato.server.listening import serve, socket_paths, socket_urls
+from legato.server.nodes.place import open_network, place_of
 from legato.server.stream import Answer, Context, StepStreamService
 from legato.server.tracing import ShardSpans
 
@@ -222,5 +223,8 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
         model, urls, cost, options.block_size, options.prefix_caching, options.speculate or 0, script,
         FakeAdapters.open(options),
     )  # fmt: skip
+    path = socket_paths(options)[options.rank]
+    if (place := place_of(options)) is not None:
+        open_network(place, options, files, path)
     LoadingReports().done()
-    asyncio.run(serve(service, socket_paths(options)[options.rank], ShardSpans.open(options)))
+    asyncio.run(serve(service, path, ShardSpans.open(options)))

@@ -1,0 +1,1 @@
+"""Authenticated TCP links between the processes of one model on several machines. Never imports torch."""

@@ -1,0 +1,187 @@
+"""Both ends of a connection between machines: who may come in, and how one gets there."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from legato.cluster.frames import (
+    BrokenLink,
+    FrameKind,
+    LinkRefused,
+    prove_to_caller,
+    prove_to_listener,
+    receive_message,
+    send_message,
+)
+from legato.cluster.secret import ForeignProtocol, WrongKey
+from legato.common.errors import EndpointInUse, LegatoError, OptionError
+from legato.common.throttled_log import ThrottledLog
+
+logger = logging.getLogger(__name__)
+
+# Connections that have not proven that they know the key; one more and the oldest of them is closed.
+MAX_STRANGERS = 64
+# Seconds for that proof.
+PROOF_SECONDS = 5.0
+# Seconds in which a connection to another machine must be there, and between two attempts.
+CONNECT_SECONDS = 3.0
+RETRY_SECONDS = 0.2
+# After this many seconds in which the other machine acknowledges nothing, the kernel closes a link.
+SILENCE_SECONDS = 10.0
+
+# Gets the connection, the kind of its first message and the message. The connection is its own from then on.
+Handle = Callable[[socket.socket, FrameKind, dict[str, Any]], Awaitable[None]]
+
+
+class GuardedListener:
+    """Listens on one address, and hands over connections whose other end knows the key."""
+
+    def __init__(self, address: str, port: int, key: bytes, handle: Handle) -> None:
+        """EndpointInUse, OptionError."""
+        self._key = key
+        self._handle = handle
+        self._strangers: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
+        self._known: set[asyncio.Task[None]] = set()
+        self._log = ThrottledLog(logger)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.setblocking(False)
+        try:
+            self._socket.bind((address, port))
+        except OSError as error:
+            self._socket.close()
+            if error.errno == errno.EADDRINUSE:
+                raise EndpointInUse(f"--master-port: another process listens on {address} port {port}") from None
+            raise OptionError(f"cannot listen on {address} port {port} (--master-addr, --node-addr): {error}") from None
+        self._socket.listen(256)
+
+    @property
+    def port(self) -> int:
+        number: int = self._socket.getsockname()[1]
+        return number
+
+    async def serve(self) -> None:
+        """For ever."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    connection, _ = await loop.sock_accept(self._socket)
+                except OSError as error:  # no descriptors left: those of strangers are free in a moment
+                    self._log.warning("A connection to the cluster's port could not be accepted")
+                    await asyncio.sleep(0.1 if error.errno in (errno.EMFILE, errno.ENFILE) else 0)
+                    continue
+                if len(self._strangers) >= MAX_STRANGERS:
+                    next(iter(self._strangers)).cancel()
+                    await asyncio.sleep(0)
+                task = asyncio.ensure_future(self._admit(connection))
+                self._strangers[task] = None
+                task.add_done_callback(lambda done: self._strangers.pop(done, None))
+        finally:
+            for task in list(self._strangers):
+                task.cancel()
+            self._socket.close()
+
+    async def _admit(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        try:
+            async with asyncio.timeout(PROOF_SECONDS):
+                await prove_to_caller(connection, self._key)
+        except (WrongKey, ForeignProtocol):
+            self._log.warning("A connection to the cluster's port was refused: it does not know the cluster key")
+            connection.close()
+        except (BrokenLink, OSError, TimeoutError):
+            self._log.warning("A connection to the cluster's port ended before it had proven that it knows the key")
+            connection.close()
+        except asyncio.CancelledError:
+            self._log.warning("Too many connections to the cluster's port have not proven that they know the key")
+            connection.close()
+        else:
+            await self._welcome(connection)
+
+    async def _welcome(self, connection: socket.socket) -> None:
+        """Of somebody who knows the key."""
+        if (task := asyncio.current_task()) is not None:
+            self._strangers.pop(task, None)
+            self._known.add(task)
+            task.add_done_callback(self._known.discard)
+        try:
+            tune(connection)
+            async with asyncio.timeout(PROOF_SECONDS):
+                kind, fields = await receive_message(connection)
+            await self._handle(connection, kind, fields)
+        except (BrokenLink, OSError, TimeoutError) as error:
+            logger.debug("A connection between machines ended: %s", describe(error))
+            connection.close()
+
+
+async def connect(address: str, port: int, key: bytes, source: str | None = None) -> socket.socket:
+    """A connection whose ends have proven that they know the key. OSError, TimeoutError, BrokenLink while the other end
+    is not there; WrongKey and ForeignProtocol if it is and will not do."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    family, _, _, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        if source is not None:
+            connection.bind((source, 0))
+        async with asyncio.timeout(CONNECT_SECONDS):
+            await loop.sock_connect(connection, target)
+        async with asyncio.timeout(PROOF_SECONDS):
+            await prove_to_listener(connection, key)
+        tune(connection)
+        return connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+async def call(
+    address: str, port: int, key: bytes, fields: dict[str, Any], *, source: str | None = None
+) -> socket.socket:
+    """Connect to a shard and say who we are. LinkRefused if it never wants the link, BrokenLink if not now."""
+    connection = await connect(address, port, key, source)
+    try:
+        async with asyncio.timeout(PROOF_SECONDS):
+            await send_message(connection, FrameKind.HELLO, **fields)
+            kind, answer = await receive_message(connection)
+        if kind != FrameKind.WELCOME:
+            reason = str(answer.get("reason", "refused"))
+            raise BrokenLink(reason) if answer.get("again") else LinkRefused(reason)
+        return connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+async def call_until_there(
+    address: str, port: int, key: bytes, fields: dict[str, Any], *, source: str | None = None
+) -> socket.socket:
+    """The same, for as long as it takes the other end to be there. WrongKey, ForeignProtocol, LinkRefused."""
+    while True:
+        with suppress(OSError, TimeoutError, BrokenLink):
+            return await call(address, port, key, fields, source=source)
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+def tune(connection: socket.socket) -> None:
+    """Small messages go at once, and a machine that is gone is noticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    milliseconds = int(SILENCE_SECONDS * 1000)
+    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_USER_TIMEOUT", milliseconds)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def describe(error: BaseException) -> str:
+    if isinstance(error, LegatoError):
+        return str(error)
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

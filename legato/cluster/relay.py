@@ -1,0 +1,114 @@
+"""`python -m legato.cluster.relay`: unix sockets on the first machine in place of the shards on the others.
+
+The router connects to them as to shards beside it; every connection goes through an authenticated tunnel. The relay
+stands for the remote shards: it ends when it loses one of them, and whoever kills it ends them, because the launchers
+start all shards of a model anew when one of their children has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+
+from legato.cluster.connecting import call, call_until_there
+from legato.cluster.frames import BrokenLink
+from legato.cluster.network import TUNNEL, WATCH
+from legato.cluster.tunnels import pipe, wait_until_closed
+from legato.common.errors import LegatoError
+from legato.common.logging import setup
+from legato.common.option import option
+from legato.common.options import LogOptions
+from legato.common.program import command, run_program
+from legato.common.sockets import claim_socket
+
+logger = logging.getLogger("legato.cluster.relay")  # which runs as __main__
+
+
+class RemoteShardLost(LegatoError):
+    """A shard on another machine has ended, or cannot be reached any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayOptions(LogOptions):
+    """Relay"""
+
+    uds_path: str = option("", "Unix socket path prefix to listen on; `-RANK` is appended.", env=None)
+    remote: tuple[str, ...] = option((), "RANK=ADDRESS=PORT of each remote shard.", env=None)
+    source: str = option("", "Address of this machine to connect from.", env=None)
+    group_id: str = option("", "Start of the shards that is served.", env=None)
+    cluster_key: str = option("", "The shared secret.", secret=True)
+
+
+def run(options: RelayOptions) -> None:
+    setup(options.logger_level, options.json_output, "relay")
+    asyncio.run(serve(options))
+
+
+async def serve(options: RelayOptions) -> None:
+    remotes = [remote.split("=") for remote in options.remote]
+    tasks = [
+        asyncio.ensure_future(_stand_for(int(rank), address, int(port), options)) for rank, address, port in remotes
+    ]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _stand_for(rank: int, address: str, port: int, options: RelayOptions) -> None:
+    """Until the shard is lost."""
+    key, source = options.cluster_key.encode(), options.source or None
+    hello = {"group": options.group_id}
+    watched = await call_until_there(address, port, key, hello | {"purpose": WATCH}, source=source)
+    end = asyncio.ensure_future(wait_until_closed(watched))
+    serving = asyncio.ensure_future(_serve_socket(rank, address, port, options))
+    await asyncio.wait([end, serving], return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
+    raise RemoteShardLost(f"lost shard {rank} on {address}")
+
+
+async def _serve_socket(rank: int, address: str, port: int, options: RelayOptions) -> None:
+    """The socket appears when the remote shard serves, as it would if the shard were here."""
+    key, source, loop = options.cluster_key.encode(), options.source or None, asyncio.get_running_loop()
+    hello = {"group": options.group_id, "purpose": TUNNEL}
+    (await call_until_there(address, port, key, hello, source=source)).close()
+    path = f"{options.uds_path}-{rank}"
+    claim_socket(path, "--uds-path")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.setblocking(False)
+    old_mask = os.umask(0o177)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(old_mask)
+    listener.listen(64)
+    logger.info("Connected to shard %d on another machine", rank, extra={"fields": {"address": address}})
+    tunnels: set[asyncio.Task[None]] = set()
+    while True:
+        connection, _ = await loop.sock_accept(listener)
+        connection.setblocking(False)
+        task = asyncio.ensure_future(_tunnel(connection, address, port, key, hello, source))
+        tunnels.add(task)
+        task.add_done_callback(tunnels.discard)
+
+
+async def _tunnel(
+    connection: socket.socket, address: str, port: int, key: bytes, hello: dict[str, str], source: str | None
+) -> None:
+    with suppress(OSError, TimeoutError, BrokenLink):
+        await pipe(connection, await call(address, port, key, hello, source=source))
+        return
+    connection.close()
+
+
+COMMAND = command(RelayOptions, run, "legato-relay", "Unix sockets in place of shards on other machines.")
+
+if __name__ == "__main__":
+    sys.exit(run_program(COMMAND))
