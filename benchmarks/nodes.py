@@ -1,9 +1,11 @@
 """A model on two machines, which are network namespaces on this one: the same tokens as one process, and how fast.
 
-    python -m benchmarks.nodes --out benchmarks/results/nodes.json      # as root, with `ip`
+    python -m benchmarks.nodes                        # as root, with `ip`
+    python -m benchmarks.nodes --layout "PP 2"        # one of them; what the file has of the others stays
 
 Every layout (tensor parallelism over the link, pipeline stages, both) runs with the link as it is and with delay and
-loss. It fails if a stream has other tokens than one process gives.
+loss. It fails if a stream has other tokens than one process gives. In float32, because with `--packed` weights shards
+that share a product round otherwise than one process, on one machine, too; pipeline stages do not.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ LAYOUTS = {
 }
 # Seconds of delay each way, and the share of packets that is lost.
 LINKS = {"fast": (0.0, 0.0), "5 ms, 1 % lost": (0.005, 0.01)}
+RESULT = Path(__file__).parent / "results" / "nodes.json"
 SUBJECTS = ("the sea", "a clock", "bread", "the moon", "a lost key", "winter", "an old road", "the first machine")
 
 
@@ -106,22 +109,23 @@ def measure(server: ClusterServer, texts: list[str], num_tokens: int, expected: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--layout", action="append", choices=list(LAYOUTS))
     parser.add_argument("--model-id")
-    parser.add_argument("--dtype")
+    parser.add_argument("--packed", action="store_true", help="weights as a CPU has them by default, not float32")
     options = parser.parse_args()
     if (missing := missing_for_namespaces()) is not None:
         sys.exit(f"error: {missing}")
     leave_nothing_behind()
-    words = [f"--{name}={value}" for name, value in (("model-id", options.model_id), ("dtype", options.dtype)) if value]
+    words = [f"--model-id={options.model_id}"] if options.model_id else []
+    words += [] if options.packed else ["--dtype=float32"]
     texts = prompts(options.streams)
     expected, seconds = expected_tokens(words, texts, options.tokens)
     rate = round(options.streams * options.tokens / seconds, 1)
     print(f"one process: {rate} tokens per second")
-    results: dict[str, Any] = {"one process": {"tokens_per_second": rate}}
+    results: dict[str, Any] = {}
     for layout in options.layout or LAYOUTS:
         for link, (delay, loss) in LINKS.items():
             with (
@@ -131,10 +135,12 @@ def main() -> None:
             ):
                 found = results.setdefault(layout, {})[link] = measure(server, texts, options.tokens, expected)
                 print(f"{layout}, link {link}: {json.dumps(found)}", flush=True)
-    if options.out is not None:
+    runs = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for layout, links in results.items():
         sizes = {"streams": options.streams, "tokens": options.tokens, "options": words}
-        report = {"environment": environment(), "load": sizes, "results": results}
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        name = f"{layout}, packed" if options.packed else layout
+        runs[name] = {**environment(), **sizes, "one process": {"tokens_per_second": rate}, **links}
+    options.out.write_text(json.dumps(runs, indent=1) + "\n")
     figures = [figure for links in results.values() for figure in links.values() if isinstance(figure, dict)]
     if any(figure["equal"] < figure["streams"] for figure in figures):
         sys.exit("error: tokens differ from those of one process")

@@ -226,10 +226,11 @@ def test_the_ports_listen_on_the_given_addresses_only(served: ClusterServer) -> 
 
 
 @pytest.mark.timeout(1800)
-def test_the_default_model_on_two_machines(network: Namespaces) -> None:
+@pytest.mark.parametrize("more", [[], ["--packed", "--layout=PP 2"]])
+def test_the_default_model_on_two_machines(network: Namespaces, tmp_path: Path, more: list[str]) -> None:
     """In every layout, over a fast link and a slow one that loses packets: `benchmarks/nodes.py` fails if a token
     differs."""
-    run = [sys.executable, "-m", "benchmarks.nodes", "--streams=4", "--tokens=16"]
+    run = [sys.executable, "-m", "benchmarks.nodes", "--streams=4", "--tokens=16", f"--out={tmp_path}/out", *more]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
