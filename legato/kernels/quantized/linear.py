@@ -211,8 +211,9 @@ def tiled_config(num_rows: int, operand: Operand, itemsize: int, limits: GpuLimi
     config = TiledConfig(tile_rows, rows, num_warps, num_stages)
     while config.num_stages > 2 and shared_memory(config, operand, itemsize) > limits.shared_memory:
         config = replace(config, num_stages=config.num_stages - 1)
-    if shared_memory(config, operand, itemsize) > limits.shared_memory:
-        config = TiledConfig(64, min(rows, 64), 4, 2)
+    for size, warps in ((64, 4), (32, 2)):
+        if shared_memory(config, operand, itemsize) > limits.shared_memory:
+            config = TiledConfig(size, min(rows, size), warps, 2)
     # So many programs are on a multiprocessor at once, and it takes that many to keep memory busy.
     at_once = 12 if rows <= 16 else 6 if rows <= 64 else 2 if config.num_warps == 4 else 1
     num_programs = ceil_div(operand.out_features, config.tile_rows) * ceil_div(num_rows, config.rows)
