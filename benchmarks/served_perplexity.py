@@ -32,9 +32,12 @@ REQUEST_SECONDS = 600.0
 AT_ONCE = 2
 
 
-def sequences_of(model: CpuModel, num_tokens: int, length: int, text: Path | None) -> list[list[int]]:
-    words = text.read_text() if text else "\n\n".join(topics.topics.values())
-    ids = model.files.tokenizer().encode(words, add_special_tokens=False).ids[:num_tokens]
+def local_text(file: Path | None) -> str:
+    return file.read_text() if file else "\n\n".join(topics.topics.values())
+
+
+def sequences_of(model: CpuModel, num_tokens: int, length: int, text: str) -> list[list[int]]:
+    ids = model.files.tokenizer().encode(text, add_special_tokens=False).ids[:num_tokens]
     found = [ids[first : first + length] for first in range(0, len(ids), length)]
     return [each for each in found if len(each) > 1]
 
@@ -51,9 +54,10 @@ def served_losses(port: int, ids: list[int]) -> list[float]:
     return [-value for value in found[1:]]
 
 
-def served(model: CpuModel, words: Sequence[str], sequences: list[list[int]]) -> list[float]:
+def served(words: Sequence[str], sequences: list[list[int]]) -> list[float]:
+    """Of all tokens, by a launcher with these arguments."""
     with (
-        launched(f"--model-id={model.path}", "--logger-level=error", *words) as (port, _),
+        launched("--logger-level=error", *words) as (port, _),
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
         return [loss for losses in pool.map(lambda ids: served_losses(port, ids), sequences) for loss in losses]
@@ -90,9 +94,9 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = CpuModel(given.model, Path(scratch))
-        sequences = sequences_of(model, given.tokens, given.length, given.text)
+        sequences = sequences_of(model, given.tokens, given.length, local_text(given.text))
         began = time.perf_counter()
-        ours = served(model, given.extra, sequences)
+        ours = served([f"--model-id={model.path}", *given.extra], sequences)
         seconds = time.perf_counter() - began
         if given.reference and given.reference.exists():
             theirs = json.loads(given.reference.read_text())

@@ -227,8 +227,8 @@ class CpuWorkloadOptions(Options):
 
     workload: tuple[str, ...] = flag(
         DEFAULT_CPU_WORKLOADS,
-        "`W1` one stream, `W2` 16 streams, `W3` a prompt of 1,024 tokens, `W4` 8 streams that share a prefix; repeat"
-        " the flag or separate values by commas.",
+        "`W1` one stream, `W2` 16 streams, `W3` a prompt of 1,024 tokens, `W4` 8 streams that share a prefix, `W5` 8"
+        " streams; repeat the flag or separate values by commas.",
     )
     repeat: int = flag(2, "Runs of each workload; the better one is reported.", minimum=1)
     scale: int = flag(1, "Divide the workloads' requests and lengths by this, for a quick look.", minimum=1)

@@ -79,7 +79,9 @@ class Library:
         self.matrix_free = function("matrix_free", None, p)
         self.rows = function("rows", c_int, p, p, i, i, p)
         self.apply = function("apply", c_int, p, p, i, i, p, c_float, c_int, p)
-        self.forward = function("forward", c_int, POINTER(Shape), POINTER(LayerPointers), POINTER(StepPointers), p, p)
+        structures = [POINTER(each) for each in (Shape, LayerPointers, StepPointers)]
+        self.forward = function("forward", c_int, *structures, p, p)
+        self.calibrate = function("calibrate", c_int, *structures, p, p)
         self.best = function("best", None, p, i, i, p, p)
         sizes = (c_int64 * 3)()
         function("sizes", None, POINTER(c_int64))(sizes)

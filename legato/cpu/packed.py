@@ -96,7 +96,7 @@ class PackedMatrix:
         self, x: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0, *, twice: bool = False
     ) -> torch.Tensor:
         """x [T, in] float32 -> [T, out]. With `norm` [in] RMSNorm comes first, where `in` is a multiple of 32. With
-        `twice` activations are more exact: what the first rounding leaves of them is rounded and multiplied too."""
+        `twice` activations are more exact: what the first rounding leaves of them is rounded and multiplied, too."""
         x = x.float().contiguous()
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         out = torch.empty(x.shape[0], self.out_features)
@@ -115,12 +115,15 @@ class PackedMatrix:
 
 
 def quantized_rows(x: torch.Tensor, twice: bool = False) -> torch.Tensor:
-    """x [T, in] as the products see it: int8 times the scale of 32 neighbours."""
+    """x [T, in] as the products see it: int8 times the scale of 32 neighbours; with `twice` 256 times an int8 and
+    another one for what is left, times a 256th of the scale."""
     grouped = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     most = grouped.abs().amax(2, keepdim=True)
-    codes = (grouped * torch.where(most > 0, 127 / most, torch.zeros_like(most))).round()
-    rounded = (codes * (most * (1 / 127))).flatten(1)[:, : x.shape[1]]
-    return rounded + quantized_rows(x - rounded) if twice else rounded
+    scale, factor = most * (1 / 127), torch.where(most > 0, 127 / most, torch.zeros_like(most))
+    codes = (grouped * factor).round()
+    if twice:
+        codes += ((grouped - codes * scale) * (256 * factor)).round().clamp(-127, 127) / 256
+    return (codes * scale).flatten(1)[:, : x.shape[1]]
 
 
 def rounded_to_8_bits(matrix: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ from legato.quantization.host import HostWeight
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+CALIBRATION_TOKENS = 64
 CACHE_DTYPE = torch.float16  # of keys and values: rounded less than the products round
 
 
@@ -144,6 +145,34 @@ class HostDecoder:
         self._head = None if absent[1] else _checked(_checked(model.head, Head).weight, HostWeight).packed
         norm = _checked(model.norm, RMSNorm)
         self._norm, self._eps = norm.weight.float().contiguous(), norm.eps
+        if not norm.weight.is_meta:
+            self._calibrate()
+
+    def _calibrate(self) -> None:
+        """Lets the library see some tokens, so that it knows which inputs of the products are rounded twice."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self._embedding.out_features, (CALIBRATION_TOKENS,), generator=generator)
+        x, order = self._embedding.rows(ids), torch.arange(CALIBRATION_TOKENS)
+        count, tables = torch.tensor([CALIBRATION_TOKENS], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+        num_values = CALIBRATION_TOKENS * self._shape.num_kv_heads * self._shape.head_dim
+        keys, values = torch.zeros(2, num_values, dtype=CACHE_DTYPE)
+        for pointers in self._pointers:  # one after the other
+            pointers.keys, pointers.values = keys.data_ptr(), values.data_ptr()
+        step = StepPointers(
+            num_tokens=CALIBRATION_TOKENS,
+            num_sequences=1,
+            num_wanted=CALIBRATION_TOKENS,
+            block_size=CALIBRATION_TOKENS,
+            table_stride=1,
+            positions=order.data_ptr(),
+            slots=order.data_ptr(),
+            counts=count.data_ptr(),
+            context_lens=count.data_ptr(),
+            tables=tables.data_ptr(),
+        )
+        shape, out = ctypes.byref(self._shape), torch.empty_like(x)
+        if self._library.calibrate(shape, self._pointers, ctypes.byref(step), x.data_ptr(), out.data_ptr()):
+            raise MemoryError
 
     def limit(self, longest: int) -> None:
         if isinstance(self._model, LimitedModel):

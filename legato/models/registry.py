@@ -167,7 +167,8 @@ def get_model(
         return built
     source = open_source(files)
     method = find_method(files, source, quantize)
-    if packs and isinstance(source, GgufSource) and (shard is None or shard.world_size == 1):
+    is_whole = shard is None or shard.world_size == 1
+    if packs and quantize is None and isinstance(source, GgufSource) and is_whole:
         method = replace(method, name="gguf", reader=GgufReader(source))
     weights = Weights(source, dtype, device, shard, progress, method, packs)
     try:

@@ -102,7 +102,8 @@ class Weights(ExpertMatrices):
         return self._target(head, [MatrixPart(name, vocab_size, rows)], hidden_size)
 
     def _packed_vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Weight:
-        weight = host_weight([self._matrix(MatrixSlice(name, vocab_size, hidden_size), packs=True)])
+        """Never in the method of --quantize: embedding and head are worth their bits."""
+        weight = host_weight([self._matrix(MatrixSlice(name, vocab_size, hidden_size), quantize=False, packs=True)])
         self.kinds.update(kinds_of(weight))
         return weight
 

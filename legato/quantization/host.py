@@ -1,7 +1,7 @@
 """Weights on a CPU: packed for the C library or, without it, for torch's own int8 product.
 
 GGUF Q4_0, Q4_1, Q4_K; 4-bit integers of GPTQ and AWQ    4 bits, as they are
-GGUF Q8_0; int8                                          8 bits, as they are
+GGUF Q8_0; int8; 8-bit integers without zeros            8 bits, as they are
 everything else                                          rounded to 8 bits, groups of 32
 """
 
@@ -94,6 +94,8 @@ def pack(matrix: Matrix) -> PackedRows:
         return pack_4(matrix.codes, matrix.scale, matrix.minimum)
     if isinstance(matrix, ScaledMatrix) and matrix.numbers.dtype == torch.int8 and _fits_groups(matrix):
         return pack_8(matrix.numbers.clamp(min=-127), _by_group(matrix, matrix.scale))
+    if isinstance(matrix, GroupedIntegers) and matrix.bits == 8 and matrix.zero is None and _fits_groups(matrix):
+        return pack_8((matrix.codes ^ 0x80).view(torch.int8).clamp(min=-127), _by_group(matrix, matrix.scale))
     if isinstance(matrix, GroupedIntegers) and matrix.bits == 4 and _fits_groups(matrix):
         return _pack_integers(matrix)
     return pack_dense(matrix.dense(torch.float32))

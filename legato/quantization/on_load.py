@@ -1,6 +1,7 @@
 """Dense matrices quantized while they are loaded: round to nearest, without calibration.
 
-int8, bitsandbytes, eetq              int8, a scale for each row
+int8, bitsandbytes                    int8, a scale for each row
+eetq                                  the same numbers, in products that never round activations
 fp8                                   e4m3, a scale for each row
 int4                                  4-bit integers with a zero, groups of 128
 bitsandbytes-nf4, bitsandbytes-fp4    bitsandbytes' tables, groups of 64
@@ -40,6 +41,19 @@ class RowQuantizer:
             scaled = (some.float() / scales).clamp_(-largest, largest)
             into.copy_(scaled.round_() if self.dtype == torch.int8 else scaled)
         return ScaledMatrix(ColumnGroups.regular(matrix.shape[1], 0), scale, numbers)
+
+
+@dataclass(frozen=True)
+class WeightOnlyQuantizer:
+    """int8 with one scale for each row, as codes of 8 bits: kernels multiply these with activations as they are,
+    however many rows there are."""
+
+    group_size: int = 0
+
+    def __call__(self, matrix: torch.Tensor) -> GroupedIntegers:
+        rows = RowQuantizer(torch.int8)(matrix)
+        codes = rows.numbers.view(torch.uint8) ^ 0x80  # plus 128
+        return GroupedIntegers.of(codes, 8, rows.scale, None, rows.groups)
 
 
 @dataclass(frozen=True)
@@ -115,7 +129,7 @@ QUANTIZERS: dict[str, Quantizer] = {
     "bitsandbytes": RowQuantizer(torch.int8),
     "bitsandbytes-nf4": TableQuantizer(NF4),
     "bitsandbytes-fp4": TableQuantizer(FP4),
-    "eetq": RowQuantizer(torch.int8),
+    "eetq": WeightOnlyQuantizer(),
     "fp8": RowQuantizer(torch.float8_e4m3fn),
     "int8": RowQuantizer(torch.int8),
     "int4": IntegerQuantizer(),

@@ -143,14 +143,11 @@ class Engine:
     @torch.inference_mode()
     def _launch(self, request: pb.StepRequest, parts: list[RowStep], started: int) -> PendingStep:
         clock = StepClock(self.device)
-        if self.vision_encoder is not None:
-            self.vision_encoder.prepare(request.admitted)
         for admission in request.admitted:
             if self.samples:
                 self._configure_sampler(admission)
-            if self.vision_encoder is not None:
-                self.vision_encoder.admit(admission)
         if self.vision_encoder is not None:
+            self.vision_encoder.admit_all(request.admitted)
             parts = self.vision_encoder.keep_whole(parts)
         if self.adapters is not None:
             self.adapters.place(request.adapters)

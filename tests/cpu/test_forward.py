@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,29 @@ def test_the_likeliest_token_and_its_log_probability(kernels: Library, tmp_path:
     expected = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
     torch.testing.assert_close(logprobs[:3], expected[:3], rtol=1e-5, atol=1e-5)
     assert logprobs[3:].isnan().all()
+
+
+class MatrixStart(ctypes.Structure):
+    """struct matrix, as far as its blocks"""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "groups", "num_blocks")),
+        ("bias", ctypes.c_void_p),
+        ("at", ctypes.POINTER(ctypes.c_int32)),
+    ]
+
+
+def test_an_eighth_of_the_inputs_is_rounded_twice_the_coarsest_ones(kernels: Library, tmp_path: Path) -> None:
+    model = load(tiny_llama(tmp_path, **SHAPE, initializer_range=0.05))
+    for number, layer in enumerate(model.layers):  # type: ignore[attr-defined]
+        layer.norm.weight[40 if number else 70] = layer.mlp_norm.weight[5] = 60.0
+    host = on_host(model)
+    assert isinstance(host, HostDecoder)
+    for number, layer in enumerate(host._layers):
+        twice = {}
+        for name in ("qkv", "output", "gate_up", "down"):
+            start = MatrixStart.from_address(getattr(layer, name).address)
+            twice[name] = [group for group in range(start.groups) if start.at[group + 1] - start.at[group] == 2]
+            assert start.at[start.groups] == start.groups + len(twice[name])
+        assert (twice["qkv"], twice["gate_up"]) == ([1 if number else 2], [0])
+        assert (len(twice["output"]), len(twice["down"])) == (1, 1)  # of 6 and of 5

@@ -57,6 +57,7 @@ def test_every_kernel_compiles_for_hopper(compiled):
         "_single_token_kernel",
         "_one_row_kernel",
         "_tiled_kernel",
+        "_tiles_kernel",
         "_grouped_quantized_kernel",
         "_unpack_kernel",
         "_quantize_rows_kernel",

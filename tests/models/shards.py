@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from legato.layers.shard import Shard
+from legato.layers.shard import Shard, gather_into
 from tests.models.answers import Answers, answer
 
 MOST_SHARDS = 4
@@ -76,6 +76,26 @@ class ShardProcesses:
             self._started.append((process, ours))
 
 
+class GroupCollectives:
+    """Of some of the processes, where a server's shards are all of them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        dist.all_reduce(x, group=self._group)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        parts = torch.empty((dist.get_world_size(self._group) * x.shape[0], x.shape[1]), dtype=x.dtype)
+        gather_into(parts, x.contiguous(), group=self._group)
+        return parts
+
+    def least(self, value: int) -> int:
+        agreed = torch.tensor(value)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._group)
+        return int(agreed.item())
+
+
 def _serve(rank: int, meeting: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
@@ -84,7 +104,7 @@ def _serve(rank: int, meeting: str, pipe: Connection) -> None:
     while (job := pipe.recv()) is not None:
         function, arguments, world_size = job
         try:
-            pipe.send(function(*arguments, shard=Shard(rank, world_size, groups[world_size])))
+            pipe.send(function(*arguments, shard=Shard(rank, world_size, GroupCollectives(groups[world_size]))))
         except Exception:
             pipe.send(Failure(traceback.format_exc()))
     dist.destroy_process_group()

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from legato.benchmark.cpu.dummy_gguf import write_dummy_gguf
 from legato.common.options import ServerOptions
+from legato.cpu.library import library
+from legato.kernels.device import GpuLimits
+from legato.kernels.quantized.linear import kernel_for
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import write_shape
+from legato.models.host import HostDecoder
+from legato.quantization.host import pack
 from legato.quantization.on_load import QUANTIZERS
+from legato.quantization.operands import operand_of
 from legato.quantization.schemes import FP4, NF4, ScaledMatrix, TableCodes
 from legato.server.loading import load
 from tests.models.answers import answer, prompts
@@ -79,6 +86,17 @@ def test_an_int8_row_is_scaled_by_its_largest_number() -> None:
     assert quantized.scale.flatten().tolist() == pytest.approx([2 / 127, 2.0])
 
 
+def test_eetq_has_the_numbers_of_int8_and_no_kernel_that_rounds_activations() -> None:
+    matrix = weights(40, 256)
+    matrix[3] = 0
+    ours, int8 = QUANTIZERS["eetq"](matrix), QUANTIZERS["int8"](matrix)
+    assert torch.equal(ours.dense(torch.float32), int8.dense(torch.float32))
+    operands, limits = (operand_of(ours), operand_of(int8)), GpuLimits(90, 232448)
+    assert all(operand is not None for operand in operands)
+    assert [kernel_for(2048, operand, limits) for operand in operands if operand is not None] == ["16-bit", "int8"]
+    assert torch.equal(pack(ours).data, pack(int8).data)
+
+
 @pytest.mark.parametrize(("name", "table"), [("bitsandbytes-nf4", NF4), ("bitsandbytes-fp4", FP4)])
 def test_numbers_of_the_table_keep_their_codes(name: str, table: tuple[float, ...]) -> None:
     matrix = torch.tensor(table).repeat(3, 4) * torch.tensor([[1.0], [0.25], [3.0]])
@@ -125,3 +143,29 @@ def test_dummy_weights_are_quantized_too(name: str, tmp_path: Path) -> None:
     with kept_quantized():
         model = load(ModelFiles.open(write_shape("tiny", tmp_path)), options).model
     assert "Quantized" in type(model.layers[0].mlp.down.weight).__name__
+
+
+def test_a_gguf_file_is_quantized_as_asked_and_stays_as_it_is_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = ModelFiles.open(write_dummy_gguf("tiny", tmp_path / "tiny"))
+    for asked, method in ((None, "gguf"), ("bitsandbytes-nf4", "bitsandbytes-nf4")):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            load(files, ServerOptions(device="cpu", quantize=asked))
+        assert [record.fields["method"] for record in caplog.records if record.message == "Quantized weights"] == [
+            method
+        ]
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+def test_the_packed_embedding_of_a_cpu_is_not_quantized(tmp_path: Path) -> None:
+    files, ids = ModelFiles.open(base_model(tmp_path)), torch.arange(300)
+    dense, quantized = (
+        load(files, ServerOptions(device="cpu", quantize=name)).model for name in (None, "bitsandbytes-nf4")
+    )
+    assert isinstance(dense, HostDecoder) and isinstance(quantized, HostDecoder)
+    assert torch.equal(dense._model.embedding(ids), quantized._model.embedding(ids))
+    assert torch.equal(
+        dense._model.head(dense._model.embedding(ids)), quantized._model.head(dense._model.embedding(ids))
+    )

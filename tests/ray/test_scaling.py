@@ -84,6 +84,8 @@ def test_the_launchers_arguments_are_checked_before_anything_is_started() -> Non
     check_launcher(["--quantize=fp8", "--max-total-tokens", "4096"])
     with pytest.raises(OptionError, match="--port after -- : replicas get it from"):
         check_launcher(["--port=80"])
+    with pytest.raises(OptionError, match="a replica on one machine"):
+        check_launcher(["--nnodes=2"])
     answer = CliRunner().invoke(COMMAND, ["--", "--no-such-flag"], standalone_mode=False)
     assert "--no-such-flag" in str(answer.exception)
 

@@ -41,6 +41,7 @@ COLUMNS = (
     ComparedFigure("W2 tok/s", "W2", "out_per_second", lower_is_better=False),
     ComparedFigure("W3 prompt tok/s", "W3", "in_per_second", lower_is_better=False),
     ComparedFigure("W4 s", "W4", "seconds", lower_is_better=True, digits=2),
+    ComparedFigure("W5 tok/s", "W5", "out_per_second", lower_is_better=False, digits=2),
 )
 
 

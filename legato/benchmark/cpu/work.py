@@ -1,4 +1,4 @@
-"""The workloads W1 to W4 and what is measured in them. Prompts are token ids, so that all engines get the same work.
+"""The workloads W1 to W5 and what is measured in them. Prompts are token ids, so that all engines get the same work.
 
 A run has prompts of its own (`seed`), so that nothing is found in a prefix cache but what the run itself left there.
 """
@@ -43,6 +43,7 @@ WORKLOADS = {
         CpuWorkload("W2", streams=16, num_requests=64, prompt_len=128, new_tokens=128),
         CpuWorkload("W3", streams=1, num_requests=4, prompt_len=1024, new_tokens=64),
         CpuWorkload("W4", streams=8, num_requests=32, prompt_len=800, new_tokens=16, shared_len=768),
+        CpuWorkload("W5", streams=8, num_requests=16, prompt_len=128, new_tokens=128),
     )
 }
 WARM_UP = CpuWorkload("warm-up", streams=1, num_requests=1, prompt_len=64, new_tokens=16)

@@ -56,10 +56,11 @@ static void head(const struct shape *s, const struct layer *l, const struct quan
     }
 }
 
-// Where vectors come from: row i of vector v is at from[v] + i * step, as floats or as half floats.
+// Where vectors come from: row i of vector v is at from[v] + i * step, as floats or as half floats. Half floats are in
+// the KV cache, and those that come next `ahead` of them: asked for early.
 struct lines {
     const void *from[MIX_VECS];
-    int64_t step;
+    int64_t step, ahead[MIX_VECS];
 };
 
 // c[r][16 v ..] += or = sum over i of a[r][at + i] * line i of v, for R rows and V vectors.
@@ -70,9 +71,11 @@ INLINE void mix_tile(const float *const *a, int64_t at, struct lines b, const in
         for (int v = 0; v < V; v++) acc[r][v] = add ? vf_load(c + r * stride + v * LANES) : vf_set1(0.0f);
     for (int64_t i = 0; i < depth; i++) {
         vf line[MIX_VECS];
-        for (int v = 0; v < V; v++)
+        for (int v = 0; v < V; v++) {
             line[v] = halves ? vf_load_half((const uint16_t *)b.from[v] + i * b.step)
                              : vf_load((const float *)b.from[v] + i * b.step);
+            if (halves) PREFETCH((const uint16_t *)b.from[v] + i * b.step + b.ahead[v]);
+        }
         for (int r = 0; r < R; r++) {
             vf factor = vf_set1(a[r][at + i]);
             for (int v = 0; v < V; v++) acc[r][v] = vf_fma(factor, line[v], acc[r][v]);
@@ -89,7 +92,7 @@ INLINE void mix(const float *const *a, int64_t at, struct lines b, const int hal
 #define MIX(R)                                                                                          \
     if (vecs == MIX_VECS) mix_tile(a + r, at, b, halves, depth, R, MIX_VECS, to, stride, add);          \
     else for (int64_t v = 0; v < vecs; v++)                                                             \
-        mix_tile(a + r, at, (struct lines){{b.from[v]}, b.step}, halves, depth, R, 1, to + v * LANES, stride, add)
+        mix_tile(a + r, at, (struct lines){{b.from[v]}, b.step, {b.ahead[v]}}, halves, depth, R, 1, to + v * LANES, stride, add)
         switch (MIN(MIX_ROWS, rows - r)) {
             case 1: MIX(1); break;
             case 2: MIX(2); break;
@@ -138,19 +141,26 @@ INLINE float soften(float *scores, int64_t low, int64_t high, float cap, float *
 struct tile {
     int64_t count;  // keys that are there
     const uint16_t *key_blocks[TILE_VECS], *value_blocks[TILE_VECS];
+    int64_t ahead[TILE_VECS];  // from there to the blocks that are read next, of keys and of values
     float keys[MAX_HEAD_DIM * KEY_TILE] __attribute__((aligned(64)));    // [dim][KEY_TILE]
     float values[KEY_TILE * MAX_HEAD_DIM] __attribute__((aligned(64)));  // [KEY_TILE][dim]
 };
 
+// Where key `at` of a sequence is, if it is the first of 16 slots.
+INLINE int64_t block_of(const struct attention *a, int64_t kv_head, int64_t at) {
+    const int64_t slot = a->table[at / a->block_size] * a->block_size + at % a->block_size;
+    return (slot / LANES * a->shape->num_kv_heads + kv_head) * a->shape->head_dim * LANES;
+}
+
 static void find_tile(const struct attention *a, int64_t kv_head, int64_t first, int64_t end, int copied,
                       struct tile *t) {
-    const struct shape *s = a->shape;
-    const int64_t dim = s->head_dim, size = a->block_size;
+    const int64_t dim = a->shape->head_dim;
     t->count = MIN(KEY_TILE, end - first);
     for (int64_t v = 0; v * LANES < t->count; v++) {  // blocks are multiples of 16 keys
-        int64_t at = first + v * LANES, slot = a->table[at / size] * size + at % size;
-        int64_t block = (slot / LANES * s->num_kv_heads + kv_head) * dim * LANES;
+        const int64_t at = first + v * LANES, block = block_of(a, kv_head, at);
+        const int64_t is_last = at + KEY_TILE >= end, next = is_last ? v * LANES : at + KEY_TILE;  // then another head's
         t->key_blocks[v] = a->layer->keys + block, t->value_blocks[v] = a->layer->values + block;
+        t->ahead[v] = block_of(a, kv_head + is_last, next) - block;
         if (!copied) continue;
         for (int64_t d = 0; d < dim; d++)
             vf_store(t->keys + d * KEY_TILE + v * LANES, vf_load_half(t->key_blocks[v] + d * LANES));
@@ -165,9 +175,11 @@ static void score(const struct tile *t, int64_t dim, const float *const *queries
                   float *scores) {
     const int64_t vecs = (t->count + LANES - 1) / LANES;
     for (int64_t v = 0; v < vecs; v += MIX_VECS) {
-        struct lines keys = {{0}, copied ? KEY_TILE : LANES};
-        for (int i = 0; i < MIX_VECS && v + i < vecs; i++)
+        struct lines keys = {{0}, copied ? KEY_TILE : LANES, {0}};
+        for (int i = 0; i < MIX_VECS && v + i < vecs; i++) {
             keys.from[i] = copied ? (const void *)(t->keys + (v + i) * LANES) : t->key_blocks[v + i];
+            keys.ahead[i] = t->ahead[v + i];
+        }
         const int64_t now = MIN(MIX_VECS, vecs - v);
         if (copied) mix(queries, 0, keys, 0, dim, rows, now, scores + v * LANES, KEY_TILE, 0);
         else mix(queries, 0, keys, 1, dim, rows, now, scores + v * LANES, KEY_TILE, 0);
@@ -179,11 +191,13 @@ static void gather(const struct tile *t, int64_t dim, const float *const *weight
                    float *mixed) {
     for (int64_t d = 0; d < dim; d += MIX_VECS * LANES) {
         const int64_t now = MIN(MIX_VECS, (dim - d) / LANES);
-        struct lines values = {{0}, dim};
+        struct lines values = {{0}, dim, {0}};
         for (int64_t at = 0; at < t->count; at += copied ? KEY_TILE : LANES) {
-            for (int i = 0; i < now; i++)
+            for (int i = 0; i < now; i++) {
                 values.from[i] = copied ? (const void *)(t->values + d + i * LANES)
                                         : t->value_blocks[at / LANES] + d + i * LANES;
+                values.ahead[i] = t->ahead[at / LANES];
+            }
             if (copied) mix(weights, 0, values, 0, t->count, rows, now, mixed + d, dim, 1);
             else mix(weights, at, values, 1, MIN(LANES, t->count - at), rows, now, mixed + d, dim, 1);
         }

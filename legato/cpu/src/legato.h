@@ -28,23 +28,26 @@ struct matrix {
     int64_t groups;  // of inputs; filled up with zeros
     int64_t num_blocks;
     const float *bias;  // [rows] or null
+    int32_t *at;        // [groups + 1]: of a row of inputs, where the codes of each group begin (`quants`)
     struct block blocks[];
 };
 
-// Rows of activations in int8, with a scale for each group. Zero beyond the last input. Where that is too coarse a row
-// is stored twice (`parts`): what rounding leaves of it is rounded, too, and comes behind it.
+// Rows of activations in int8, with a scale for each group. Zero beyond the last input. Where that is too coarse a group
+// is rounded twice: it has two parts, and its inputs are 256 times the first plus the second. Group g has the parts
+// [at[g], at[g + 1]) of a row.
 struct quants {
-    int64_t groups, parts;  // 1 or 2
-    int8_t *q;              // [rows][parts][groups * GROUP]
-    float *scale;           // [rows][parts][groups]
-    int32_t *base;          // [rows][parts][groups], -128 times the sum of q
-    float *shift;           // [rows][parts][groups], scale times the sum of q
+    int64_t groups;
+    const int32_t *at;  // [groups + 1]
+    int8_t *q;          // [rows][at[groups]][GROUP]
+    float *scale;       // [rows][groups]
+    int32_t *base;      // [rows][groups], -128 times the sum of a group's inputs
+    float *shift;       // [rows][groups], scale times that sum
 };
 
 enum activation { SILU = 0, GELU_TANH = 1 };
 
 struct layer {
-    const struct matrix *qkv, *output, *gate_up, *down;
+    struct matrix *qkv, *output, *gate_up, *down;
     const float *norm, *mlp_norm;      // [hidden]
     const float *q_norm, *k_norm;      // [head_dim] or null
     int64_t window;                    // keys that a query sees; 0: all

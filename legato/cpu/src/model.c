@@ -82,10 +82,11 @@ struct quants_buffer {
     struct buffer q, scale, shift, base;
 };
 
-static int quants_for(struct quants_buffer *b, struct quants *x, int64_t rows, int64_t groups, int64_t parts) {
-    size_t count = (size_t)(rows * parts * groups);
-    x->groups = groups, x->parts = parts;
-    x->q = at_least(&b->q, count * GROUP);
+// Room for `rows` rows of inputs of w, all of whose groups may be rounded twice.
+static int quants_for(struct quants_buffer *b, struct quants *x, int64_t rows, const struct matrix *w) {
+    size_t count = (size_t)(rows * w->groups);
+    x->groups = w->groups, x->at = w->at;
+    x->q = at_least(&b->q, 2 * count * GROUP);
     x->scale = at_least(&b->scale, count * sizeof(float));
     x->base = at_least(&b->base, count * sizeof(int32_t));
     x->shift = at_least(&b->shift, count * sizeof(float));
@@ -232,6 +233,30 @@ static int64_t plan_attention(const struct step *t, int64_t kv_heads, int wanted
     return wanted_only && (next < t->num_wanted || count != kv_heads * t->num_wanted) ? -2 : count;
 }
 
+static int calibrating;
+
+// Which groups of inputs are rounded twice from now on: the eighth in which rounding is coarsest, given some rows that
+// were rounded once. In most models a few dimensions are far larger than all others, and always the same.
+static void calibrate(struct matrix *w, const struct quants *x, int64_t rows) {
+    enum { ONE_OF = 8 };
+    double *errors = calloc((size_t)w->groups, sizeof *errors);
+    if (!calibrating || !errors) return free(errors);
+    for (int64_t r = 0; r < rows; r++) {
+        const float *scale = x->scale + r * w->groups;
+        double sum = 1e-30;
+        for (int64_t g = 0; g < w->groups; g++) sum += (double)scale[g] * scale[g];
+        for (int64_t g = 0; g < w->groups; g++) errors[g] += (double)scale[g] * scale[g] / sum;
+    }
+    for (int64_t left = CEIL(w->groups, ONE_OF); left; left--) {
+        int64_t worst = 0;
+        for (int64_t g = 1; g < w->groups; g++)
+            if (errors[g] > errors[worst]) worst = g;
+        errors[worst] = -1.0;
+    }
+    for (int64_t g = 0; g < w->groups; g++) w->at[g + 1] = w->at[g] + (errors[g] < 0.0 ? 2 : 1);
+    free(errors);
+}
+
 // x [T][hidden] are embeddings, and are overwritten; out [m][hidden] the hidden states of the wanted tokens, before
 // the last norm. `wanted` is in ascending order; without it all tokens are. Returns 0, -1 without memory, or -2 if
 // `wanted` is not in order.
@@ -244,19 +269,18 @@ EXPORT int legato_forward(const struct shape *s, const struct layer *layers, con
     int64_t pieces = plan_attention(t, s->num_kv_heads, 0, &memory.pieces);
     int64_t last_pieces = t->wanted ? plan_attention(t, s->num_kv_heads, 1, &memory.last_pieces) : 0;
     if (last_pieces == -2) return -2;
-    if (!queries || pieces < 0 || last_pieces < 0 || !quants_for(&memory.hidden, &normed, all, hidden / GROUP, 2) ||
-        !quants_for(&memory.attended, &attended, all, width / GROUP, 2) ||
-        !quants_for(&memory.inner, &inner, all, s->inner / GROUP, 2))
+    if (!queries || pieces < 0 || last_pieces < 0 || !quants_for(&memory.hidden, &normed, all, layers->qkv) ||
+        !quants_for(&memory.attended, &attended, all, layers->output) ||
+        !quants_for(&memory.inner, &inner, all, layers->down))
         return -1;
     for (int64_t i = 0; i < s->num_layers; i++) {
         const struct layer *l = &layers[i];
         const int is_last = i == s->num_layers - 1;
-        // All inputs but those of gate and up are rounded twice: with q, k and v alone the default model no longer knew
-        // the capital of France.
-        normed.parts = 2;
+        normed.at = l->qkv->at, attended.at = l->output->at, inner.at = l->down->at;
         run_norm(x, l->norm, s->eps, all, hidden, &normed);
         struct layer_work j = {planned(s->num_heads + 2 * s->num_kv_heads, all), s, l, t, &normed, queries, 0, 0};
         pool_run(head_piece, &j, num_pieces(&j.plan));
+        calibrate(l->qkv, &normed, all);
         // After the attention of the last layer only wanted tokens matter.
         int64_t rows = is_last && t->wanted ? t->num_wanted : all;
         j.out = &attended;
@@ -268,23 +292,40 @@ EXPORT int legato_forward(const struct shape *s, const struct layer *layers, con
             x = out;
         }
         run_product(l->output, &attended, rows, x, hidden, 1);
-        normed.parts = 1;
+        calibrate(l->output, &attended, rows);
+        normed.at = l->gate_up->at;
         run_norm(x, l->mlp_norm, s->eps, rows, hidden, &normed);
         j.plan = planned(s->inner / GROUP, rows), j.out = &inner;
         pool_run(gated_piece, &j, num_pieces(&j.plan));
+        calibrate(l->gate_up, &normed, rows);
         run_product(l->down, &inner, rows, x, hidden, 1);
+        calibrate(l->down, &inner, rows);
     }
     return 0;
 }
 
-// out [rows][w.rows] = x [rows][in_features], normed first if there is a norm, times w. With `twice` what the first
-// rounding leaves of x is multiplied too. Returns 0, or -1 without memory.
+// A forward of some tokens that decides which inputs of the layers' matrices are rounded twice. Only once, before all
+// others.
+EXPORT int legato_calibrate(const struct shape *s, const struct layer *layers, const struct step *t, float *x,
+                            float *out) {
+    calibrating = 1;
+    int result = legato_forward(s, layers, t, x, out);
+    calibrating = 0;
+    return result;
+}
+
+// out [rows][w.rows] = x [rows][in_features], normed first if there is a norm, times w. With `twice` all of x is rounded
+// twice, else once. Returns 0, or -1 without memory.
 EXPORT int legato_apply(const struct matrix *w, const float *x, int64_t rows, int64_t in_features, const float *norm,
                         float eps, int twice, float *out) {
     static struct quants_buffer buffer;
+    static struct buffer places;
     struct quants quants;
+    int32_t *at = at_least(&places, (size_t)(w->groups + 1) * sizeof(int32_t));
     chosen_kernels();
-    if (!quants_for(&buffer, &quants, rows, w->groups, twice ? 2 : 1)) return -1;
+    if (!at || !quants_for(&buffer, &quants, rows, w)) return -1;
+    for (int64_t g = 0; g <= w->groups; g++) at[g] = (int32_t)(twice ? 2 * g : g);
+    quants.at = at;
     run_norm(x, norm, eps, rows, in_features, &quants);
     run_product(w, &quants, rows, out, w->rows, 0);
     return 0;

@@ -104,8 +104,12 @@ EXPORT void legato_pack_dense(const float *dense, int64_t rows, int64_t in_featu
 
 EXPORT struct matrix *legato_matrix(int64_t rows, int64_t groups, const float *bias) {
     int64_t num_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    struct matrix *m = calloc(1, sizeof *m + (size_t)num_blocks * sizeof(struct block));
-    if (m) m->rows = rows, m->groups = groups, m->num_blocks = num_blocks, m->bias = bias;
+    size_t size = sizeof(struct matrix) + (size_t)num_blocks * sizeof(struct block);
+    struct matrix *m = calloc(1, size + (size_t)(groups + 1) * sizeof(int32_t));
+    if (!m) return 0;
+    m->rows = rows, m->groups = groups, m->num_blocks = num_blocks, m->bias = bias;
+    m->at = (int32_t *)((char *)m + size);
+    for (int64_t g = 0; g <= groups; g++) m->at[g] = (int32_t)g;  // all inputs are rounded once
     return m;
 }
 

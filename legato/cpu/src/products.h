@@ -8,24 +8,35 @@
 
 // ---------------------------------------------------------------------------------------------------- quantization
 
-// A group, and what rounding leaves of it in turn. If a number is not finite the scale is NaN, and so is the result.
+// Codes of a group times `factor`, where the next ones of its row go. Returns their sum.
+INLINE int32_t put_codes(vf *a, vf *b, float factor, float scale, int8_t *q) {
+    // Of what rounding leaves a code could be 128, and -128 has no absolute value in a byte.
+    const vf most = vf_set1(127.0f), least = vf_set1(-127.0f);
+    vi first = vi_from_f(vf_max(vf_min(vf_mul(*a, vf_set1(factor)), most), least));
+    vi second = vi_from_f(vf_max(vf_min(vf_mul(*b, vf_set1(factor)), most), least));
+    vi_store_i8(q, first);
+    vi_store_i8(q + LANES, second);
+    *a = vf_fma(vf_from_i(first), vf_set1(-scale), *a);
+    *b = vf_fma(vf_from_i(second), vf_set1(-scale), *b);
+    return vi_sum(vi_add(first, second));
+}
+
+// If a number is not finite the scale is NaN, and so is the result.
 INLINE void quantize_group(vf a, vf b, struct quants *out, int64_t row, int64_t group) {
-    for (int64_t part = 0; part < out->parts; part++) {
-        int64_t at = (row * out->parts + part) * out->groups + group;
-        float most = vf_hmax(vf_max(vf_abs(a), vf_abs(b)));
-        float check = vf_sum(vf_mul(vf_add(a, b), vf_set1(0.0f)));
-        float scale = most * (1.0f / 127.0f) + check;
-        vf factor = vf_set1(most > 1e-30f && most < 1e30f ? 127.0f / most : 0.0f);
-        vi first = vi_from_f(vf_mul(a, factor)), second = vi_from_f(vf_mul(b, factor));
-        vi_store_i8(out->q + at * GROUP, first);
-        vi_store_i8(out->q + at * GROUP + LANES, second);
-        int32_t sum = vi_sum(vi_add(first, second));
-        out->scale[at] = scale;
-        out->base[at] = -128 * sum;
-        out->shift[at] = scale * (float)sum;
-        a = vf_fma(vf_from_i(first), vf_set1(-scale), a);
-        b = vf_fma(vf_from_i(second), vf_set1(-scale), b);
+    int64_t at = row * out->groups + group;
+    int8_t *q = out->q + (row * out->at[out->groups] + out->at[group]) * GROUP;
+    float most = vf_hmax(vf_max(vf_abs(a), vf_abs(b)));
+    float check = vf_sum(vf_mul(vf_add(a, b), vf_set1(0.0f)));
+    float scale = most * (1.0f / 127.0f) + check;
+    float factor = most > 1e-30f && most < 1e30f ? 127.0f / most : 0.0f;
+    int32_t sum = put_codes(&a, &b, factor, scale, q);
+    if (out->at[group + 1] - out->at[group] == 2) {
+        sum = 256 * sum + put_codes(&a, &b, 256.0f * factor, scale, q + GROUP);
+        scale *= 1.0f / 256.0f;
     }
+    out->scale[at] = scale;
+    out->base[at] = -128 * sum;
+    out->shift[at] = scale * (float)sum;
 }
 
 static void quantize(const float *x, int64_t m0, int64_t m1, int64_t size, struct quants *out) {
@@ -67,10 +78,10 @@ static void norm(const float *x, const float *weight, float eps, int64_t m0, int
 // -------------------------------------------------------------------------------------------------------- products
 
 // out[r][0 .. 16 B) = of R rows and B blocks. Of every group first the integer sums, then the floats, in the order of
-// the groups. `ahead` is how far behind the weights those are that come next: asked for early, also beyond the end.
+// the groups; where inputs were rounded twice there are two sums, the first 256 times. `ahead` is how far behind the weights those are that come next: asked for early, also beyond the end.
 INLINE void tile_4(const struct block *blocks, const struct quants *x, int64_t row, const int R, const int B,
                    int64_t ahead, float *out, int64_t stride) {
-    const int64_t groups = x->groups, width = groups * GROUP;
+    const int64_t groups = x->groups, width = x->at[groups] * GROUP;
     const int8_t *q = x->q + row * width;
     const float *scale = x->scale + row * groups, *shift = x->shift + row * groups;
     const uint8_t *w[TILE_BLOCKS];
@@ -78,23 +89,29 @@ INLINE void tile_4(const struct block *blocks, const struct quants *x, int64_t r
     for (int b = 0; b < B; b++) w[b] = blocks[b].data;
     for (int r = 0; r < R; r++)
         for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
-    for (int64_t g = 0; g < groups; g++, q += GROUP) {
+    for (int64_t g = 0; g < groups; g++) {
         u4_acc sums[TILE_ROWS][TILE_BLOCKS];
         for (int r = 0; r < R; r++)
             for (int b = 0; b < B; b++) sums[r][b] = u4_begin();
-        for (int i = 0; i < 4; i++) {
-            vb low[TILE_BLOCKS], high[TILE_BLOCKS];
-            for (int b = 0; b < B; b++) {
-                vb codes = vb_load(w[b] + 64 * i);
-                low[b] = vb_low(codes), high[b] = vb_high(codes);
-                PREFETCH(w[b] + ahead + 64 * i);
+        for (int left = x->at[g + 1] - x->at[g];; q += GROUP) {
+            for (int i = 0; i < 4; i++) {
+                vb low[TILE_BLOCKS], high[TILE_BLOCKS];
+                for (int b = 0; b < B; b++) {
+                    vb codes = vb_load(w[b] + 64 * i);
+                    low[b] = vb_low(codes), high[b] = vb_high(codes);
+                    PREFETCH(w[b] + ahead + 64 * i);
+                }
+                for (int r = 0; r < R; r++) {
+                    inputs first = inputs_at(q + r * width + 4 * i), second = inputs_at(q + r * width + 16 + 4 * i);
+                    for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], low[b], first);
+                    for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], high[b], second);
+                }
             }
-            for (int r = 0; r < R; r++) {
-                inputs first = inputs_at(q + r * width + 4 * i), second = inputs_at(q + r * width + 16 + 4 * i);
-                for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], low[b], first);
-                for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], high[b], second);
-            }
+            if (!--left) break;
+            for (int r = 0; r < R; r++)
+                for (int b = 0; b < B; b++) sums[r][b] = u4_times_256(sums[r][b]);
         }
+        q += GROUP;
         for (int b = 0; b < B; b++) {
             PREFETCH(w[b] + ahead + 256);
             vf by = vf_load_half((const uint16_t *)(w[b] + 256));
@@ -113,7 +130,7 @@ INLINE void tile_4(const struct block *blocks, const struct quants *x, int64_t r
 
 INLINE void tile_8(const struct block *blocks, const struct quants *x, int64_t row, const int R, const int B,
                    int64_t ahead, float *out, int64_t stride) {
-    const int64_t groups = x->groups, width = groups * GROUP;
+    const int64_t groups = x->groups, width = x->at[groups] * GROUP;
     const int8_t *q = x->q + row * width;
     const float *scale = x->scale + row * groups;
     const int32_t *base = x->base + row * groups;
@@ -122,26 +139,32 @@ INLINE void tile_8(const struct block *blocks, const struct quants *x, int64_t r
     for (int b = 0; b < B; b++) w[b] = blocks[b].data;
     for (int r = 0; r < R; r++)
         for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
-    for (int64_t g = 0; g < groups; g++, q += GROUP) {
+    for (int64_t g = 0; g < groups; g++) {
+        const int parts = x->at[g + 1] - x->at[g];
         u8_acc sums[TILE_ROWS][TILE_BLOCKS];
         for (int r = 0; r < R; r++)
-            for (int b = 0; b < B; b++) sums[r][b] = u8_begin(base[r * groups + g]);
-        for (int i = 0; i < 8; i++) {
-            vb codes[TILE_BLOCKS];
-            for (int b = 0; b < B; b++) {
-                codes[b] = vb_load(w[b] + 64 * i);
-                PREFETCH(w[b] + ahead + 64 * i);
-            }
-            for (int r = 0; r < R; r++) {
-                inputs four = inputs_at(q + r * width + 4 * i);
-                for (int b = 0; b < B; b++) sums[r][b] = dot_u8(sums[r][b], codes[b], four);
+            for (int b = 0; b < B; b++) sums[r][b] = u8_begin();
+        for (int part = 0; part < parts; part++, q += GROUP) {
+            if (part)
+                for (int r = 0; r < R; r++)
+                    for (int b = 0; b < B; b++) sums[r][b] = u8_times_256(sums[r][b]);
+            for (int i = 0; i < 8; i++) {
+                vb codes[TILE_BLOCKS];
+                for (int b = 0; b < B; b++) {
+                    codes[b] = vb_load(w[b] + 64 * i);
+                    PREFETCH(w[b] + ahead + 64 * i);
+                }
+                for (int r = 0; r < R; r++) {
+                    inputs four = inputs_at(q + r * width + 4 * i);
+                    for (int b = 0; b < B; b++) sums[r][b] = dot_u8(sums[r][b], codes[b], four);
+                }
             }
         }
         for (int b = 0; b < B; b++) {
             vf by = vf_load_half((const uint16_t *)(blocks[b].data + groups * 512) + g * LANES);
             for (int r = 0; r < R; r++) {
                 vf factor = vf_mul(by, vf_set1(scale[r * groups + g]));
-                acc[r][b] = vf_fma(vf_from_i(u8_sum(sums[r][b])), factor, acc[r][b]);
+                acc[r][b] = vf_fma(vf_from_i(u8_sum(sums[r][b], base[r * groups + g])), factor, acc[r][b]);
             }
             w[b] += 512;
         }
@@ -171,24 +194,14 @@ INLINE void tiles(const struct block *blocks, const int B, const struct quants *
 
 #define ROWS_AT_ONCE 72  // of a product, in a buffer on the stack
 
-// Products of two blocks, or of one, and up to ROWS_AT_ONCE rows [row, row + count). Two blocks share what is loaded of
-// the rows, where an instruction set has the registers for it.
+// Products of two blocks, or of one, and rows [row, row + count). Two blocks share what is loaded of the rows, where an
+// instruction set has the registers for it.
 static void pair_rows(const struct block *blocks, int64_t num_blocks, const struct quants *x, int64_t row,
                       int64_t count, float *out, int64_t stride) {
-    float buffer[2 * ROWS_AT_ONCE * 2 * LANES] __attribute__((aligned(64)));
-    float *to = x->parts == 1 ? out : buffer;
-    const int64_t width = x->parts == 1 ? stride : 2 * LANES;
     if (TILE_BLOCKS > 1 && num_blocks > 1 && blocks[0].form == blocks[1].form)
-        tiles(blocks, TILE_BLOCKS, x, row * x->parts, count * x->parts, to, width);
+        tiles(blocks, TILE_BLOCKS, x, row, count, out, stride);
     else
-        for (int64_t b = 0; b < num_blocks; b++)
-            tiles(blocks + b, 1, x, row * x->parts, count * x->parts, to + b * LANES, width);
-    if (x->parts == 1) return;
-    for (int64_t r = 0; r < count; r++)
-        for (int64_t b = 0; b < num_blocks; b++) {
-            const float *part = buffer + 2 * r * width + b * LANES;
-            vf_store(out + r * stride + b * LANES, vf_add(vf_load(part), vf_load(part + width)));
-        }
+        for (int64_t b = 0; b < num_blocks; b++) tiles(blocks + b, 1, x, row, count, out + b * LANES, stride);
 }
 
 // Of one block: out[m][n] = or += sums + bias.

@@ -1,8 +1,9 @@
 // Vectors of 16 lanes for each instruction set; kernels.c is written once in terms of them.
 //
 //   vf, vi   16 floats, 16 int32; vb  64 bytes: 4 consecutive inputs (bytes) for each of 16 outputs (lanes)
-//   dot_u4   sums of 32 products of 4-bit weights (0..15) and int8 inputs, begun by u4_begin, read by u4_sum
-//   dot_u8   the same for 8-bit weights, stored plus 128
+//   dot_u4   sums of 32 products of 4-bit weights (0..15) and int8 inputs, begun by u4_begin, read by u4_sum; where
+//            inputs have a second part u4_times_256 comes between
+//   dot_u8   the same for 8-bit weights, stored plus 128; u8_sum is given -128 times the sum of the inputs
 //
 // Sums of a group are integers and exact, and every instruction set does the same float operations in the same order.
 #pragma once
@@ -65,10 +66,12 @@ INLINE u4_acc u4_begin(void) { return _mm512_setzero_si512(); }
 typedef __m512i inputs;
 INLINE inputs inputs_at(const int8_t *x) { return _mm512_set1_epi32(load_i32(x)); }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
+INLINE u4_acc u4_times_256(u4_acc acc) { return _mm512_slli_epi32(acc, 8); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
-INLINE u8_acc u8_begin(int32_t base) { return _mm512_set1_epi32(base); }
+INLINE u8_acc u8_begin(void) { return _mm512_setzero_si512(); }
+INLINE u8_acc u8_times_256(u8_acc acc) { return _mm512_slli_epi32(acc, 8); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return _mm512_dpbusd_epi32(acc, w, x); }
-INLINE vi u8_sum(u8_acc acc) { return acc; }
+INLINE vi u8_sum(u8_acc acc, int32_t base) { return _mm512_add_epi32(acc, _mm512_set1_epi32(base)); }
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
@@ -80,7 +83,11 @@ INLINE vi u8_sum(u8_acc acc) { return acc; }
 typedef struct { __m256 a, b; } vf;
 typedef struct { __m256i a, b; } vi;
 typedef vi vb;
+#ifdef __AVXVNNI__
 typedef vi u4_acc;
+#else
+typedef struct { vi pairs, before; } u4_acc;  // in 16 bits, and in 32
+#endif
 typedef vi u8_acc;
 
 #define EACH(type, f, ...) ((type){f(a.a, ##__VA_ARGS__), f(a.b, ##__VA_ARGS__)})
@@ -148,6 +155,7 @@ INLINE vb vb_high(vb a) {
     return (vb){_mm256_and_si256(_mm256_srli_epi16(a.a, 4), _mm256_set1_epi8(15)),
                 _mm256_and_si256(_mm256_srli_epi16(a.b, 4), _mm256_set1_epi8(15))};
 }
+INLINE vi vi_times_256(vi a) { return EACH(vi, _mm256_slli_epi32, 8); }
 typedef __m256i inputs;
 INLINE inputs inputs_at(const int8_t *x) { return _mm256_set1_epi32(load_i32(x)); }
 #ifdef __AVXVNNI__
@@ -158,21 +166,28 @@ INLINE vi dot4(vi acc, vb w, inputs x) {
 }
 INLINE u4_acc u4_begin(void) { return vi_set1(0); }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
+INLINE u4_acc u4_times_256(u4_acc acc) { return vi_times_256(acc); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
-INLINE u8_acc u8_begin(int32_t base) { return vi_set1(base); }
+INLINE u8_acc u8_begin(void) { return vi_set1(0); }
+INLINE u8_acc u8_times_256(u8_acc acc) { return vi_times_256(acc); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
-INLINE vi u8_sum(u8_acc acc) { return acc; }
+INLINE vi u8_sum(u8_acc acc, int32_t base) { return vi_add(acc, vi_set1(base)); }
 #else
 #define ISA_NAME "avx2"
 // Pairs are at most 2 * 15 * 127, so 8 of them fit into 16 bits: widened once a group.
-INLINE u4_acc u4_begin(void) { return (u4_acc){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE vi vi_zero(void) { return (vi){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE vi widened(vi a) { return EACH(vi, _mm256_madd_epi16, _mm256_set1_epi16(1)); }
+INLINE u4_acc u4_begin(void) { return (u4_acc){vi_zero(), vi_zero()}; }
+INLINE u4_acc u4_times_256(u4_acc acc) { return (u4_acc){vi_zero(), vi_times_256(widened(acc.pairs))}; }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) {
-    return (u4_acc){_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, x)),
-                    _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, x))};
+    acc.pairs = (vi){_mm256_add_epi16(acc.pairs.a, _mm256_maddubs_epi16(w.a, x)),
+                     _mm256_add_epi16(acc.pairs.b, _mm256_maddubs_epi16(w.b, x))};
+    return acc;
 }
-INLINE vi u4_sum(u4_acc a) { return EACH(vi, _mm256_madd_epi16, _mm256_set1_epi16(1)); }
+INLINE vi u4_sum(u4_acc acc) { return vi_add(acc.before, widened(acc.pairs)); }
 // Signs move from the weights to the inputs: |w| <= 127, so that pairs fit into 16 bits.
-INLINE u8_acc u8_begin(int32_t base) { return (void)base, u4_begin(); }
+INLINE u8_acc u8_begin(void) { return vi_zero(); }
+INLINE u8_acc u8_times_256(u8_acc acc) { return vi_times_256(acc); }
 INLINE __m256i signed_dot(__m256i acc, __m256i w, __m256i x) {
     __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
@@ -181,7 +196,7 @@ INLINE __m256i signed_dot(__m256i acc, __m256i w, __m256i x) {
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) {
     return (u8_acc){signed_dot(acc.a, w.a, x), signed_dot(acc.b, w.b, x)};
 }
-INLINE vi u8_sum(u8_acc acc) { return acc; }
+INLINE vi u8_sum(u8_acc acc, int32_t base) { return (void)base, acc; }
 #endif
 
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -252,15 +267,17 @@ typedef int8x16_t inputs;
 INLINE inputs inputs_at(const int8_t *x) { return vreinterpretq_s8_s32(vdupq_n_s32(load_i32(x))); }
 INLINE vi vi_set1(int32_t v) { QUARTERS(vi, vdupq_n_s32(v)); }
 INLINE u4_acc u4_begin(void) { return vi_set1(0); }
+INLINE u4_acc u4_times_256(u4_acc acc) { QUARTERS(u4_acc, vshlq_n_s32(acc.v[i], 8)); }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) {
     QUARTERS(u4_acc, vdotq_s32(acc.v[i], vreinterpretq_s8_u8(w.v[i]), x));
 }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
-INLINE u8_acc u8_begin(int32_t base) { return (void)base, vi_set1(0); }  // products of signed bytes need no base
+INLINE u8_acc u8_begin(void) { return vi_set1(0); }
+INLINE u8_acc u8_times_256(u8_acc acc) { return u4_times_256(acc); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) {
     QUARTERS(u8_acc, vdotq_s32(acc.v[i], vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(128))), x));
 }
-INLINE vi u8_sum(u8_acc acc) { return acc; }
+INLINE vi u8_sum(u8_acc acc, int32_t base) { return (void)base, acc; }  // products of signed bytes need no base
 
 #else  // plain C: any other processor
 #define ISA_NAME "plain"
@@ -344,11 +361,13 @@ INLINE vi dot4(vi acc, vb w, inputs x) {
     return acc;
 }
 INLINE u4_acc u4_begin(void) { LOOP(vi, 0); }
+INLINE u4_acc u4_times_256(u4_acc acc) { LOOP(vi, acc.v[i] * 256); }
 INLINE u4_acc dot_u4(u4_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
 INLINE vi u4_sum(u4_acc acc) { return acc; }
-INLINE u8_acc u8_begin(int32_t base) { LOOP(vi, base); }
+INLINE u8_acc u8_begin(void) { return u4_begin(); }
+INLINE u8_acc u8_times_256(u8_acc acc) { return u4_times_256(acc); }
 INLINE u8_acc dot_u8(u8_acc acc, vb w, inputs x) { return dot4(acc, w, x); }
-INLINE vi u8_sum(u8_acc acc) { return acc; }
+INLINE vi u8_sum(u8_acc acc, int32_t base) { LOOP(vi, acc.v[i] + base); }
 #endif
 
 // exp for x <= about 80: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; below -87 about 1e-38.

@@ -62,7 +62,7 @@ def kernel_for(num_rows: int, operand: Operand, limits: GpuLimits) -> Kernel:
         return "one_row"
     if num_rows <= FEW_ROWS:
         return "few_rows"
-    if operand.form == "int8":
+    if operand.form == "int8" and limits.sm >= 80:  # Triton multiplies no int8 on the matrix units of older ones
         return "int8"
     suits_fp8 = operand.form == "fp8" or (operand.form == "int4" and operand.group_size >= FEWEST_IN_FP8)
     if operand.is_packed and num_rows >= MANY_ROWS:
@@ -223,6 +223,9 @@ def tiled_config(num_rows: int, operand: Operand, itemsize: int, limits: GpuLimi
 
 
 def shared_memory(config: TiledConfig, operand: Operand, itemsize: int) -> int:
-    """Upper bound of what Triton allocates: a step of numbers and of x for each stage."""
+    """Upper bound of what Triton allocates: a step of numbers and of x for each stage, and where a product has several
+    groups of columns, a scale and a zero for each number."""
     step = config.tile_rows * (64 if operand.is_packed else 128) + config.rows * 128 * itemsize
-    return config.num_stages * step + 2048
+    if operand.num_groups > 1 and operand.group_size % (64 if operand.is_packed else 128):
+        step += config.tile_rows * 128 * 3
+    return config.num_stages * step + 4096

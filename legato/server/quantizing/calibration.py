@@ -1,7 +1,9 @@
 """A model that is run layer by layer over calibration text, and quantized on the way.
 
-`CalibratedWeights` builds the model without its matrices. A layer's matrices are read when the layer is first run, see
-their inputs, are quantized, and are given up before the next layer: memory is that of one layer.
+`CalibratedWeights` builds the model without its matrices. A layer's matrices are read when the layer is first run, are
+quantized one after the other, each with the inputs that those before leave it, and are given up before the next layer:
+memory is that of one layer, dense and quantized. The text goes through the dense model, too, because the inputs that a
+matrix has there are what its products should be of (`Hessian.moved`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ BATCH_TOKENS = 2048
 Dense = tuple[str, torch.Tensor]  # name without `.weight`, [out, in]
 
 
+class InputSeen(Exception):
+    """The weight whose inputs are wanted has them: the rest of the layer need not be computed."""
+
+
 class CalibratedWeight:
     """Matrices above each other that read the same inputs. `read` gets them from the checkpoint, in its order of rows;
     `rows` are those of the product."""
@@ -45,43 +51,47 @@ class CalibratedWeight:
     ) -> None:
         self.out_features = out_features
         self.nbytes = 0
+        self.is_dense = True  # multiplies with the dense matrix, also when there is a quantized one
+        self.watch: Callable[[torch.Tensor], None] | None = None  # is called with the inputs
         self._read = read
         self._bias = bias
         self._rows = rows  # of each matrix
         self._order = order  # of all rows
         self._matrices: list[Dense] = []
         self._product: torch.Tensor | None = None
-        self._hessian: Hessian | None = None
+        self._quantized: torch.Tensor | None = None
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
+        if self.watch is not None:
+            self.watch(x)
         self.load()
-        assert self._product is not None
-        if self._hessian is not None:
-            self._hessian.add(x)
-        return F.linear(x, self._product, self._bias)
+        matrix = self._product if self.is_dense or self._quantized is None else self._quantized
+        assert matrix is not None
+        return F.linear(x, matrix, self._bias)
+
+    @property
+    def in_features(self) -> int:
+        self.load()
+        return self._matrices[0][1].shape[1]
 
     def load(self) -> None:
         if self._product is None:
             self._matrices = self._read()
-            first = self._matrices[0][1]
-            self._hessian = Hessian(first.shape[1], first.device)
             self._product = self._stacked([matrix for _, matrix in self._matrices])
 
-    def quantize(self, options: GptqOptions) -> Iterator[tuple[str, GptqMatrix]]:
-        """From now on the product is that of the quantized matrices."""
+    def quantize(self, hessian: Hessian, options: GptqOptions) -> Iterator[tuple[str, GptqMatrix]]:
+        """From now on there is a product of quantized matrices, too."""
         self.load()
-        assert self._hessian is not None
-        hessian, made = self._hessian.value, []
-        self._hessian = None
+        made, value = [], hessian.value
         for name, matrix in self._matrices:
-            quantized = quantize(matrix, hessian, options)
+            quantized = quantize(hessian.moved(matrix, options.damping), value, options)
             made.append(quantized.dense().to(matrix.dtype))
             yield name, quantized
         self._matrices = []
-        self._product = self._stacked(made)
+        self._quantized = self._stacked(made)
 
     def release(self) -> None:
-        self._product = None
+        self._product = self._quantized = None
 
     def _stacked(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         product = torch.cat([matrix[rows] for matrix, rows in zip(matrices, self._rows, strict=True)])
@@ -154,37 +164,46 @@ class CalibratedWeights(Weights):
         return torch.cat([torch.arange(first, last, device=self.device) for first, last in ranges])
 
 
-def calibrated_in(layer: object) -> list[CalibratedWeight]:
-    """The weights of a layer, in the order of its attributes."""
-    found: dict[int, CalibratedWeight] = {}
+def calibrated_in(layer: object) -> list[list[CalibratedWeight]]:
+    """The weights of a layer, in the order of its attributes; those of experts are together."""
+    found: list[list[CalibratedWeight]] = []
+    seen: set[int] = set()
 
     def look(value: Any) -> None:
         if isinstance(value, CalibratedWeight):
-            found[id(value)] = value
-        elif isinstance(value, list | tuple):
+            value = [value]
+        if isinstance(value, list | tuple):
+            if new := [each for each in value if isinstance(each, CalibratedWeight) and id(each) not in seen]:
+                seen.update(map(id, new))
+                found.append(new)
             for each in value:
-                look(each)
+                if not isinstance(each, CalibratedWeight):
+                    look(each)
         elif type(value).__module__.startswith("legato.") and hasattr(value, "__dict__"):
             for each in vars(value).values():
                 look(each)
 
     look(layer)
-    return list(found.values())
+    return found
+
+
+State = tuple[Step, torch.Tensor, torch.Tensor | None]
 
 
 class Calibration:
-    """Calibration sequences on their way through the layers of a model."""
+    """Calibration sequences on their way through the layers of a model, and of the quantized one."""
 
     def __init__(self, model: Decoder, sequences: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device):
         self._model = model
-        self._states: list[tuple[Step, torch.Tensor, torch.Tensor | None]] = []
+        self._dense: list[State] = []
         per_batch = max(1, BATCH_TOKENS // max(map(len, sequences)))
         batches = [sequences[first : first + per_batch] for first in range(0, len(sequences), per_batch)]
         num_blocks = 0
         for batch in batches:
             step, needed = _step_of(batch, dtype, device)
             num_blocks = max(num_blocks, needed)
-            self._states.append((step, model.embed(step), None))
+            self._dense.append((step, model.embed(step), None))
+        self._quantized = list(self._dense)
         shape = model.kv_shape
         self._cache = LayerCache(
             *(
@@ -196,15 +215,63 @@ class Calibration:
         )
 
     def quantize(self, layer: Any, options: GptqOptions) -> Iterator[tuple[str, GptqMatrix]]:
-        """The matrices of the next layer. Afterwards the sequences are where the quantized layer leaves them."""
-        weights = calibrated_in(layer)
-        for step, x, residual in self._states:
-            layer(x.clone(), None if residual is None else residual.clone(), self._cache, step)
-        for weight in weights:
-            yield from weight.quantize(options)
-        self._states = [(step, *layer(x, residual, self._cache, step)) for step, x, residual in self._states]
+        """The matrices of the next layer. Afterwards the sequences are where the layer leaves them."""
+        stages = calibrated_in(layer)
+        weights = [weight for stage in stages for weight in stage]
+        for stage in stages:
+            hessians = self._hessians(layer, weights, stage)
+            for weight in stage:
+                yield from weight.quantize(hessians.pop(0), options)
+        self._dense = [self._run(layer, weights, state, is_dense=True) for state in self._dense]
+        self._quantized = [self._run(layer, weights, state, is_dense=False) for state in self._quantized]
         for weight in weights:
             weight.release()
+
+    def _hessians(self, layer: Any, weights: list[CalibratedWeight], stage: list[CalibratedWeight]) -> list[Hessian]:
+        """Of the inputs of each weight of the stage. Of experts only those of the quantized model are seen: tokens may
+        have others in the dense one."""
+        device = self._dense[0][1].device
+        if len(stage) > 1:
+            found = [Hessian(weight.in_features, device) for weight in stage]
+            for weight, hessian in zip(stage, found, strict=True):
+                weight.watch = hessian.add
+            for state in self._quantized:
+                self._run(layer, weights, state, is_dense=False)
+            for weight in stage:
+                weight.watch = None
+            return found
+        hessian = Hessian(stage[0].in_features, device)
+        for dense, quantized in zip(self._dense, self._quantized, strict=True):
+            x = self._inputs(layer, weights, stage[0], quantized, is_dense=False)
+            if x is not None:
+                hessian.add(x, self._inputs(layer, weights, stage[0], dense, is_dense=True))
+        return [hessian]
+
+    def _inputs(
+        self, layer: Any, weights: list[CalibratedWeight], weight: CalibratedWeight, state: State, is_dense: bool
+    ) -> torch.Tensor | None:
+        """Of one weight, which is the last that is computed. None if the layer does not come to it."""
+        seen: list[torch.Tensor] = []
+
+        def watch(x: torch.Tensor) -> None:
+            seen.append(x)
+            raise InputSeen
+
+        weight.watch = watch
+        try:
+            self._run(layer, weights, state, is_dense)
+        except InputSeen:
+            pass
+        finally:
+            weight.watch = None
+        return seen[0] if seen else None
+
+    def _run(self, layer: Any, weights: list[CalibratedWeight], state: State, is_dense: bool) -> State:
+        for weight in weights:
+            weight.is_dense = is_dense
+        step, x, residual = state
+        # Layers may write to what they are given.
+        return step, *layer(x.clone(), None if residual is None else residual.clone(), self._cache, step)
 
 
 def _step_of(sequences: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> tuple[Step, int]:

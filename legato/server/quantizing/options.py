@@ -26,7 +26,7 @@ class QuantizeOptions(ModelOptions, LogOptions):
         False, "Symmetric ranges, without zeros: worse, but some kernels of other servers read nothing else.", env=None
     )
     percdamp: float = option(
-        0.01, "Share of the mean of the Hessian's diagonal that is added to it.", env=None, minimum=0
+        0.03, "Share of the mean of the Hessian's diagonal that is added to it.", env=None, minimum=0
     )
     calibration_samples: int = option(128, "Sequences of the text to calibrate with.", env=None, minimum=1)
     calibration_length: int = option(512, "Tokens of each sequence.", env=None, minimum=16)

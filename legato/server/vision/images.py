@@ -122,11 +122,13 @@ class VisionEncoder:
         shape = self._rules.largest(max_tokens)
         self._model.encode_image(torch.zeros(num_pixels(shape, self._rules), device=self._device), shape)
 
-    def prepare(self, admissions: Sequence[pb.Admission]) -> None:
-        """Of a step, before they are admitted one after the other."""
+    def admit_all(self, admissions: Sequence[pb.Admission]) -> None:
+        """Of a step: their images are prepared at once and encoded one after the other."""
         images = [image for admission in admissions for image in admission.images if not is_cached(image, admission)]
         files = {hashlib.sha256(image.image.data).digest(): image.image.data for image in images}
         self._preparation.start({digest: data for digest, data in files.items() if self._cache.get(digest) is None})
+        for admission in admissions:
+            self.admit(admission)
 
     def admit(self, admission: pb.Admission) -> None:
         row, num_tokens = admission.row, len(unpack_token_ids(admission.input_ids))

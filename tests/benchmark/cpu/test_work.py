@@ -33,7 +33,7 @@ def test_scaled_workloads_keep_their_streams() -> None:
 
 
 def test_an_unknown_workload_is_refused() -> None:
-    with pytest.raises(OptionError, match="--workload W9: it must be one of W1, W2, W3, W4"):
+    with pytest.raises(OptionError, match="--workload W9: it must be one of W1, W2, W3, W4, W5"):
         chosen(["W9"], 1)
 
 

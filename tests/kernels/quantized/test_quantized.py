@@ -129,10 +129,28 @@ def test_the_definition_in_torch_is_used_without_a_gpu(form, rows):
 @pytest.mark.parametrize("rows", [2, 16, 17, 64, 128, 4096])
 def test_tiles_fit_the_device(sm, rows):
     limits = GpuLimits(sm, {75: 65536, 80: 166912, 90: 232448}.get(sm, 101376))
-    for form in ("int4", "int8"):
-        operand = random_operand(form, 256, 256, 256)
+    for form, group_size in (("int4", 256), ("int4", 32), ("int8", 256)):
+        operand = random_operand(form, 256, 256, group_size)
         config = linear.tiled_config(rows, operand, 2, limits)
         assert linear.shared_memory(config, operand, 2) <= limits.shared_memory
+
+
+def test_the_estimate_covers_what_triton_allocated():
+    """Bytes of compiled kernels for 8.6, 4-bit numbers in groups of 32."""
+    operand = random_operand("int4", 1024, 4096, 32)
+    for shape, allocated in (
+        ((32, 8, 2, 5), 86016),
+        ((32, 16, 2, 5), 94208),
+        ((64, 32, 4, 4), 143360),
+        ((64, 64, 4, 4), 167936),
+    ):
+        assert linear.shared_memory(linear.TiledConfig(*shape), operand, 2) >= allocated
+
+
+def test_turing_multiplies_int8_in_16_bits():
+    operand = random_operand("int8", 256, 256, 256)
+    assert linear.kernel_for(64, operand, GpuLimits(75, 65536)) == "16-bit"
+    assert linear.kernel_for(64, operand, GpuLimits(80, 166912)) == "int8"
 
 
 def test_small_matrices_are_split_and_large_ones_are_not():
