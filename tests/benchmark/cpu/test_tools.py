@@ -41,8 +41,6 @@ def test_perplexity_is_that_of_the_mean_loss() -> None:
 
 
 def test_sequences_cover_the_tokens_of_the_text(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("abc " * 100)
     model = CpuModel("tiny", tmp_path)
-    sequences = served_perplexity.sequences_of(model, 50, 20, text)
+    sequences = served_perplexity.sequences_of(model, 50, 20, "abc " * 100)
     assert [len(each) for each in sequences] == [20, 20, 10]
