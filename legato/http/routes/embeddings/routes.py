@@ -98,12 +98,12 @@ class EmbeddingRoutes:
         return {"object": "list", "data": await encoded(found, item), "model": model, "usage": usage}
 
     async def _embed(self, request: EmbedRequest, call: VectorCall) -> Any:
+        check_dimensions(request.dimensions, self._settings.size)  # before the head: no model takes a wrong number
         if self._settings.labels is not None:
             raise WrongHead(
                 "Model is not an embedding model but a classifier: /predict serves it, and /embed needs a server of an"
                 " embedding model"
             )
-        check_dimensions(request.dimensions, self._settings.size)
         texts = self._reader.listed(request.inputs, "inputs")
         prompt, side = self._reader.prompt(request.prompt_name), _side(request.truncation_direction)
         vectors = await call.vectors(texts, "inputs", prompt=prompt, truncate=bool(request.truncate), side=side)
