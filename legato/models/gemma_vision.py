@@ -5,6 +5,7 @@ Tokens of an image see each other, also those behind them; in PaliGemma all toke
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,7 @@ class SquareTower(SiglipTower):
     is_fractional = False
 
 
-class GemmaWithImages(Gemma):
+class GemmaWithImages(Gemma, ABC):
     """What both have: embeddings of images among those of text, which are scaled."""
 
     position_shifts: torch.Tensor | None = None
@@ -53,9 +54,9 @@ class GemmaWithImages(Gemma):
         seen = self.project(self.tower(pixels)[0])
         return x.index_copy_(0, (ids == rules.soft_id).nonzero()[:, 0], seen.to(x.dtype))
 
+    @abstractmethod
     def project(self, seen: torch.Tensor) -> torch.Tensor:
         """[patches, width of the tower] -> [tokens, hidden_size]"""
-        raise NotImplementedError
 
     def image_positions(self, num_tokens: int, images: Sequence[ImageSpan]) -> None:
         """As text is."""

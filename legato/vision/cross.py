@@ -7,6 +7,7 @@ for the image.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ ALIGNMENT = 128
 
 
 @dataclass(frozen=True)
-class CrossRules(PromptText):
+class CrossRules(PromptText, ABC):
     token_id: int  # the one that stands for an image in a prompt
     normalization: PixelNormalization
 
@@ -36,14 +37,14 @@ class CrossRules(PromptText):
                 end, before = starts[-1] + counts[len(starts) - 1], place
         return [self.token_id] * aligned(end) + list(ids), starts
 
-    def shape(self, size: Size) -> Size:
-        raise NotImplementedError
+    @abstractmethod
+    def shape(self, size: Size) -> Size: ...
 
-    def num_tokens(self, size: Size) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def num_tokens(self, size: Size) -> int: ...
 
-    def largest(self, max_tokens: int) -> Size:
-        raise NotImplementedError
+    @abstractmethod
+    def largest(self, max_tokens: int) -> Size: ...
 
 
 def aligned(count: int) -> int:
