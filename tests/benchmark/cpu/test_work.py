@@ -64,3 +64,11 @@ def test_ratios_are_to_the_best_of_the_others_and_above_one_where_we_are_faster(
     cells = [cell.strip() for cell in found.table().splitlines()[2].split("|")[1:-1]]
     assert cells == ["W1 ms per token", "5.00", "20.00", "8.00", "1.60 fast"]
     assert found.to_json()["ratios"]["W1 ms per token"] == {"best_peer": "fast", "times_as_fast": pytest.approx(1.6)}
+
+
+def test_a_time_of_zero_is_not_compared() -> None:
+    """A fake shard's tokens may all come in one read."""
+    found = Comparison({"legato": result(0.0, 100.0), "fast": result(8.0, 400.0)})
+    assert found.ratio(COLUMNS[0]) is None
+    assert "W1 ms per token" not in found.to_json()["ratios"]
+    assert "| -" in found.table().splitlines()[2]
