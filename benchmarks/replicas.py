@@ -110,47 +110,54 @@ def added_latency(direct: int, routed: int, num: int) -> dict[str, Any]:
     }
 
 
-def throughput(direct: int, routed: int, rounds: int, process: Any) -> dict[str, Any]:
-    """Slices of a second, in turns."""
-    loads = [
-        Load(port, STREAMS, lambda number: generate_stream(f"stream {number}", NEW_TOKENS)) for port in (direct, routed)
-    ]
+def throughput(direct: tuple[int, Any], routed: tuple[int, Any], rounds: int) -> dict[str, Any]:
+    """Slices of a second, in turns. CPU times are of whole processes: they say what the balancer costs even where it
+    takes cores from nobody."""
     rates: list[list[float]] = [[], []]
-    cpu = 0.0
+    num_tokens, spent = [0, 0], [[0.0] * 3, [0.0] * 3]
     for number in range(rounds):
         for which in (0, 1) if number % 2 else (1, 0):
-            loads[which].run(0.3)
-            before = _cpu(process)
-            rates[which].append(loads[which].run(1.0).events_per_second)
-            cpu += _cpu(process) - before if which else 0.0
-    for load in loads:
-        load.close()
+            port = (direct, routed)[which][0]
+            load = Load(port, STREAMS, lambda number: generate_stream(f"stream {number}", NEW_TOKENS))
+            load.run(0.3)
+            before = [_cpu(direct[1].pid), _cpu(routed[1].pid), _cpu(None)]
+            counted = load.run(1.0)
+            after = [_cpu(direct[1].pid), _cpu(routed[1].pid), _cpu(None)]
+            load.close()  # what the server still computes for it would count in the next slice
+            rates[which].append(counted.events_per_second)
+            num_tokens[which] += counted.num_events
+            spent[which] = [sum + now - then for sum, now, then in zip(spent[which], after, before, strict=True)]
     medians = [statistics.median(each) for each in rates]
+    cpu = [[seconds / num * 1e6 for seconds in each] for each, num in zip(spent, num_tokens, strict=True)]
     return {
         "streams": STREAMS,
         "direct_tokens_per_second": round(medians[0]),
         "routed_tokens_per_second": round(medians[1]),
         "ratio": round(medians[1] / medians[0], 3),
-        "balancer_cpu_us_per_token": round(cpu / sum(rates[1]) * 1e6, 1),
+        "balancer_cpu_us_per_token": round(cpu[1][1], 2),
+        "server_cpu_us_per_token": {"direct": round(cpu[0][0], 2), "routed": round(cpu[1][0], 2)},
+        "load_cpu_us_per_token": {"direct": round(cpu[0][2], 2), "routed": round(cpu[1][2], 2)},
         "rounds": rounds,
     }
 
 
-def _cpu(process: Any) -> float:
-    times = psutil.Process(process.pid).cpu_times()
-    return float(times.user + times.system)
+def _cpu(pid: int | None) -> float:
+    """Seconds of a process and its children; of this one without them for None."""
+    process = psutil.Process(pid)
+    found = [process] if pid is None else [process, *process.children(recursive=True)]
+    return sum(float(times.user + times.system) for times in (each.cpu_times() for each in found))
 
 
 def overhead(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with servers(1, model=options.model_id) as [(port, _)], balancer([port]) as (routed, process):
-        found["first_token"] = added_latency(port, routed, 40 * options.rounds)
-        found["unpaced"] = throughput(port, routed, options.rounds, process)
+    with servers(1, model=options.model_id) as [direct], balancer([direct[0]]) as routed:
+        found["first_token"] = added_latency(direct[0], routed[0], 40 * options.rounds)
+        found["unpaced"] = throughput(direct, routed, options.rounds)
     with (
-        servers(1, f"--fake-step-ms={STEP_MS}", model=options.model_id) as [(port, _)],
-        balancer([port]) as (routed, p),
+        servers(1, f"--fake-step-ms={STEP_MS}", model=options.model_id) as [direct],
+        balancer([direct[0]]) as routed,
     ):
-        found["paced"] = throughput(port, routed, options.rounds, p)
+        found["paced"] = throughput(direct, routed, options.rounds)
         found["paced"]["step_ms"] = STEP_MS
     return found
 

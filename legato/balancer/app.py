@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from legato.api.errors import ClientGone, InternalError, NotFound, RequestError
 from legato.balancer.admission import KeyShares
+from legato.balancer.answers import ReplicaLost
 from legato.balancer.calls import ClientCall
 from legato.balancer.forwarding import Forwarding, NoReplica
 from legato.balancer.metrics import RouteMetrics
@@ -19,7 +20,6 @@ from legato.balancer.probing import Probes
 from legato.balancer.replicas import Replica, ReplicaSet
 from legato.balancer.replies import Reply
 from legato.balancer.selection import Selection
-from legato.balancer.upstream import ReplicaLost
 from legato.http.exchange import Exchange
 from legato.telemetry.metrics import CONTENT_TYPE
 
@@ -59,6 +59,7 @@ class Balancer:
         """What it is answering it may finish."""
         self.probes.stop(replica)
         replica.is_up = False
+        replica.shared.finish()
         self.selection.index.forget(replica.number)
 
     # ---- one exchange ----------------------------------------------------------------------------------------------

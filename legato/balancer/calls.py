@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from legato.balancer.answers import Headers
 from legato.balancer.prefixes import BYTES_PER_TOKEN, chain_of
 from legato.balancer.prompts import GENERATING, NO_PROMPT, Prompt, prompt_of
-from legato.balancer.upstream import Headers, request_head
+from legato.balancer.upstream import request_head
 from legato.ipc.routed import HEAD_HEADER, HEADER_PREFIX, KEY_HEADER, RouteHead, add_marks, encode_sent
 
 # Between two programs, not between the first and the last (RFC 9110, 7.6.1), and what we say ourselves.
@@ -66,12 +67,17 @@ class ClientCall:
 
     def encode(self, route_key: str | None) -> tuple[bytes, bytes]:
         """Head and body for a replica, with the tokens that the client has got in front."""
+        headers, body = self.parts(route_key)
+        return request_head(self.method, self.target, headers, len(body)), body
+
+    def parts(self, route_key: str | None) -> tuple[Headers, bytes]:
+        """The same, the headers not encoded yet."""
         headers, sent = list(self.headers), b""
         if route_key is not None:
             sent = encode_sent(add_marks(self.marks)) if self.marks else b""
             route = RouteHead(id=self.number, created=self.created, resume=len(sent))
             headers += [(KEY_HEADER.encode(), route_key.encode()), (HEAD_HEADER.encode(), _encode(route))]
-        return request_head(self.method, self.target, headers, len(sent) + len(self.body)), sent + self.body
+        return headers, sent + self.body
 
 
 def returned(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

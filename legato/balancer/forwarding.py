@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 from enum import Enum, auto
 
 from legato.api.errors import GenerationFailed, RequestError, Unhealthy
+from legato.balancer.answers import Headers, ReplicaAnswer, ReplicaLost
 from legato.balancer.calls import ClientCall
 from legato.balancer.metrics import RouteMetrics
 from legato.balancer.replicas import Replica, ReplicaSet
 from legato.balancer.replies import Reply
 from legato.balancer.selection import Selection
-from legato.balancer.upstream import Headers, ReplicaLost, Upstream
 from legato.http.exchange import ClientConnection
-from legato.ipc.routed import FAILED, HEAD_HEADER, LAST, LOST, MARKED
+from legato.ipc.multiplexing import LONGEST_BODY, LinkedRequest
+from legato.ipc.routed import FAILED, HEAD_HEADER, LAST, LOST, MARKED, MORE
 
 logger = logging.getLogger(__name__)
 
 # Replicas that a request may lose: it may be what they die of.
 MAX_LOSSES = 3
 _head_header, _marked, _lost = HEAD_HEADER.encode(), MARKED.encode(), LOST.encode()
+_more = MORE[0]
 _RESPONSE_ID = re.compile(rb'"id":"(resp_[0-9a-f]+)"')
 RESPONSES = "/v1/responses"
 
@@ -124,12 +127,12 @@ class Forwarding:
         num_tokens = self._call.num_new_tokens
         replica.begin(num_tokens)
         is_pending = True
-        connection: Upstream | None = None
+        answer: ReplicaAnswer | None = None
         try:
-            connection = await self._sent(replica)
+            answer = await self._sent(replica)
             replica.first_token(num_tokens)
             is_pending = False
-            return await self._pass(replica, connection)
+            return await self._pass(replica, answer)
         except ReplicaLost as error:
             self._client.raise_if_gone()  # then it was we who broke the connection off
             if self._is_ended:  # the answer was complete
@@ -143,27 +146,43 @@ class Forwarding:
             if is_pending:
                 replica.first_token(num_tokens)
             replica.end()
-            if connection is not None:
-                replica.pool.give_back(connection)
+            if answer is not None:
+                answer.release()
 
-    async def _sent(self, replica: Replica) -> Upstream:
-        """The connection on which the answer comes, its headers being here."""
-        head, body = self._call.encode(self._route_key)
-        for fresh in (False, True):
-            connection = await replica.pool.take(fresh=fresh)
-            self._client.when_gone(connection.abort)
-            self._client.raise_if_gone()
-            try:
-                await connection.send(head, body)
-                return connection
-            except ReplicaLost as error:
-                replica.pool.give_back(connection)
-                if not error.is_stale or fresh:
-                    raise
-            except BaseException:
-                replica.pool.give_back(connection)
+    async def _sent(self, replica: Replica) -> ReplicaAnswer:
+        """The answer, its headers being here. What was sent on a connection that had been closed is sent again."""
+        try:
+            return await self._send(replica, fresh=False)
+        except ReplicaLost as error:
+            if not error.is_stale:
                 raise
-        raise AssertionError("the second connection is not stale")
+        return await self._send(replica, fresh=True)
+
+    async def _send(self, replica: Replica, *, fresh: bool) -> ReplicaAnswer:
+        call, key = self._call, self._route_key
+        linked = replica.shared.begin() if call.generates and not fresh else None
+        answer: ReplicaAnswer | None = linked
+        try:
+            if linked is not None:
+                headers, body = call.parts(key)
+                if len(body) <= LONGEST_BODY:
+                    self._watch(linked)
+                    await linked.send(LinkedRequest(call.method, call.target, headers), body)
+                    return linked
+                linked.release()
+            answer = connection = await replica.pool.take(fresh=fresh)
+            self._watch(connection)
+            await connection.send(*call.encode(key))
+            return connection
+        except BaseException:
+            if answer is not None:
+                answer.release()
+            raise
+
+    def _watch(self, answer: ReplicaAnswer) -> None:
+        """Nobody needs the answer when the client is gone."""
+        self._client.when_gone(answer.abort)
+        self._client.raise_if_gone()
 
     async def _after_loss(self) -> Outcome:
         """Something of the stream went out: it can only go on if it is known how much."""
@@ -174,14 +193,14 @@ class Forwarding:
             self._metrics.moved()
         return Outcome.LOST
 
-    async def _pass(self, replica: Replica, connection: Upstream) -> Outcome:
-        status, headers = connection.status, connection.headers
+    async def _pass(self, replica: Replica, answer: ReplicaAnswer) -> Outcome:
+        status, headers = answer.status, answer.headers
         replica.answered(status, self._loop.time())
-        route = connection.header(_head_header)
-        if status == 200 and (connection.header(b"content-type") or b"").startswith(b"text/event-stream"):
+        route = answer.header(_head_header)
+        if status == 200 and (answer.header(b"content-type") or b"").startswith(b"text/event-stream"):
             self.status = status
-            return await self._pass_events(replica, connection, is_marked=route == _marked)
-        body = await connection.read_all()
+            return await self._pass_events(replica, answer, is_marked=route == _marked)
+        body = await answer.read_all()
         if status in (429, 503) or route == _lost or (status == 404 and self._is_elsewhere):
             self._refusal = (status, headers, body)
             if route == _lost:
@@ -200,14 +219,15 @@ class Forwarding:
         """Whether a replica that does not know what is asked for says nothing about the others."""
         return self._call.path.startswith(RESPONSES)
 
-    async def _pass_events(self, replica: Replica, connection: Upstream, *, is_marked: bool) -> Outcome:
+    async def _pass_events(self, replica: Replica, answer: ReplicaAnswer, *, is_marked: bool) -> Outcome:
         marks, reply = self._call.marks, self._reply
-        await reply.start(connection.status, connection.headers)
+        await reply.start(answer.status, answer.headers)
         is_first, self._last_words = True, b""
-        while pieces := await connection.read():
+        while pieces := await answer.read():
             if is_first:
                 is_first = False
                 self._remember(replica, pieces[0])
+                answer.sink = self._sink(is_marked=is_marked)
             if not is_marked:
                 await reply.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
                 continue
@@ -226,7 +246,7 @@ class Forwarding:
             if written:
                 await reply.write(written)
             if self._last_words:
-                connection.abort()
+                answer.abort()
                 replica.probe_now.set()
                 self._metrics.moved()
                 return Outcome.LOST
@@ -234,6 +254,23 @@ class Forwarding:
             raise ReplicaLost("the stream ended early")
         await reply.end()
         return Outcome.DONE
+
+    def _sink(self, *, is_marked: bool) -> Callable[[list[bytes]], bool] | None:
+        """What passes most pieces on at once; it leaves ends, failures and slow clients to the loop above."""
+        write, marks = self._reply.write_at_once, self._call.marks
+        if write is None:
+            return None
+
+        def take(pieces: list[bytes]) -> bool:
+            if not is_marked:
+                return write(pieces)
+            ends = [piece.index(b"\n") + 1 for piece in pieces if piece[1] == _more]
+            if len(ends) != len(pieces) or not write([piece[end:] for piece, end in zip(pieces, ends, strict=True)]):
+                return False
+            marks.extend([piece[: end - 1] for piece, end in zip(pieces, ends, strict=True)])
+            return True
+
+        return take
 
     def _remember(self, replica: Replica, data: bytes) -> None:
         if self._call.path == RESPONSES and (found := _RESPONSE_ID.search(data[:4096])):

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from legato.balancer.answers import Headers, ReplicaLost
 from legato.balancer.replicas import Replica, ReplicaSet, ReplicaUrl
-from legato.balancer.upstream import Headers, ReplicaLost, request_head
+from legato.balancer.upstream import request_head
 from legato.ipc.routed import KEY_HEADER, STATE_PATH, ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class Probes:
         while True:
             replica.probe_now.clear()
             await self._probe(replica)
+            if self._key is not None and replica.is_up and replica.state is not None and replica.state.resumes:
+                await replica.shared.open(replica.state.http_workers, self._key)
             try:
                 async with asyncio.timeout(self._interval):
                     await replica.probe_now.wait()

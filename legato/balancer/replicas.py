@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from legato.balancer.choosing import DEFAULT_ROWS, Load
+from legato.balancer.shared import SharedConnections
 from legato.balancer.upstream import ConnectionPool
 from legato.common.errors import OptionError
 from legato.ipc.routed import ReplicaState
@@ -57,6 +58,8 @@ class Replica:
         self.url = url
         self.number = number
         self.pool = ConnectionPool(url.host, url.port, tls if url.is_encrypted else None)
+        # For the streams of all clients, if it is a Legato that has our key.
+        self.shared = SharedConnections(url.host, url.port, tls if url.is_encrypted else None)
         # None: another kind of server, of which only its health is known.
         self.state: ReplicaState | None = None
         self.is_up = False
@@ -118,6 +121,7 @@ class Replica:
         """It answers no probe: nobody should wait for it."""
         self.lost(cause)
         self.pool.abort_all(cause)
+        self.shared.abort_all(cause)
 
     # ---- what answers say ------------------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from legato.api.errors import RequestError
+from legato.balancer.answers import Headers
 from legato.balancer.calls import returned
-from legato.balancer.upstream import Headers
 from legato.http.exchange import Exchange
 from legato.http.routes.anthropic import errors as anthropic_errors
 from legato.http.routes.openai import errors as openai_errors
@@ -16,6 +16,8 @@ class Reply:
     def __init__(self, exchange: Exchange, path: str) -> None:
         self._exchange = exchange
         self._path = path
+        # Writes pieces of a body that has begun, without waiting; False if it could not.
+        self.write_at_once = exchange.write_at_once
         self.has_started = False
         # Whether anything of a body went out.
         self.has_begun = False

@@ -12,6 +12,8 @@ from typing import cast
 
 import httptools
 
+from legato.balancer.answers import Headers, ReplicaAnswer, ReplicaLost
+
 # Seconds to connect; a replica in the same network takes milliseconds.
 CONNECT_SECONDS = 3.0
 # Seconds that an unused connection is kept: less than servers keep theirs (75).
@@ -19,88 +21,56 @@ IDLE_SECONDS = 30.0
 # Bytes of an answer that wait for a client who reads slowly; then the replica waits, too.
 HIGH_WATER, LOW_WATER = 256 << 10, 64 << 10
 
-Headers = list[tuple[bytes, bytes]]
 
-
-class ReplicaLost(Exception):
-    """The connection broke, or could not be made. `is_stale`: it had been idle, and nothing of an answer came."""
-
-    def __init__(self, cause: str, *, is_stale: bool = False) -> None:
-        super().__init__(cause)
-        self.is_stale = is_stale
-
-
-class Upstream(asyncio.Protocol):
+class Upstream(ReplicaAnswer, asyncio.Protocol):
     """One connection."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: str | None = None
         self.idle_since = 0.0
         self.num_requests = 0
-        self._reset()
+        super().__init__()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        super().reset()
         self._parser = httptools.HttpResponseParser(self)
-        self.headers: Headers = []
-        self.status = 0
-        self._has_headers = False
         self._is_chunked = False
         self._partial: list[bytes] = []
-        self._pieces: list[bytes] = []
+        self._has_passed_head = False
+        # Pieces of what is being parsed.
+        self._parsed: list[bytes] = []
         self._num_bytes = 0
         self._is_paused = False
         self._keeps_alive = False
-        self.is_complete = False
         # The answer to HEAD has the headers of a body, and no body.
         self._has_no_body = False
 
     # ---- one request -----------------------------------------------------------------------------------------------
 
     async def send(self, head: bytes, body: bytes) -> None:
-        """Returns when status and headers are here. ReplicaLost."""
-        self._reset()
+        """Returns when status and headers of the answer are here. ReplicaLost."""
+        self.reset()
         self._has_no_body = head.startswith(b"HEAD ")
         self.num_requests += 1
         if self._transport is None:
-            raise ReplicaLost(self._error or "the connection was closed", is_stale=self.num_requests > 1)
+            raise ReplicaLost(self._error or "the connection was closed", is_stale=self._is_stale)
         self._transport.write(head + body if len(body) < 1 << 16 else head)
         if len(body) >= 1 << 16:
             self._transport.write(body)
-        while not self._has_headers:
-            await self._wait()
+        await self._wait_for_head()
 
     async def read(self) -> list[bytes]:
-        """What has come since the last call; waits if nothing has. Empty at the end. ReplicaLost."""
-        while not self._pieces:
-            if self.is_complete:
-                return []
-            await self._wait()
-        pieces, self._pieces, self._num_bytes = self._pieces, [], 0
+        pieces = await super().read()
+        self._num_bytes = 0
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
         return pieces
 
-    async def read_all(self) -> bytes:
-        pieces: list[bytes] = []
-        while more := await self.read():
-            pieces += more
-        return b"".join(pieces)
-
-    async def _wait(self) -> None:
-        if self._error is not None:
-            raise ReplicaLost(self._error, is_stale=self.num_requests > 1 and not self._has_headers)
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def header(self, name: bytes) -> bytes | None:
-        return next((value for each, value in self.headers if each == name), None)
+    @property
+    def _is_stale(self) -> bool:
+        return self.num_requests > 1
 
     @property
     def is_reusable(self) -> bool:
@@ -114,6 +84,9 @@ class Upstream(asyncio.Protocol):
             self._transport.abort()
         self._wake()
 
+    def release(self) -> None:
+        self._pool.give_back(self)
+
     # ---- asyncio's side --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -125,20 +98,22 @@ class Upstream(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.abort(f"the replica does not speak HTTP/1.1: {error}")
             return
+        if self._parsed:
+            pieces, self._parsed = self._parsed, []
+            if not self._add(pieces):
+                self._num_bytes += sum(map(len, pieces))
         if self._num_bytes > HIGH_WATER and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
-        self._wake()
+        if self.is_complete or not self._has_passed_head:
+            self._has_passed_head = self._has_headers
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if self._error is None:
             self._error = "the replica closed the connection" if exc is None else f"the connection broke: {exc}"
         self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
     # ---- the parser's side -----------------------------------------------------------------------------------------
 
@@ -159,20 +134,16 @@ class Upstream(asyncio.Protocol):
         if self._is_chunked:
             self._partial.append(body)
         else:
-            self._add(body)
+            self._parsed.append(body)
 
     def on_chunk_complete(self) -> None:
         if self._partial:
-            self._add(self._partial[0] if len(self._partial) == 1 else b"".join(self._partial))
+            self._parsed.append(self._partial[0] if len(self._partial) == 1 else b"".join(self._partial))
             self._partial.clear()
 
     def on_message_complete(self) -> None:
         self.is_complete = self._has_headers
         self._keeps_alive = self._parser.should_keep_alive()  # the parser forgets it with the message
-
-    def _add(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-        self._num_bytes += len(piece)
 
 
 class ConnectionPool:
@@ -198,7 +169,7 @@ class ConnectionPool:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, connection = await loop.create_connection(
-                    Upstream, host, port, ssl=self._tls, server_hostname=host if self._tls else None
+                    lambda: Upstream(self), host, port, ssl=self._tls, server_hostname=host if self._tls else None
                 )
         except TimeoutError:
             raise ReplicaLost(f"it did not accept a connection within {CONNECT_SECONDS:g} s") from None

@@ -18,9 +18,9 @@ prompts of different lengths in one batch, for GGUF a file that was converted fr
 shards work as well. The checkpoints are examples; any with the same `model_type` runs.
 
 Weights are safetensors. PyTorch's files (`*.bin`, else `*.pt`) are converted before a model is served, those of a local
-folder too: once, beside them, and by `torch.load(weights_only=True)`, which runs no code. GGUF files are dequantised
-when they are loaded. Quantized checkpoints: [docs/quantization.md](quantization.md). LoRA
-adapters: [docs/lora.md](lora.md). `--rope-scaling` is refused for models without rotary embeddings.
+folder too: once, beside them, and by `torch.load(weights_only=True)`, which runs no code. GGUF files and quantized
+checkpoints: [docs/quantization.md](quantization.md). LoRA adapters: [docs/lora.md](lora.md). `--rope-scaling` is
+refused for models without rotary embeddings.
 """
 
 IMAGES = """\

@@ -49,12 +49,13 @@ from legato.http.routes.openai.token_names import TokenNames
 from legato.http.routes.platforms.kserve import KServeRoutes
 from legato.http.routes.platforms.sagemaker import SageMakerRoutes
 from legato.http.routes.platforms.vertex import VertexRoutes
-from legato.http.routes.replica import replica_events, replica_state
+from legato.http.routes.replica import ReplicaStreams, replica_events, replica_state
 from legato.http.routes.responses.routes import ResponseRoutes
 from legato.http.scheduler import SchedulerClient
 from legato.http.telemetry import request_log
 from legato.http.telemetry.tracing import TracedRequests
 from legato.http.throttle import AcceptThrottle
+from legato.ipc.multiplexing import STREAMS_PATH
 from legato.ipc.routed import EVENTS_PATH, STATE_PATH
 from legato.ipc.settings import EmbeddingSettings, RouterSettings
 from legato.scheduling.state import ModelLimits
@@ -208,6 +209,7 @@ def _shared_routes(inference: Inference, health: HealthRoutes, info: bytes) -> l
         Route("/drain", Endpoint(health.drain), methods=["POST"]),
         Route(STATE_PATH, replica_state(scheduler, settings)),
         Route(EVENTS_PATH, replica_events(scheduler)),
+        Route(STREAMS_PATH, ReplicaStreams()),
         Route("/info", page(info, JSON)),
         Route("/metrics", show_metrics),
         Route("/docs", page(PAGE.encode(), "text/html")),

@@ -15,10 +15,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from legato.api.errors import RequestError
 from legato.http.exchange import ROUTED, TENANT
 from legato.ipc.api_keys import tenant_of
+from legato.ipc.multiplexing import STREAMS_PATH
 from legato.ipc.routed import EVENTS_PATH, STATE_PATH
 
 # What balancers ask.
-ROUTED_PATHS = (STATE_PATH, EVENTS_PATH)
+ROUTED_PATHS = (STATE_PATH, EVENTS_PATH, STREAMS_PATH)
 # Load balancers and orchestrators ask for these, and have no keys. They tell nothing but whether the model computes.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/startupz"})
 # Pages and what they load: the same for everybody. Who uses them enters a key there.

@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 DIRECT_SEND = "legato.send"
 # ... and, if the server has one, a function that breaks the connection off with all that is still to be sent.
 ABORT = "legato.abort"
+# ... and one that writes pieces of a chunked body at once, and says whether it could.
+WRITE = "legato.write"
+# ... and one that makes the connection one for many requests (`connections/multiplexed.py`).
+SWITCH = "legato.switch"
 # ... and whose request it is, among those who share the server.
 TENANT = "legato.tenant"
 # ... and the name of the handler, for the log and for traces.
@@ -119,6 +123,7 @@ class Exchange:
         self.trace: RequestTrace | None = scope.get(TRACE)
         self.routed: RoutedRequest | None = scope.get(ROUTED)
         self._abort: Callable[[], None] | None = scope.get(ABORT)
+        self.write_at_once: Callable[[list[bytes]], bool] | None = scope.get(WRITE)
         self._loop = asyncio.get_running_loop()
         # Bytes of the request's body, once it was read.
         self.body_size = 0

@@ -68,6 +68,8 @@ class ReplicaState(Struct, kw_only=True):
     free_blocks: int
     total_blocks: int
     block_size: int
+    # Processes that speak HTTP: a balancer has a connection to each for the streams of all clients.
+    http_workers: int = 1
     # Whether the balancer's key is the server's: streams have marks, and can go on here.
     resumes: bool = False
 

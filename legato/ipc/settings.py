@@ -38,6 +38,8 @@ class RouterSettings:
     max_stop_sequences: int = 4
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4
+    # Processes that speak HTTP.
+    http_workers: int = 1
     # Threads that tokenize.
     validation_workers: int = 2
     # Whether requests may have grammars, and whether schemas that ask for too much are taken for what can be enforced.

@@ -289,6 +289,7 @@ def settings_for(
     model_id, has_encoder = options.model_id or DEFAULT_MODEL, info.HasField("decoder_start_token_id")
     build = model_info.BuildInfo.of(os.environ)
     return RouterSettings(
+        http_workers=num_workers(options),
         sha=build.sha,
         docker_label=build.docker_label,
         model_id=model_id,

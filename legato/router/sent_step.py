@@ -24,11 +24,13 @@ class SentStep:
         self, result: StepResult, arrived: float, gap: float, filter_time: float, outputs: list[tuple[int, Output]]
     ) -> StepFigures:
         """`gap` is the time since the result before; `outputs` were handed out, which took `filter_time`."""
-        plan, num_tokens = self.plan, len(outputs)
-        num_drafts = sum(map(len, plan.drafts.values()))
-        accepted = Counter(request_id for request_id, output in outputs if output.is_draft) if num_drafts else {}
+        plan, num_tokens, num_computed = self.plan, len(outputs), sum(self.plan.num_tokens)
+        num_drafts, accepted = 0, Counter[int]()
+        if plan.drafts:
+            num_drafts = sum(map(len, plan.drafts.values()))
+            accepted.update(request_id for request_id, output in outputs if output.is_draft)
         return StepFigures(
-            method="prefill" if plan.admitted or sum(plan.num_tokens) > len(plan.rows) + num_drafts else "decode",
+            method="prefill" if plan.admitted or num_computed > len(plan.rows) + num_drafts else "decode",
             batch_size=len(plan.rows),
             num_admitted=len(plan.admitted),
             inference_time=arrived - self.sent_at,
@@ -41,7 +43,7 @@ class SentStep:
             num_drafts=num_drafts,
             accepted=tuple(accepted.values()),
             gap=gap,
-            num_computed=sum(plan.num_tokens),
+            num_computed=num_computed,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_preempted=self.num_preempted,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from legato.scheduling.drafting import RequestDrafts
 
 NEVER = sys.maxsize
+NO_DRAFTS: Sequence[int] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -233,6 +235,21 @@ class InFlight:
     work: int = 0
     # Tokens that fit into the step beyond its budget, for what must not be cut.
     spare: int = 0
+
+    def add(self, entry: Entry, count: int, new_blocks: list[int], drafts: Sequence[int] = NO_DRAFTS) -> None:
+        """It computes `count` more tokens of an entry that has a row, and verifies these drafts behind them."""
+        plan = self.plan
+        assert entry.row is not None
+        entry.num_scheduled = end = entry.num_scheduled + count
+        samples = end == entry.num_known
+        entry.num_known += samples
+        if drafts:
+            plan.drafts[entry.row] = list(drafts)
+            count += len(drafts)
+        plan.rows.append(entry.row)
+        plan.num_tokens.append(count)
+        plan.new_blocks.append(new_blocks)
+        self.planned.append((entry, entry.epoch, end, samples))
 
     @property
     def may_look_up(self) -> bool:

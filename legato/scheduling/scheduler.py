@@ -14,7 +14,6 @@ import bisect
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Sequence
 from operator import attrgetter
 
 from legato.scheduling.adapters import AdapterSlots
@@ -22,7 +21,7 @@ from legato.scheduling.blocks import BlockPool
 from legato.scheduling.budget import PromptRoom, StepBudget
 from legato.scheduling.deadlines import Deadlines, RequestDeadlines
 from legato.scheduling.drafting import Drafter
-from legato.scheduling.entry import Entry, InFlight, PlannedRow
+from legato.scheduling.entry import NO_DRAFTS, Entry, InFlight, PlannedRow
 from legato.scheduling.host_blocks import Digest, HostBlocks
 from legato.scheduling.limits import LOOK_AHEAD, MAX_LOSSES, Refusal, SchedulerLimits
 from legato.scheduling.micro_batches import micro_batch
@@ -33,6 +32,7 @@ from legato.scheduling.shares import RequestShares
 from legato.scheduling.state import GenerationRequest, Output, SchedulerStats, StepPlan, StepResult
 
 _rank = attrgetter("rank")
+NO_BLOCKS: list[int] = []  # of most rows of most steps; never changed
 
 
 class Scheduler:
@@ -152,9 +152,12 @@ class Scheduler:
             self.host.cancel()
             return None
         step.plan.copies_out, step.plan.copies_in = self.host.take_copies()
-        step.mixed_units = room.num_units if num_decodes else 0.0
+        # Images are encoded where their request is admitted: the time of such a step says nothing about its tokens.
+        has_images = any(admission.request.images for admission in step.plan.admitted)
+        step.mixed_units = room.num_units if num_decodes and not has_images else 0.0
         self._in_flight.append(step)
-        self._drafter.pace.begin(self._now)
+        if self.limits.speculate:
+            self._drafter.pace.begin(self._now)
         return step.plan
 
     def _plan_running(
@@ -167,12 +170,12 @@ class Scheduler:
                 count = entry.cut(begin, room.offer(count, begin), room.tokens + step.spare) if room.is_left else 0
             if count == 0 or entry.row is None:  # no row: preempted by a better one in this very loop
                 continue
-            guesses = drafts.get(entry.id, []) if drafts else []
-            first_new, total = len(entry.blocks), count + len(guesses)
-            if entry.num_scheduled + total <= entry.capacity or self._grow(entry, total):
+            guesses = drafts.get(entry.id, NO_DRAFTS) if drafts else NO_DRAFTS
+            fits = begin + (total := count + len(guesses)) <= entry.capacity
+            if (new_blocks := NO_BLOCKS if fits else self._grow(entry, total)) is not None:
                 if num_wanted > 1:
                     room.spend(count, num_wanted, begin)
-                self._add(step, entry, count, entry.blocks[first_new:], guesses)
+                step.add(entry, count, new_blocks, guesses)
 
     def _plan_admissions(self, step: InFlight, room: PromptRoom, before: Rank = LAST) -> None:
         """Rows for those who wait, as far as the room goes. With `before` only for those of a better rank: they leave a
@@ -198,32 +201,19 @@ class Scheduler:
             if is_early or self.adapters.is_overtaken(entry.request.adapter, self._now - entry.queued_at):
                 passed.append(entry)
                 continue
-            begin = (first_new := len(blocks) + len(on_host)) * self.limits.block_size
+            begin = (len(blocks) + len(on_host)) * self.limits.block_size
             wanted = len(entry.tokens) - begin
             count = entry.cut(begin, room.offer(wanted, begin), room.tokens + step.spare)
             has_room = count > 0 and self.adapters.has_room(entry.request.adapter)
             if not has_room or not self._admit(step.plan, entry, node, blocks, on_host):
                 passed.append(entry)
                 break  # it waits for memory, or for a step with room for it, and no other overtakes it there
-            fits = self._grow(entry, count)
-            assert fits, "_admit counted the blocks"
+            new_blocks = self._grow(entry, count)
+            assert new_blocks is not None, "_admit counted the blocks"
             room.spend(count, wanted, begin)
-            self._add(step, entry, count, entry.blocks[first_new:])
+            step.add(entry, count, new_blocks)
             filling.add(upcoming)
         self.queue.send_back(passed)
-
-    def _add(self, step: InFlight, entry: Entry, count: int, new_blocks: list[int], drafts: Sequence[int] = ()) -> None:
-        plan = step.plan
-        assert entry.row is not None
-        if drafts:
-            plan.drafts[entry.row] = list(drafts)
-        entry.num_scheduled = end = entry.num_scheduled + count
-        samples = end == entry.num_known
-        entry.num_known += samples
-        plan.rows.append(entry.row)
-        plan.num_tokens.append(count + len(drafts))
-        plan.new_blocks.append(new_blocks)
-        step.planned.append((entry, entry.epoch, end, samples))
 
     def _cached_prefix(self, entry: Entry) -> tuple[Node, list[int], list[Digest]]:
         """On the device, and behind that in host memory. Some token must always be computed, to get logits at all."""
@@ -246,10 +236,10 @@ class Scheduler:
         self.queue.remove(entry)
         entry.take_row(heapq.heappop(self._free_rows), node, blocks, self.limits)
         if on_host:
-            first_new, slots = len(blocks), self.host.reserve(on_host)
-            self._grow(entry, len(on_host) * size)
+            slots, returning = self.host.reserve(on_host), self._grow(entry, len(on_host) * size)
+            assert returning is not None, "they were counted"
             entry.num_scheduled = entry.capacity
-            self.host.add_copies_in(slots, entry.blocks[first_new:])
+            self.host.add_copies_in(slots, returning)
         if entry.epoch == 0:
             entry.num_cached = entry.num_scheduled
             entry.queue_time = self._now - entry.queued_at
@@ -266,8 +256,8 @@ class Scheduler:
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
-    def _grow(self, entry: Entry, count: int) -> bool:
-        """Blocks for `count` more tokens of `entry`; evicts, then preempts those behind it. False: it lost its own."""
+    def _grow(self, entry: Entry, count: int) -> list[int] | None:
+        """Blocks for `count` more tokens of `entry`; evicts, then preempts those behind it. None: it lost its own."""
         missing = -(-(entry.num_scheduled + count) // self.limits.block_size) - len(entry.blocks)
         while missing > self.pool.available:
             self.pool.free(self.tree.evict(missing - self.pool.available, self.host.keep))
@@ -275,10 +265,11 @@ class Scheduler:
                 last = self.running[-1]
                 self._preempt(last)
                 if last is entry:
-                    return False
-        if missing > 0:
-            entry.add_blocks(self.pool.allocate(missing), self.limits.block_size)
-        return True
+                    return None
+        if missing <= 0:
+            return NO_BLOCKS
+        entry.add_blocks(fresh := self.pool.allocate(missing), self.limits.block_size)
+        return fresh
 
     def _preempt(self, entry: Entry) -> None:
         self.stats.preemptions += 1
@@ -316,7 +307,8 @@ class Scheduler:
     def complete(self, result: StepResult, now: float = 0.0) -> list[tuple[int, Output]]:
         """Book the result of the oldest plan in flight. Returns what each request gets to see."""
         step = self._in_flight.popleft()
-        self._drafter.learn(step.plan, result.forward_ns / 1e9, now)
+        if self.limits.speculate:
+            self._drafter.learn(step.plan, result.forward_ns / 1e9, now)
         assert step.plan.id == result.id, f"result of step {result.id}, expected {step.plan.id}"
         if result.error is not None:
             self.host.forget(step.plan.copies_out)
@@ -324,16 +316,16 @@ class Scheduler:
         if step.mixed_units:
             self._budget.learn(step.mixed_units, result.forward_ns / 1e9)
         outputs: list[tuple[int, Output]] = []
-        index, counts = 0, iter(result.num_sampled)
+        index, counts, errors = 0, iter(result.num_sampled) if result.num_sampled else None, result.row_errors
         for row, (entry, epoch, end, samples) in zip(step.plan.rows, step.planned, strict=True):
-            first, index = index, index + (next(counts, 1) if samples else 0)
+            first, index = index, index + (samples if counts is None or not samples else next(counts, 1))
             if entry.done:
                 continue
             if epoch == entry.epoch:
                 if entry.request.prompt_logprobs:
                     entry.book_scores(row, result)
                 # Keys and values of a row that failed may be no numbers: they must not reach anybody else.
-                failed = result.row_errors and any(place in result.row_errors for place in range(first, index))
+                failed = errors and any(place in errors for place in range(first, index))
                 if end >= entry.full_at and entry.row is not None and not failed:
                     entry.offer_blocks(self.tree, end, self.limits.block_size)
             if samples:
@@ -363,7 +355,8 @@ class Scheduler:
         token, tokens = result.token_ids[index], entry.tokens
         tokens.append(token)
         entry.tenant.served += 1
-        output = result.output(index)
+        has_more = result.top_tokens or result.vectors
+        output = result.output(index) if has_more else Output(token, result.logprobs[index])
         if len(tokens) == entry.first_len:
             entry.tell_about_prompt(output)
         if token in entry.end_ids or len(tokens) >= entry.max_len:
@@ -393,8 +386,8 @@ class Scheduler:
         for entry in list(self._entries.values()):
             entry.num_known = len(entry.tokens)
             num_losses = entry.count_loss() if entry in suspects else 0
-            if num_losses > MAX_LOSSES or not entry.fits(limits):
+            if (is_suspect := num_losses > MAX_LOSSES) or not entry.fits(limits):
                 self._finish(entry)
-                error = Refusal.LOST_TOO_OFTEN.format(num_losses) if num_losses > MAX_LOSSES else Refusal.DOES_NOT_FIT
+                error = Refusal.LOST_TOO_OFTEN.format(num_losses) if is_suspect else Refusal.DOES_NOT_FIT
                 ended.append((entry.id, Output(error=error)))
         return ended

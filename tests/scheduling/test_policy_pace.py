@@ -18,7 +18,7 @@ from legato.scheduling.budget import (
 )
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, StepPlan, StepResult
+from legato.scheduling.state import GenerationRequest, PromptSpan, StepPlan, StepResult
 from tests.fakes import Simulation
 
 H200 = step_sizes("cuda", None)
@@ -306,3 +306,25 @@ def test_a_cap_below_the_number_of_rows_is_honoured(given: int) -> None:
         assert sum(count for count in plan.num_tokens if count > 1) <= given
         simulation.land()
     assert all(len(simulation.tokens(number)) == 4 for number in range(6))
+
+
+@pytest.mark.parametrize("has_images", [False, True])
+def test_the_time_to_encode_images_does_not_make_steps_smaller(has_images: bool) -> None:
+    """Each prompt is an image of 1,369 tokens, whose step takes 80 ms where 50 are aimed at. A budget that learned from
+    that fell to its minimum, and a prompt took three steps."""
+    scheduler = Scheduler(SchedulerLimits(4096, 16, 64, 8192, max_mixed_tokens=2048, mixed_step_time=0.05))
+    images = (PromptSpan(4, 1360, 7),) if has_images else ()
+    sizes = []
+
+    def step() -> None:
+        plan = scheduler.plan()
+        assert plan is not None
+        sizes.append(max(plan.num_tokens))
+        num_sampled = sum(samples for *_, samples in scheduler._in_flight[-1].planned)
+        scheduler.complete(StepResult(plan.id, [5] * num_sampled, [0.0] * num_sampled, forward_ns=80_000_000))
+
+    scheduler.submit(GenerationRequest(0, [1, 2, 3], 100, ignore_eos=True))
+    for number in range(1, 9):
+        step()
+        scheduler.submit(GenerationRequest(number, [number] * 1369, 100, ignore_eos=True, images=images))
+    assert all((size == 1369) is has_images for size in sizes[-4:])

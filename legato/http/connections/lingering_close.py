@@ -163,6 +163,9 @@ class LingeringTransport(asyncio.Transport):
         if not self._closed:
             self._transport.resume_reading()
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._transport.set_write_buffer_limits(high, low)
+
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._transport.set_protocol(protocol)
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any, cast
 
 import httptools
+from starlette.types import ASGIApp, Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -24,8 +26,10 @@ from legato.http.connections.limits import (
     UriTooLong,
 )
 from legato.http.connections.lingering_close import LingeringConnections, LingeringTransport
+from legato.http.connections.multiplexed import MultiplexedRequests
 from legato.http.connections.shortage import BodyMemory, IdleConnections
-from legato.http.exchange import ABORT
+from legato.http.exchange import ABORT, SWITCH, WRITE
+from legato.ipc.multiplexing import UPGRADE
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,17 @@ class CloseDelimitedCycle(RequestResponseCycle):
         elif self._is_open_ended:
             self.expected_content_length = len(message.get("body", b""))  # uvicorn compares, piece by piece
         await super().send(message)
+
+
+def write_chunk(cycle: RequestResponseCycle, pieces: list[bytes]) -> bool:
+    """Writes pieces of an answer that has begun as one chunk, without a coroutine. False if that has to wait, or if the
+    answer has no chunks: `send` knows what to do."""
+    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+        return False
+    data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    if data:  # an empty chunk would be the last
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 class ConnectionContext:
@@ -96,6 +111,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._body_began = 0.0
         self._refusal: RequestError | None = None
+        # Set when a balancer has taken the connection for many requests.
+        self._multiplexed: MultiplexedRequests | None = None
         # What came behind requests that wait for the answers to others.
         self._unparsed = b""
 
@@ -152,7 +169,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             # Served as if the client had not asked: an upgrade is optional for the server.
-            self._context.log.warning("A client asked for another protocol (Upgrade), which is ignored")
+            if (b"upgrade", UPGRADE) not in self.headers:
+                self._context.log.warning("A client asked for another protocol (Upgrade), which is ignored")
         except httptools.HttpParserError:
             if self._refusal is None:
                 self._context.log.warning("A client sent something that is not HTTP/1.1")
@@ -203,6 +221,23 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = CloseDelimitedCycle
+        else:
+            self.scope[WRITE] = partial(write_chunk, self.cycle)  # type: ignore[literal-required]
+            self.scope[SWITCH] = self._switch  # type: ignore[literal-required]
+
+    def _switch(self) -> None:
+        """Called by the application in place of an answer."""
+        self.cycle.response_started = self.cycle.response_complete = True
+        self._multiplexed = MultiplexedRequests(
+            cast(ASGIApp, self.app), cast(Scope, self.scope), self.transport, self.tasks, self.connection_lost
+        )
+        self._multiplexed.begin()
+
+    def shutdown(self) -> None:
+        if self._multiplexed is None:
+            super().shutdown()
+        else:
+            self._multiplexed.finish()
 
     def on_body(self, body: bytes) -> None:
         """Reads on when the application has taken what is here. Once it has answered it takes nothing more."""

@@ -91,7 +91,9 @@ class FakeEngine:
         logprobs: list[float] = []
         written: set[int] = set()
         new_blocks, first, first_draft = request.new_blocks, 0, 0
-        num_drafts = request.num_drafts or [0] * len(request.rows)
+        draft_ids, no_drafts = list(request.draft_ids), list[int]()
+        has_counts = len(request.num_drafts) > 0
+        num_drafts = list(request.num_drafts) if has_counts else [0] * len(request.rows)
         columns = zip(request.rows, request.num_tokens, request.num_new_blocks, num_drafts, strict=True)
         for number, count, num_new, num_guessed in columns:
             row = self._rows.get(number)
@@ -104,21 +106,24 @@ class FakeEngine:
             self._compute(number, row, count - num_guessed, written)
             if row.prompt_logprobs:
                 self._score_prompt(number, row, start, response)
-            drafts = request.draft_ids[first_draft : first_draft + num_guessed]
-            first_draft += num_guessed
-            if drafts:
-                self._check_drafts(number, row, len(drafts), written)
+            drafts = no_drafts
+            if num_guessed:
+                drafts = draft_ids[first_draft : first_draft + num_guessed]
+                first_draft += num_guessed
+                self._check_drafts(number, row, num_guessed, written)
             before = len(token_ids)
-            while row.samples:
+            while row.num_computed == len(row.tokens):
                 token_ids.append(self._sample(row))
                 logprobs.append(_logprob(row.seed, len(row.tokens)))
                 if row.num_top_tokens:
                     top = self._top_tokens(row, len(row.tokens) - 1)
                     response.top_tokens.add(index=len(token_ids) - 1, ids=top[0], logprobs=top[1])
+                if not drafts:
+                    break
                 num_right = len(token_ids) - before
                 if num_right <= len(drafts) and drafts[num_right - 1] == token_ids[-1]:
                     self._compute(number, row, 1, set())
-            if request.num_drafts and len(token_ids) > before:
+            if has_counts and len(token_ids) > before:
                 response.num_sampled.append(len(token_ids) - before)
         response.token_ids.extend(token_ids)
         response.logprobs.extend(logprobs)
@@ -225,9 +230,10 @@ class FakeEngine:
         return zlib.crc32(array("I", row.tokens[index * size : (index + 1) * size]).tobytes(), row.fingerprint)
 
     def _sample(self, row: _Row) -> int:
-        token = self._token_at(row.seed, len(row.tokens))
         if row.answer:  # whose last token ends it, also if a step more is computed
             token = row.answer[min(len(row.tokens) - row.num_prompt, len(row.answer) - 1)]
+        else:
+            token = self._token_at(row.seed, len(row.tokens))
         row.tokens.append(token)
         return token
 

@@ -1,0 +1,224 @@
+"""The server's end of a connection on which a balancer sends many requests (`ipc/multiplexing.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Message, Scope
+
+from legato.http.exchange import ABORT
+from legato.ipc.multiplexing import (
+    BROKEN,
+    CANCEL,
+    DATA,
+    END,
+    LONGEST_REQUEST,
+    REQUEST,
+    TAKEN,
+    UPGRADE,
+    WINDOW,
+    WORKER_HEADER,
+    BrokenFrames,
+    FrameReader,
+    LinkedRequest,
+    frame_header,
+    head_frame,
+    read_request,
+    read_taken,
+)
+
+logger = logging.getLogger(__name__)
+
+ACCEPTED = (
+    b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: %b\r\n" + WORKER_HEADER + b": %d\r\n\r\n"
+)
+# Bytes of all answers that wait for the balancer to read; then every write waits.
+HIGH_WATER = 1 << 20
+
+
+class LinkedExchange:
+    """One request: what its application reads and writes."""
+
+    def __init__(self, number: int, body: bytes, connection: MultiplexedRequests) -> None:
+        self._number = number
+        self._body: bytes | None = body
+        self._connection = connection
+        # Set when somebody waits; woken by whatever changes.
+        self._waiters: list[asyncio.Future[None]] = []
+        # Bytes that were sent and that the client has not got.
+        self._num_sent = 0
+        self._is_gone = False
+        self.is_complete = False
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        while not (self._is_gone or self.is_complete):
+            await self._wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        connection, number = self._connection, self._number
+        while (self._num_sent > WINDOW or connection.is_paused) and not self._is_gone:
+            await self._wait()
+        if self._is_gone:
+            return
+        if message["type"] == "http.response.start":
+            connection.write(head_frame(number, message["status"], list(message.get("headers", ()))))
+            return
+        data = message.get("body", b"")
+        if data:
+            connection.write(frame_header(number, DATA, len(data)) + data)
+            self._num_sent += len(data)
+        if not message.get("more_body", False):
+            connection.write(frame_header(number, END, 0))
+            self.is_complete = True
+            self.wake()
+
+    def abort(self) -> None:
+        """Called by the application, for a client that does not read."""
+        if not (self._is_gone or self.is_complete):
+            self._connection.write(frame_header(self._number, BROKEN, 0))
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        self._is_gone = True
+        self.wake()
+
+    def taken(self, num_bytes: int) -> None:
+        self._num_sent -= num_bytes
+        self.wake()
+
+    def wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+
+class MultiplexedRequests(asyncio.Protocol):
+    """Takes a connection over from its protocol, when the balancer has asked for it and has shown the key."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        scope: Scope,
+        transport: asyncio.Transport,
+        tasks: set[asyncio.Task[None]],
+        on_lost: Callable[[Exception | None], None],
+    ) -> None:
+        """`scope` is that of the request to take over; `tasks` are those that a server which stops waits for."""
+        self._app = app
+        self._scope = {key: scope[key] for key in ("type", "asgi", "http_version", "server", "client", "scheme")}
+        self._transport = transport
+        self._tasks = tasks
+        self._on_lost = on_lost
+        self._reader = FrameReader(LONGEST_REQUEST)
+        self._exchanges: dict[int, LinkedExchange] = {}
+        self._is_finishing = False
+        self.is_paused = False
+        # Frames of this turn of the event loop, which are written together.
+        self._frames: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+
+    def begin(self) -> None:
+        transport = self._transport
+        transport.pause_reading()  # event loops choose how they read when reading starts
+        transport.set_protocol(self)
+        transport.set_write_buffer_limits(high=HIGH_WATER)
+        transport.write(ACCEPTED % (UPGRADE, os.getpid()))
+        transport.resume_reading()
+
+    def finish(self) -> None:
+        """Closes the connection when the last request is answered."""
+        self._is_finishing = True
+        if not self._exchanges:
+            self._close()
+
+    def _close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def write(self, frame: bytes) -> None:
+        if not self._frames:
+            self._loop.call_soon(self._flush)
+        self._frames.append(frame)
+
+    def _flush(self) -> None:
+        frames, self._frames = self._frames, []
+        if frames and not self._transport.is_closing():
+            self._transport.write(b"".join(frames))
+
+    # ---- asyncio's side --------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for number, kind, payload in self._reader.feed(data):
+                if kind == REQUEST:
+                    self._start(number, *read_request(payload))
+                elif (exchange := self._exchanges.get(number)) is None:
+                    continue  # it was answered meanwhile
+                elif kind == TAKEN:
+                    exchange.taken(read_taken(payload))
+                elif kind == CANCEL:
+                    exchange.hang_up()
+        except BrokenFrames as error:
+            logger.warning("A balancer's connection is closed: %s", error)
+            self._transport.abort()
+
+    def pause_writing(self) -> None:
+        self.is_paused = True
+
+    def resume_writing(self) -> None:
+        self.is_paused = False
+        for exchange in self._exchanges.values():
+            exchange.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for exchange in self._exchanges.values():
+            exchange.hang_up()
+        self._on_lost(exc)
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def _start(self, number: int, request: LinkedRequest, body: bytes) -> None:
+        if number in self._exchanges:
+            raise BrokenFrames(f"request {number} is there twice")
+        exchange = self._exchanges[number] = LinkedExchange(number, body, self)
+        path, _, query = request.target.partition(b"?")
+        scope: dict[str, Any] = {
+            **self._scope,
+            "method": request.method,
+            "path": unquote(path.decode("latin-1")),
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": request.headers,
+            "state": {},
+            ABORT: exchange.abort,
+        }
+        task = self._loop.create_task(self._run(number, exchange, scope))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, number: int, exchange: LinkedExchange, scope: Scope) -> None:
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except Exception:
+            logger.exception("A request failed")
+        finally:
+            exchange.abort()  # if the answer is not complete
+            del self._exchanges[number]
+            if self._is_finishing and not self._exchanges:
+                self._close()
