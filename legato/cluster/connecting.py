@@ -20,6 +20,7 @@ from legato.cluster.frames import (
     send_message,
 )
 from legato.cluster.secret import ForeignProtocol, WrongKey
+from legato.cluster.tls import LinkTls, UntrustedPeer
 from legato.common.errors import EndpointInUse, LegatoError, OptionError
 from legato.common.throttled_log import ThrottledLog
 
@@ -42,9 +43,10 @@ Handle = Callable[[socket.socket, FrameKind, dict[str, Any]], Awaitable[None]]
 class GuardedListener:
     """Listens on one address, and hands over connections whose other end knows the key."""
 
-    def __init__(self, address: str, port: int, key: bytes, handle: Handle) -> None:
+    def __init__(self, address: str, port: int, key: bytes, handle: Handle, tls: LinkTls | None = None) -> None:
         """EndpointInUse, OptionError."""
         self._key = key
+        self._tls = tls
         self._handle = handle
         self._strangers: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._known: set[asyncio.Task[None]] = set()
@@ -92,12 +94,21 @@ class GuardedListener:
         connection.setblocking(False)
         try:
             async with asyncio.timeout(PROOF_SECONDS):
+                if self._tls is not None:
+                    tune(connection)
+                    connection = await self._tls.wrap(connection, is_listener=True)
                 await prove_to_caller(connection, self._key)
+        except UntrustedPeer as error:
+            self._log.warning(f"A connection to the cluster's port was refused: {error}")
+            connection.close()
         except (WrongKey, ForeignProtocol):
             self._log.warning("A connection to the cluster's port was refused: it does not know the cluster key")
             connection.close()
         except (BrokenLink, OSError, TimeoutError):
-            self._log.warning("A connection to the cluster's port ended before it had proven that it knows the key")
+            hint = "" if self._tls is None else "; --cluster-certfile must be given on all machines or on none"
+            self._log.warning(
+                f"A connection to the cluster's port ended before it had proven that it knows the key{hint}"
+            )
             connection.close()
         except asyncio.CancelledError:
             self._log.warning("Too many connections to the cluster's port have not proven that they know the key")
@@ -112,7 +123,8 @@ class GuardedListener:
             self._known.add(task)
             task.add_done_callback(self._known.discard)
         try:
-            tune(connection)
+            if self._tls is None:
+                tune(connection)
             async with asyncio.timeout(PROOF_SECONDS):
                 kind, fields = await receive_message(connection)
             await self._handle(connection, kind, fields)
@@ -121,9 +133,11 @@ class GuardedListener:
             connection.close()
 
 
-async def connect(address: str, port: int, key: bytes, source: str | None = None) -> socket.socket:
+async def connect(
+    address: str, port: int, key: bytes, source: str | None = None, tls: LinkTls | None = None
+) -> socket.socket:
     """A connection whose ends have proven that they know the key. OSError, TimeoutError, BrokenLink while the other end
-    is not there; WrongKey and ForeignProtocol if it is and will not do."""
+    is not there; WrongKey, ForeignProtocol and UntrustedPeer if it is and will not do."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     family, _, _, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)
@@ -134,9 +148,15 @@ async def connect(address: str, port: int, key: bytes, source: str | None = None
             connection.bind((source, 0))
         async with asyncio.timeout(CONNECT_SECONDS):
             await loop.sock_connect(connection, target)
-        async with asyncio.timeout(PROOF_SECONDS):
-            await prove_to_listener(connection, key)
         tune(connection)
+        try:
+            async with asyncio.timeout(PROOF_SECONDS):
+                if tls is not None:
+                    connection = await tls.wrap(connection, is_listener=False)
+                await prove_to_listener(connection, key)
+        except TimeoutError:
+            hint = "" if tls is not None else "; perhaps it expects TLS (--cluster-certfile)"
+            raise TimeoutError(f"the other end says nothing for {PROOF_SECONDS:g} s{hint}") from None
         return connection
     except BaseException:
         connection.close()
@@ -144,10 +164,16 @@ async def connect(address: str, port: int, key: bytes, source: str | None = None
 
 
 async def call(
-    address: str, port: int, key: bytes, fields: dict[str, Any], *, source: str | None = None
+    address: str,
+    port: int,
+    key: bytes,
+    fields: dict[str, Any],
+    *,
+    source: str | None = None,
+    tls: LinkTls | None = None,
 ) -> socket.socket:
     """Connect to a shard and say who we are. LinkRefused if it never wants the link, BrokenLink if not now."""
-    connection = await connect(address, port, key, source)
+    connection = await connect(address, port, key, source, tls)
     try:
         async with asyncio.timeout(PROOF_SECONDS):
             await send_message(connection, FrameKind.HELLO, **fields)
@@ -162,12 +188,18 @@ async def call(
 
 
 async def call_until_there(
-    address: str, port: int, key: bytes, fields: dict[str, Any], *, source: str | None = None
+    address: str,
+    port: int,
+    key: bytes,
+    fields: dict[str, Any],
+    *,
+    source: str | None = None,
+    tls: LinkTls | None = None,
 ) -> socket.socket:
     """The same, for as long as it takes the other end to be there. WrongKey, ForeignProtocol, LinkRefused."""
     while True:
         with suppress(OSError, TimeoutError, BrokenLink):
-            return await call(address, port, key, fields, source=source)
+            return await call(address, port, key, fields, source=source, tls=tls)
         await asyncio.sleep(RETRY_SECONDS)
 
 

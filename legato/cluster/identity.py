@@ -19,6 +19,7 @@ SMALL = 1 << 20
 OF_ONE_MACHINE = {
     "uds-path", "rank", "world-size", "group-id", "node-addrs", "master-addr", "json-output", "logger-level",
     "huggingface-hub-cache", "weights-cache-override", "otlp-endpoint", "otlp-service-name", "prefix-cache-mb",
+    "cluster-certfile", "cluster-keyfile", "cluster-cafile",
     "cuda-memory-fraction", "speculate-model", "lora-adapters", "lora-allow",
 }  # fmt: skip
 IGNORED = {".lock", ".log", ".md"}

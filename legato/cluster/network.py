@@ -23,6 +23,7 @@ from legato.cluster.frames import FrameKind, LinkRefused, send_message
 from legato.cluster.identity import difference
 from legato.cluster.layout import RankLayout, link_port
 from legato.cluster.links import TensorLink
+from legato.cluster.tls import LinkTls
 from legato.cluster.tunnels import pipe, wait_until_closed
 
 LINK, TUNNEL, WATCH = "link", "tunnel", "watch"
@@ -38,6 +39,7 @@ class ShardPlace:
     master_port: int
     group: str  # another one with every start of the shards
     key: bytes
+    tls: LinkTls | None = None
 
     @property
     def address(self) -> str:
@@ -58,7 +60,7 @@ class ShardNetwork:
         }
         self._loop = asyncio.new_event_loop()
         _, port = place.endpoint(place.rank)
-        self._listener = GuardedListener(place.address, port, place.key, self._receive)
+        self._listener = GuardedListener(place.address, port, place.key, self._receive, place.tls)
         self._served = asyncio.run_coroutine_threadsafe(self._listener.serve(), self._loop)
         threading.Thread(target=self._loop.run_forever, name="cluster", daemon=True).start()
 
@@ -68,7 +70,8 @@ class ShardNetwork:
         for rank in place.layout.peers(place.rank):
             if rank < place.rank:
                 hello = {"purpose": LINK, "group": place.group, "rank": place.rank, "identity": self._identity}
-                calling = call_until_there(*place.endpoint(rank), place.key, hello, source=place.address)
+                endpoint = place.endpoint(rank)
+                calling = call_until_there(*endpoint, place.key, hello, source=place.address, tls=place.tls)
                 connection = asyncio.run_coroutine_threadsafe(calling, self._loop).result()
             else:
                 connection = self._accepted[rank].result()

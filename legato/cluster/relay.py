@@ -12,12 +12,15 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from legato.cluster.connecting import call, call_until_there
 from legato.cluster.frames import BrokenLink
 from legato.cluster.network import TUNNEL, WATCH
+from legato.cluster.tls import LinkTls
 from legato.cluster.tunnels import pipe, wait_until_closed
 from legato.common.errors import LegatoError
 from legato.common.logging import setup
@@ -42,6 +45,13 @@ class RelayOptions(LogOptions):
     source: str = option("", "Address of this machine to connect from.", env=None)
     group_id: str = option("", "Start of the shards that is served.", env=None)
     cluster_key: str = option("", "The shared secret.", secret=True)
+    cluster_certfile: str | None = option(None, "Certificate of this machine.", env=None)
+    cluster_keyfile: str | None = option(None, "Its private key.", env=None)
+    cluster_cafile: str | None = option(None, "Authority of the other machines' certificates.", env=None)
+
+    @property
+    def tls(self) -> LinkTls | None:
+        return LinkTls.of(self.cluster_certfile, self.cluster_keyfile, self.cluster_cafile)
 
 
 def run(options: RelayOptions) -> None:
@@ -65,7 +75,7 @@ async def _stand_for(rank: int, address: str, port: int, options: RelayOptions) 
     """Until the shard is lost."""
     key, source = options.cluster_key.encode(), options.source or None
     hello = {"group": options.group_id}
-    watched = await call_until_there(address, port, key, hello | {"purpose": WATCH}, source=source)
+    watched = await call_until_there(address, port, key, hello | {"purpose": WATCH}, source=source, tls=options.tls)
     end = asyncio.ensure_future(wait_until_closed(watched))
     serving = asyncio.ensure_future(_serve_socket(rank, address, port, options))
     await asyncio.wait([end, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -78,7 +88,8 @@ async def _serve_socket(rank: int, address: str, port: int, options: RelayOption
     """The socket appears when the remote shard serves, as it would if the shard were here."""
     key, source, loop = options.cluster_key.encode(), options.source or None, asyncio.get_running_loop()
     hello = {"group": options.group_id, "purpose": TUNNEL}
-    (await call_until_there(address, port, key, hello, source=source)).close()
+    tls = options.tls
+    (await call_until_there(address, port, key, hello, source=source, tls=tls)).close()
     path = f"{options.uds_path}-{rank}"
     claim_socket(path, "--uds-path")
     listener = socket.socket(socket.AF_UNIX)
@@ -94,16 +105,15 @@ async def _serve_socket(rank: int, address: str, port: int, options: RelayOption
     while True:
         connection, _ = await loop.sock_accept(listener)
         connection.setblocking(False)
-        task = asyncio.ensure_future(_tunnel(connection, address, port, key, hello, source))
+        calling = partial(call, address, port, key, hello, source=source, tls=tls)
+        task = asyncio.ensure_future(_tunnel(connection, calling))
         tunnels.add(task)
         task.add_done_callback(tunnels.discard)
 
 
-async def _tunnel(
-    connection: socket.socket, address: str, port: int, key: bytes, hello: dict[str, str], source: str | None
-) -> None:
+async def _tunnel(connection: socket.socket, calling: Callable[[], Awaitable[socket.socket]]) -> None:
     with suppress(OSError, TimeoutError, BrokenLink):
-        await pipe(connection, await call(address, port, key, hello, source=source))
+        await pipe(connection, await calling())
         return
     connection.close()
 

@@ -40,6 +40,15 @@ class RendezvousOptions(Options):
         " connection that does not prove that it knows it.",
         secret=True,
     )
+    cluster_certfile: str | None = option(
+        None,
+        "File with the certificate of this machine, PEM: connections between machines use TLS 1.3, and both ends show a"
+        " certificate. On all machines or on none.",
+    )
+    cluster_keyfile: str | None = option(None, "File with the private key of `--cluster-certfile`, PEM, unencrypted.")
+    cluster_cafile: str | None = option(
+        None, "File with the authority that signed the certificates of all machines, PEM; of no others."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

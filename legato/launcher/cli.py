@@ -127,7 +127,7 @@ async def _follow(
     with startup.lines():
         dead = await follower.run(
             options.master_addr, options.master_port, str(options.cluster_key).encode(), options.node_rank,
-            nodes.about(options, layout), options.node_addr,
+            nodes.about(options, layout), options.node_addr, ranks.link_tls(options),
         )  # fmt: skip
     await supervisor.stop(*(child for child in follower.children if child.is_running), grace=EXIT_SECONDS)
     return dead
@@ -136,7 +136,7 @@ async def _follow(
 async def _open_hub(options: LauncherOptions, layout: RankLayout) -> nodes.NodeHub:
     address = options.node_addr or await nodes.resolve_own(options.master_addr, options.master_port)
     key, about = str(options.cluster_key).encode(), nodes.about(options, layout)
-    return nodes.NodeHub(address, options.master_port, key, layout.num_nodes, about)
+    return nodes.NodeHub(address, options.master_port, key, layout.num_nodes, about, ranks.link_tls(options))
 
 
 def _is_cached(options: LauncherOptions) -> bool:

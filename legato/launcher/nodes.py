@@ -26,6 +26,7 @@ from legato.cluster.frames import BrokenLink, FrameKind, LinkRefused, receive_me
 from legato.cluster.identity import comparable_words, difference
 from legato.cluster.layout import RankLayout
 from legato.cluster.secret import ForeignProtocol, WrongKey
+from legato.cluster.tls import LinkTls
 from legato.common.errors import OptionError
 from legato.common.heartbeat import BEAT_SECONDS
 from legato.common.options import LauncherOptions
@@ -117,7 +118,15 @@ class NodeLink:
 class NodeHub:
     """On the first machine. Links that have not been started wait in `_joined`."""
 
-    def __init__(self, address: str, port: int, key: bytes, num_nodes: int, about: dict[str, str]) -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        key: bytes,
+        num_nodes: int,
+        about: dict[str, str],
+        tls: LinkTls | None = None,
+    ) -> None:
         """`about` must be the same on all machines. EndpointInUse, OptionError."""
         self.on_lost: Callable[[str], None] = lambda _: None
         # Why the group that was started last has to end, if a machine of it was lost.
@@ -128,7 +137,7 @@ class NodeHub:
         self._joined: dict[int, NodeLink] = {}
         self._started: dict[int, NodeLink] = {}
         self._changed = asyncio.Event()
-        self._listener = GuardedListener(address, port, key, self._receive)
+        self._listener = GuardedListener(address, port, key, self._receive, tls)
         self._serving = asyncio.ensure_future(self._listener.serve())
 
     async def assemble(self) -> Assembly:
@@ -190,14 +199,20 @@ class NodeHub:
 
 
 async def join(
-    address: str, port: int, key: bytes, rank: int, about: dict[str, str], node_addr: str | None
+    address: str,
+    port: int,
+    key: bytes,
+    rank: int,
+    about: dict[str, str],
+    node_addr: str | None,
+    tls: LinkTls | None = None,
 ) -> tuple[NodeLink, Assembly]:
     """To the first machine, for as long as it takes, and until it starts a group. NodeRefused."""
     told_at = -WAITING_LOG_INTERVAL
     while True:
         problem = ""
         try:
-            connection = await connect(address, port, key, node_addr)
+            connection = await connect(address, port, key, node_addr, tls)
             own = node_addr or str(connection.getsockname()[0])
             await send_message(connection, FrameKind.JOIN, rank=rank, about=about, address=own)
             link = NodeLink(connection, own)

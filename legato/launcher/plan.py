@@ -93,6 +93,9 @@ def shard_group(
         remote=tuple(named),
         source=assembly.addresses[0],
         group_id=assembly.group,
+        cluster_certfile=options.cluster_certfile,
+        cluster_keyfile=options.cluster_keyfile,
+        cluster_cafile=options.cluster_cafile,
     )
     environ = plan.router.environ | secrets(options, RelayOptions)
     run = [sys.executable, "-m", "legato.cluster.relay", *forward(relay, RelayOptions)]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from legato.cluster.layout import RankLayout
 from legato.cluster.secret import read_key
+from legato.cluster.tls import LinkTls
 from legato.common.errors import OptionError
 from legato.common.options import LauncherOptions
 
@@ -19,6 +20,7 @@ def placed(options: LauncherOptions, environ: Mapping[str, str]) -> LauncherOpti
     if options.node_rank >= options.nnodes:
         raise OptionError(f"--node-rank ({options.node_rank}) must be less than --nnodes ({options.nnodes})")
     key = read_key(options.cluster_key, options.cluster_key_file)
+    link_tls(options)  # or say now what is wrong with it
     if options.nnodes == 1 and "node_rank" in options.given:
         raise OptionError("--node-rank is for several machines: add --nnodes")
     if options.nnodes > 1:
@@ -31,6 +33,10 @@ def placed(options: LauncherOptions, environ: Mapping[str, str]) -> LauncherOpti
     elif options.pipeline_parallel_size > 1 and key is None:
         key = secrets.token_hex(32)
     return replace(options, cluster_key=key, cluster_key_file=None)
+
+
+def link_tls(options: LauncherOptions) -> LinkTls | None:
+    return LinkTls.of(options.cluster_certfile, options.cluster_keyfile, options.cluster_cafile)
 
 
 def layout_of(options: LauncherOptions, num_local: int) -> RankLayout:

@@ -78,6 +78,9 @@ LEGATO_DEFAULTS: dict[str, Any] = {
     "pipeline-parallel-size": 1,
     "cluster-key": None,
     "cluster-key-file": None,
+    "cluster-certfile": None,
+    "cluster-keyfile": None,
+    "cluster-cafile": None,
     # TGI refuses the 129th request. A queue costs little, and a refused user costs a user.
     "max-concurrent-requests": 4096,
     "http-workers": None,

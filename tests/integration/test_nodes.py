@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from benchmarks.machines import ClusterServer, cluster, loopback
+from tests.cluster.test_tls import Authority
+from tests.cluster.test_tls import pytestmark as needs_openssl
 from tests.integration.client import Client
 from tests.integration.processes import run
 from tests.integration.test_sharded import greedy_ids
@@ -67,3 +69,25 @@ def test_what_a_machine_lacks_is_named(tmp_path: Path, model: Path, machines: Cl
     port = f"--master-port={machines.master_port}"
     wrong = run("text-generation-launcher", *place, port, CLUSTER_KEY="not the key of this cluster")
     assert wrong.code == 1 and "cluster-key" in wrong.stderr
+
+
+@needs_openssl
+def test_machines_with_certificates_answer_as_one_process_does(tmp_path: Path, model: Path, client: Client) -> None:
+    """Links of shards, relay and launchers are encrypted, and a machine that is killed comes back."""
+    authority = Authority(tmp_path, "cluster")
+    cert, key = authority.sign("machine")
+    files = (f"--cluster-certfile={cert}", f"--cluster-keyfile={key}", f"--cluster-cafile={authority.file}")
+    folder = tmp_path / "machines"
+    folder.mkdir()
+    with cluster(loopback().machines, folder, f"--model-id={model}", *WORDS, *files) as server:
+        remote = Client(urlsplit(server.url).port or 0)
+        assert greedy_ids(remote) == greedy_ids(client)
+        with socket.create_connection(("127.0.0.2", server.master_port + 2), timeout=10) as stranger:
+            stranger.sendall(bytes(300))
+            assert b"LGTO" not in stranger.recv(100), "not even the challenge is in the clear"
+        undisturbed = [event["token"]["id"] for event in remote.stream("a", max_new_tokens=100, ignore_eos=True)]
+        events = iter(remote.stream("a", max_new_tokens=100, ignore_eos=True))
+        first = next(events)
+        server.kill(1)
+        threading.Timer(0.5, server.start, (1,)).start()
+        assert [event["token"]["id"] for event in [first, *events]] == undisturbed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from legato.cluster.identity import identity
 from legato.cluster.layout import RankLayout
 from legato.cluster.network import ShardNetwork, ShardPlace
+from legato.cluster.tls import LinkTls
 from legato.common.errors import OptionError
 from legato.common.options import ServerOptions
 from legato.modelfiles.files import ModelFiles
@@ -21,7 +22,8 @@ def place_of(options: ServerOptions) -> ShardPlace | None:
             "--nnodes and --pipeline-parallel-size are for text-generation-launcher: it tells shards where others are"
         )
     key = options.cluster_key.encode()
-    return ShardPlace(layout, options.rank, options.node_addrs, options.master_port, options.group_id, key)
+    tls = LinkTls.of(options.cluster_certfile, options.cluster_keyfile, options.cluster_cafile)
+    return ShardPlace(layout, options.rank, options.node_addrs, options.master_port, options.group_id, key, tls)
 
 
 def open_network(place: ShardPlace, options: ServerOptions, files: ModelFiles, socket_path: str) -> ShardNetwork:
