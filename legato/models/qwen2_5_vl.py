@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from legato.common.errors import ModelFileError
@@ -72,8 +71,8 @@ class WindowedTower(Tower):
 
     def __call__(self, patches: torch.Tensor, grid: Size) -> torch.Tensor:
         cell = self.shape.merge**2
-        order, windows = self._windows(Size(grid.height // self.shape.merge, grid.width // self.shape.merge))
-        by_window = torch.from_numpy(order).to(patches.device)
+        cells = Size(grid.height // self.shape.merge, grid.width // self.shape.merge)
+        by_window, windows = self._windows(cells, patches.device)
         places = (by_window[:, None] * cell + torch.arange(cell, device=patches.device)).flatten()
         x = patches.to(self.patches.dtype)[places] @ self.patches.t()
         cos, sin = (part[places] for part in self.angles(grid))
@@ -83,20 +82,21 @@ class WindowedTower(Tower):
         merged = self.merger(self.merger_norm(x).view(-1, self.shape.width * cell))
         return torch.empty_like(merged).index_copy_(0, by_window, merged)
 
-    def _windows(self, cells: Size) -> tuple[np.ndarray, Groups]:
-        """Cells in the order of their windows, and the windows' numbers of patches."""
+    def _windows(self, cells: Size, device: torch.device) -> tuple[torch.Tensor, Groups]:
+        """Cells in the order of their windows, and the windows' numbers of patches. On the device throughout: a CUDA
+        graph cannot wait for a copy."""
         side = self.shape.cells
-        numbers = np.arange(cells.height * cells.width).reshape(cells.height, cells.width)
+        numbers = torch.arange(cells.height * cells.width, device=device).view(cells.height, cells.width)
         tall, wide = (size // side * side for size in (cells.height, cells.width))
-        pieces: list[np.ndarray] = []
+        pieces: list[torch.Tensor] = []
         groups: list[tuple[int, int]] = []
         for rows, height in ((numbers[:tall], side), (numbers[tall:], cells.height - tall)):
             for part, width in ((rows[:, :wide], side), (rows[:, wide:], cells.width - wide)):
-                if part.size:
-                    windows = part.reshape(len(part) // height, height, -1, width).swapaxes(1, 2)
-                    pieces.append(windows.reshape(-1))
-                    groups.append((part.size // (height * width), height * width * self.shape.merge**2))
-        return np.concatenate(pieces), groups
+                if part.numel():
+                    windows = part.reshape(len(part) // height, height, -1, width).transpose(1, 2)
+                    pieces.append(windows.flatten())
+                    groups.append((part.numel() // (height * width), height * width * self.shape.merge**2))
+        return torch.cat(pieces), groups
 
 
 class Qwen25VL(Qwen2VL):

@@ -174,6 +174,7 @@ class AxesAttention(Attention):
 
 class Qwen2VL(Qwen2):
     position_shifts: torch.Tensor | None = None
+    has_graphed_tower = True
     default_sections = SECTIONS
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:

@@ -62,6 +62,13 @@ class WithImageTokens(Protocol):
 
 
 @runtime_checkable
+class GraphedTower(Protocol):
+    """A `VisionModel` whose `encode_image` asks nothing of the host, so that CUDA graphs can repeat it."""
+
+    has_graphed_tower: bool
+
+
+@runtime_checkable
 class MutualModel(Protocol):
     """A `VisionModel` with tokens that see those behind them: one step must compute them together."""
 

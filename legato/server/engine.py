@@ -19,7 +19,7 @@ from legato.layers.lora import StepAdapters
 from legato.layers.shard import Shard
 from legato.models.registry import CausalModel, GreedyModel
 from legato.models.speculators import Speculator
-from legato.models.vision import CrossModel, VisionModel
+from legato.models.vision import CrossModel, GraphedTower, VisionModel
 from legato.pb import generate_pb2 as pb
 from legato.sampling.logprobs import PromptScores, prompt_scores
 from legato.sampling.sampler import Sampler
@@ -40,6 +40,7 @@ from legato.server.speculation.guessers import Guesser
 from legato.server.speculation.verification import verify, verify_at_once
 from legato.server.vision.cross import CrossVisionEncoder
 from legato.server.vision.images import VisionEncoder
+from legato.server.vision.tower_graphs import TowerGraphs
 from legato.vision.rules import ImageRules
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,12 @@ class Engine:
         self.graphs = StepGraphs(self.model, self.cache, self.rows, sizes, mixed, record, self.shard, self._max_sampled)
         for kind in self.graphs.kinds:
             kind.keeps_hidden = self.speculator is not None
+        if (
+            self.vision_encoder is not None
+            and isinstance(self.model, GraphedTower)
+            and isinstance(record, CudaRecorder)
+        ):
+            self.vision_encoder.graphs = TowerGraphs(record)
 
     @property
     def samples(self) -> bool:

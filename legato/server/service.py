@@ -190,6 +190,9 @@ class TextGenerationService(StepStreamService):
             raise
 
     def _submit(self, request: pb.StepRequest) -> Answer:
+        encoder = self._model.engine.vision_encoder
+        if encoder is not None:
+            encoder.expect(request.admitted)
         launched = self._launcher.submit(self._launch, request)
         return asyncio.get_running_loop().run_in_executor(self._reader, self._read, launched)
 

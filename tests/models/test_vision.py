@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
 from legato.models.registry import get_model
 from legato.models.vision import CrossModel
+from legato.pb import generate_pb2 as pb
 from legato.scheduling.state import GenerationRequest, PromptSpan
 from legato.server.vision.cross import CrossVisionEncoder
 from legato.server.vision.images import VisionEncoder
 from legato.server.vision.pixels import num_pixels, pixels_of
-from legato.server.vision.preparing import ImagePreparation, PreparedImage
+from legato.server.vision.preparing import MOST_STARTED, ImagePreparation, PreparedImage
 from legato.vision.files import decode
 from legato.vision.prompts import PromptImage
 from legato.vision.rules import ImageRules, Size, image_rules
@@ -218,7 +220,7 @@ def test_a_picture_in_the_prefix_cache_is_not_looked_at_and_another_one_is(seein
     assert server.tokens(3) == seeing.expected(other)[0]
 
 
-def test_images_of_a_step_are_prepared_at_once_in_threads(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_a_step_are_prepared_in_threads(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[str] = []
     prepare = ImagePreparation._prepare
 
@@ -230,6 +232,27 @@ def test_images_of_a_step_are_prepared_at_once_in_threads(seeing: Seeing, monkey
     server = seeing.server()
     server.run(prompts(seeing))  # four pictures, of which two are the same
     assert len(prepared) == 3 and all(name.startswith("images") for name in prepared)
+
+
+def test_images_are_prepared_from_the_moment_that_their_step_arrives(seeing: Seeing) -> None:
+    """Not when it is launched: the device would wait for Pillow."""
+    server = seeing.server()
+    encoder = server.engine.vision_encoder
+    assert encoder is not None
+    data = tiny.picture(90, 90, 1)
+    image = pb.AdmittedImage(image=pb.Image(data=data, mimetype="image/png"), start=0, num_tokens=4)
+    encoder.expect([pb.Admission(row=0, images=[image])])
+    encoder.expect([pb.Admission(row=0, images=[image])])  # known already
+    (started,) = encoder._preparation._started.values()
+    taken = encoder._preparation.take(hashlib.sha256(data).digest(), data)
+    assert taken is started.result() and not encoder._preparation._started
+
+
+def test_images_that_nobody_takes_are_forgotten(qwen: Seeing) -> None:
+    preparation = ImagePreparation(qwen.rules)
+    for number in range(MOST_STARTED + 5):
+        preparation.start({str(number).encode(): tiny.picture(28, 28, 1)})
+    assert len(preparation._started) == MOST_STARTED
 
 
 def test_embeddings_are_given_up_once_the_prompt_is_computed(seeing: Seeing) -> None:

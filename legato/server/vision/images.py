@@ -23,6 +23,7 @@ from legato.pb import unpack_token_ids
 from legato.server.rows import Rows, RowStep, to_device
 from legato.server.vision.pixels import num_pixels, tower_pixels
 from legato.server.vision.preparing import ImagePreparation, PreparedImage
+from legato.server.vision.tower_graphs import TowerGraphs
 from legato.vision.files import decode
 from legato.vision.rules import ImageRules, Size
 
@@ -86,6 +87,9 @@ class EncodedImageCache:
         self._num_tokens = 0
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._kept
+
     def get(self, digest: bytes) -> EncodedImage | None:
         if digest in self._kept:
             self._kept.move_to_end(digest)
@@ -110,6 +114,7 @@ class VisionEncoder:
         self._rows: dict[int, RowImages] = {}
         self._cache = EncodedImageCache(STORED_TOKENS)
         self._preparation = ImagePreparation(rules)
+        self.graphs: TowerGraphs | None = None
         # The row beyond the last is the one that captured decodes are filled up with.
         self._shifts = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         model.position_shifts = self._shifts
@@ -122,11 +127,16 @@ class VisionEncoder:
         shape = self._rules.largest(max_tokens)
         self._model.encode_image(torch.zeros(num_pixels(shape, self._rules), device=self._device), shape)
 
-    def admit_all(self, admissions: Sequence[pb.Admission]) -> None:
-        """Of a step: their images are prepared at once and encoded one after the other."""
+    def expect(self, admissions: Sequence[pb.Admission]) -> None:
+        """Of a step that will be launched: its images are decoded and resized meanwhile. From any thread."""
         images = [image for admission in admissions for image in admission.images if not is_cached(image, admission)]
-        files = {hashlib.sha256(image.image.data).digest(): image.image.data for image in images}
-        self._preparation.start({digest: data for digest, data in files.items() if self._cache.get(digest) is None})
+        if images:
+            files = {hashlib.sha256(image.image.data).digest(): image.image.data for image in images}
+            self._preparation.start({digest: data for digest, data in files.items() if digest not in self._cache})
+
+    def admit_all(self, admissions: Sequence[pb.Admission]) -> None:
+        """Of a step: their images are encoded one after the other."""
+        self.expect(admissions)
         for admission in admissions:
             self.admit(admission)
 
@@ -204,9 +214,15 @@ class VisionEncoder:
         return ImageInPrompt(ImageSpan(image.start, image.num_tokens, encoded.shape), encoded.embeddings)
 
     def _encode(self, prepared: PreparedImage) -> EncodedImage:
-        pixels = tower_pixels(to_device(prepared.pixels, self._device), self._rules)
         self.num_encoded += 1
-        return EncodedImage(prepared.shape, self._model.encode_image(pixels, prepared.shape))
+
+        def encode(pixels: torch.Tensor) -> torch.Tensor:
+            return self._model.encode_image(tower_pixels(pixels, self._rules), prepared.shape)
+
+        if self.graphs is None:
+            return EncodedImage(prepared.shape, encode(to_device(prepared.pixels, self._device)))
+        key = (prepared.pixels.shape, prepared.shape)
+        return EncodedImage(prepared.shape, self.graphs.run(key, prepared.pixels, self._device, encode))
 
 
 def is_cached(image: pb.AdmittedImage, admission: pb.Admission) -> bool:

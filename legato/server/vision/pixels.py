@@ -6,6 +6,7 @@ that may be the device's work: a tower with many small patches reads eight times
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,14 +75,19 @@ def num_pixels(shape: Size, rules: ImageRules) -> tuple[int, ...]:
 def qwen_patches(pixels: torch.Tensor, rules: QwenRules) -> torch.Tensor:
     """[height, width, 3] of bytes -> [N, channels frames patch patch] float32: patches cell by cell, in a cell row by
     row, every frame the same."""
-    values = torch.from_numpy(_numbers(np.arange(256, dtype=np.uint8)[:, None], rules.normalization))  # [256, 3]
     colour = torch.arange(3, device=pixels.device)
-    numbers = values.to(pixels.device)[pixels.long(), colour]
+    numbers = _values(rules.normalization, pixels.device)[pixels.long(), colour]
     height, width = (side // rules.patch // rules.merge for side in pixels.shape[:2])
     cells = numbers.view(height, rules.merge, rules.patch, width, rules.merge, rules.patch, 3)
     patches = cells.permute(0, 3, 1, 4, 6, 2, 5)  # rows and columns of cells, of patches in them, colours, pixels
     frames = patches[:, :, :, :, :, None].expand(*patches.shape[:5], rules.frames, rules.patch, rules.patch)
     return frames.reshape(-1, 3 * rules.frames * rules.patch * rules.patch)
+
+
+@lru_cache(maxsize=8)
+def _values(normalization: PixelNormalization, device: torch.device) -> torch.Tensor:
+    """[256, 3] float32: what a byte of each colour becomes. Kept, because CUDA graphs read it."""
+    return torch.from_numpy(_numbers(np.arange(256, dtype=np.uint8)[:, None], normalization)).to(device)
 
 
 def llava_tiles(image: Image, rules: LlavaNextRules) -> np.ndarray:
