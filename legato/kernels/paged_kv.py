@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.kernels.kv_format import EIGHT_BITS, gather
+from legato.kernels.kv_format import EIGHT_BITS, KVScales, gather
 from legato.kernels.language import Pointer, Scalar, constexpr, jit, tl, widened
 
 
@@ -24,12 +24,15 @@ class PagedKV:
     block_tables: Tensor  # [n, max_blocks] int32; with `rows` [max_rows, max_blocks]
     context_lens: Tensor  # [n] int32, keys that the last query of a sequence sees, its own included
     rows: Tensor | None = None  # [n] int32: sequence i is row rows[i] of the tables
+    scales: KVScales | None = None  # what is stored was divided by them; None: by nothing
 
     def __post_init__(self) -> None:
         assert self.k_cache.shape == self.v_cache.shape, (self.k_cache.shape, self.v_cache.shape)
         assert self.k_cache.is_contiguous() and self.v_cache.is_contiguous(), self.k_cache.stride()
         assert self.block_tables.stride(1) == 1 and self.context_lens.stride(0) == 1, self.block_tables.stride()
         assert (self.rows if self.rows is not None else self.block_tables).shape[0] == self.num_sequences
+        # So kernels that read caches of 16 bits alone know nothing of scales.
+        assert self.scales is None or self.k_cache.dtype in EIGHT_BITS, (self.scales, self.k_cache.dtype)
 
     @property
     def num_sequences(self) -> int:
@@ -39,7 +42,17 @@ class PagedKV:
         """A view of sequences [first, last)."""
         rows = None if self.rows is None else self.rows[first:last]
         tables = self.block_tables[first:last] if rows is None else self.block_tables
-        return PagedKV(self.k_cache, self.v_cache, tables, self.context_lens[first:last], rows)
+        return PagedKV(self.k_cache, self.v_cache, tables, self.context_lens[first:last], rows, self.scales)
+
+    @property
+    def k_scale(self) -> float | None:
+        """An argument of kernels, not a constant: every layer has its own, and they share a kernel. None is one, so
+        that a kernel without scales has no trace of them."""
+        return None if self.scales is None else self.scales.keys
+
+    @property
+    def v_scale(self) -> float | None:
+        return None if self.scales is None else self.scales.values
 
     def constants(self) -> dict[str, Any]:
         """What the kernels are compiled for."""
@@ -97,6 +110,8 @@ def ragged_attention_torch(
             widened(gather(cache.flatten(0, 1), slots, q.dtype)).repeat_interleave(group, dim=1)
             for cache in (kv.k_cache, kv.v_cache)
         )
+        if kv.scales is not None:
+            keys, values = keys * kv.scales.keys, values * kv.scales.values
         distance = positions - positions[context_len - (here.stop - here.start) :, None]  # [queries, keys]
         scores = _scores_torch(torch.einsum("qhd,khd->hqk", widened(q[here]), keys), distance, scoring)
         out[here] = torch.einsum("hqk,khd->qhd", _softmax_torch(scores, scoring.sinks), values).to(q.dtype)

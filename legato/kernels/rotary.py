@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from legato.kernels.kv_format import cut_off, largest, store
+from legato.kernels.kv_format import KVScales, cut_off, largest, store
 from legato.kernels.language import (
     Pointer,
     Scalar,
@@ -31,6 +31,7 @@ def rotary_and_store(
     k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     v_cache: Tensor,
     slot_mapping: Tensor,  # [T] int32 or int64, block * block_size + offset; negative: not stored
+    scales: KVScales | None = None,  # of what is stored; what is turned in place has none
 ) -> None:
     """Turn queries and keys in place, halves against halves (GPT-NeoX), and write keys and values to their slots.
 
@@ -50,11 +51,17 @@ def rotary_and_store(
         assert cos_sin_cache.is_contiguous() and cos_sin_cache.shape[1] <= head_dim, cos_sin_cache.shape
         assert cos_sin_cache.shape[1] % 2 == 0, cos_sin_cache.shape
     run = kernel_or_torch(qkv, _rotary_and_store_triton, _rotary_and_store_torch)
-    run(qkv, positions, cos_sin_cache, k_cache, v_cache, slot_mapping)
+    run(qkv, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, scales)
 
 
 def _rotary_and_store_torch(
-    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: KVScales | None = None,
 ) -> None:
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.unflatten(1, (-1, head_dim))
@@ -69,12 +76,19 @@ def _rotary_and_store_torch(
         turned.copy_(torch.cat((low_cos - high_sin, high_cos + low_sin), dim=-1))
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
-    store(k_cache.flatten(0, 1), slots, heads[stored, num_heads : num_heads + num_kv_heads])
-    store(v_cache.flatten(0, 1), slots, heads[stored, num_heads + num_kv_heads :])
+    keys, values = heads[stored, num_heads : num_heads + num_kv_heads], heads[stored, num_heads + num_kv_heads :]
+    store(k_cache.flatten(0, 1), slots, keys, None if scales is None else scales.keys)
+    store(v_cache.flatten(0, 1), slots, values, None if scales is None else scales.values)
 
 
 def _rotary_and_store_triton(
-    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: KVScales | None = None,
 ) -> None:
     num_tokens, width = qkv.shape
     num_kv_heads, head_dim = k_cache.shape[2:]
@@ -91,6 +105,8 @@ def _rotary_and_store_triton(
         k_cache,
         v_cache,
         slot_mapping,
+        None if scales is None else 1 / scales.keys,
+        None if scales is None else 1 / scales.values,
         qkv.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -114,6 +130,8 @@ def _rotary_and_store_kernel(
     k_cache: Pointer,
     v_cache: Pointer,
     slot_mapping: Pointer,
+    k_inverse: Scalar,
+    v_inverse: Scalar,
     qkv_stride: Scalar,
     NUM_HEADS: constexpr,
     NUM_KV_HEADS: constexpr,
@@ -137,7 +155,7 @@ def _rotary_and_store_kernel(
     if group < num_query_groups:
         head = group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         if ROTARY_DIM > 0:
-            _turn(row, head, head < NUM_HEADS, angles, row, False, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, 0.0)
+            _turn(row, head, head < NUM_HEADS, angles, row, False, None, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, 0.0)
     else:
         head = (group - num_query_groups) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         inside = head < NUM_KV_HEADS
@@ -147,11 +165,13 @@ def _rotary_and_store_kernel(
         cached_keys = k_cache + slot * (NUM_KV_HEADS * HEAD_DIM)
         cached_values = v_cache + slot * (NUM_KV_HEADS * HEAD_DIM)
         if ROTARY_DIM > 0:
-            _turn(keys, head, inside, angles, cached_keys, slot >= 0, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, LIMIT)
-            _copy(values, cached_values, head, stored, 0, ROTARY_DIM, HEAD_DIM, 2 * BLOCK_HALF, LIMIT)
+            _turn(
+                keys, head, inside, angles, cached_keys, slot >= 0, k_inverse, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, LIMIT
+            )
+            _copy(values, cached_values, head, stored, v_inverse, 0, ROTARY_DIM, HEAD_DIM, 2 * BLOCK_HALF, LIMIT)
         if ROTARY_DIM < HEAD_DIM:
-            _copy(keys, cached_keys, head, stored, ROTARY_DIM, HEAD_DIM, HEAD_DIM, BLOCK_REST, LIMIT)
-            _copy(values, cached_values, head, stored, ROTARY_DIM, HEAD_DIM, HEAD_DIM, BLOCK_REST, LIMIT)
+            _copy(keys, cached_keys, head, stored, k_inverse, ROTARY_DIM, HEAD_DIM, HEAD_DIM, BLOCK_REST, LIMIT)
+            _copy(values, cached_values, head, stored, v_inverse, ROTARY_DIM, HEAD_DIM, HEAD_DIM, BLOCK_REST, LIMIT)
 
 
 @jit
@@ -162,6 +182,7 @@ def _turn(
     angles: Pointer,
     cached: Pointer,
     stored: Scalar,
+    inverse: Scalar,
     HEAD_DIM: constexpr,
     ROTARY_DIM: constexpr,
     BLOCK_HALF: constexpr,
@@ -180,8 +201,8 @@ def _turn(
     turned_high = _rounded_sum(high * cos, low * sin, heads.dtype.element_ty)
     tl.store(heads + offset, turned_low, mask=mask)
     tl.store(heads + offset + half, turned_high, mask=mask)
-    tl.store(cached + offset, cut_off(turned_low, LIMIT), mask=mask & stored)
-    tl.store(cached + offset + half, cut_off(turned_high, LIMIT), mask=mask & stored)
+    tl.store(cached + offset, cut_off(turned_low, inverse, LIMIT), mask=mask & stored)
+    tl.store(cached + offset + half, cut_off(turned_high, inverse, LIMIT), mask=mask & stored)
 
 
 @jit
@@ -195,14 +216,15 @@ def _copy(
     cached: Pointer,
     head: Scalar,
     mask: Scalar,
+    inverse: Scalar,
     FIRST: constexpr,
     LAST: constexpr,
     HEAD_DIM: constexpr,
     BLOCK: constexpr,
     LIMIT: constexpr,
 ) -> None:
-    """Columns [FIRST, LAST) of some heads, as they are."""
+    """Columns [FIRST, LAST) of some heads, not turned."""
     column = FIRST + tl.arange(0, BLOCK)
     offset = head[:, None] * HEAD_DIM + column[None, :]
     inside = mask[:, None] & (column < LAST)[None, :]
-    tl.store(cached + offset, cut_off(tl.load(heads + offset, mask=inside), LIMIT), mask=inside)
+    tl.store(cached + offset, cut_off(tl.load(heads + offset, mask=inside), inverse, LIMIT), mask=inside)

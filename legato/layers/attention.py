@@ -12,7 +12,7 @@ from legato.kernels.attention.decode import decode_attention
 from legato.kernels.attention.paged import paged_attention
 from legato.kernels.attention.prompt import RepeatedLengths, prompt_attention
 from legato.kernels.attention.turned import suits, turned_attention
-from legato.kernels.paged_kv import PagedKV, Scoring
+from legato.kernels.paged_kv import Scoring
 from legato.kernels.rotary import rotary_and_store
 from legato.layers.kv_cache import LayerCache
 from legato.layers.mutual import mutual_attention
@@ -95,7 +95,8 @@ class SelfAttention:
                 q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
             cache.store(k, v, step.slots)
             k, v = cache.as_read(k, v)  # so that a prompt has the same keys whether it is computed here or found cached
-            out = paged_attention(q, k, v, cache.keys, cache.values, step.on_host, self.scoring).flatten(1)
+            caches = cache.keys, cache.values
+            out = paged_attention(q, k, v, *caches, step.on_host, self.scoring, cache.scales).flatten(1)
         if step.images is not None and step.images.mutual:
             mutual_attention(q, out, cache, step, self.scoring)
         return out
@@ -103,24 +104,27 @@ class SelfAttention:
     def _with_kernels(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
         table = None if self.rotary is None else self.rotary.cos_sin
         if step.chunks is None:
-            kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens, step.rows)
+            kv = cache.paged(step.block_tables, step.context_lens, step.rows)
             if table is not None and suits(qkv, table, kv, self.scoring):
                 return turned_attention(qkv, step.positions, table, kv, step.slots, self.scoring)
-        rotary_and_store(qkv, step.positions, table, cache.keys, cache.values, step.slots)
+        rotary_and_store(qkv, step.positions, table, cache.keys, cache.values, step.slots, cache.scales)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         d, chunks = step.num_decodes, step.chunks
         whole = self._whole_prompts(step)
         if whole is not None:
             q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
             k, v = cache.as_read(k, v)
-            return prompt_attention(q, k, v, whole, self.scoring.scale).flatten(1)
+            if cache.scales is None:
+                return prompt_attention(q, k, v, whole, self.scoring.scale).flatten(1)
+            mixed = prompt_attention(q, k, v, whole, self.scoring.scale * cache.scales.keys)
+            return mixed.mul_(cache.scales.values).flatten(1)
         q = heads[:, : self.num_heads]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if d:
-            kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[:d], step.rows[:d])
+            kv = cache.paged(step.block_tables, step.context_lens[:d], step.rows[:d])
             decode_attention(q[:d], kv, self.scoring, out[:d])
         if chunks is not None:
-            kv = PagedKV(cache.keys, cache.values, step.block_tables, step.context_lens[d:], step.rows[d:])
+            kv = cache.paged(step.block_tables, step.context_lens[d:], step.rows[d:])
             chunk_attention(q[chunks.first_token :], kv, chunks.cu_seqlens_q, self.scoring, out[chunks.first_token :])
         return out.flatten(1)
 

@@ -125,4 +125,4 @@ class DecoderTokens:
         return cls(ids, slots, (positions + 1).int(), sides.encoder_lens, sides.rows, step.block_tables)
 
     def context(self, cache: LayerCache, ends: torch.Tensor) -> PagedKV:
-        return PagedKV(cache.keys, cache.values, self.block_tables, ends, self.rows)
+        return cache.paged(self.block_tables, ends, self.rows)

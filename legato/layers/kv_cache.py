@@ -8,30 +8,41 @@ preempts such sequences like all others. What is after an earlier token of a blo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
-from legato.kernels.kv_format import as_stored, store
+from legato.kernels.kv_format import EIGHT_BITS, KVScales, as_stored, store
+from legato.kernels.paged_kv import PagedKV
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     keys: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]; of states [num_blocks, half, width]
     values: torch.Tensor
+    scales: KVScales | None = field(default=None, kw_only=True)  # what is stored is divided by them
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Write [T, num_kv_heads, head_dim] to the slots [T]."""
-        store(self.keys.flatten(0, 1), slots, keys)
-        store(self.values.flatten(0, 1), slots, values)
+        k_scale, v_scale = self._each_scale
+        store(self.keys.flatten(0, 1), slots, keys, k_scale)
+        store(self.values.flatten(0, 1), slots, values, v_scale)
+
+    def paged(self, block_tables: torch.Tensor, context_lens: torch.Tensor, rows: torch.Tensor) -> PagedKV:
+        """What attention reads of it."""
+        return PagedKV(self.keys, self.values, block_tables, context_lens, rows, self.scales)
 
     def as_read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values rounded to the format of the cache, as a later step will read them."""
+        """Keys and values in the format of the cache and divided by its scales, as a later step will read them."""
         if self.keys.dtype == keys.dtype:
             return keys, values
-        dtype = self.keys.dtype
-        return as_stored(keys, dtype).to(keys.dtype), as_stored(values, dtype).to(values.dtype)
+        dtype, (k_scale, v_scale) = self.keys.dtype, self._each_scale
+        return as_stored(keys, dtype, k_scale).to(keys.dtype), as_stored(values, dtype, v_scale).to(values.dtype)
+
+    @property
+    def _each_scale(self) -> tuple[float | None, float | None]:
+        return (None, None) if self.scales is None else (self.scales.keys, self.scales.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,8 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    # The checkpoint's, for each of these layers; (): it has none.
+    scales: tuple[KVScales | None, ...] = field(default=(), kw_only=True)
 
     @property
     def bytes_per_token(self) -> int:
@@ -56,8 +69,11 @@ class KVShape:
         """Of a block in each of the two tensors of a layer."""
         return block_size, self.num_kv_heads, self.head_dim
 
-    def layer(self, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> LayerCache:
-        return LayerCache(keys, values)
+    def layer(self, number: int, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> LayerCache:
+        """The one place where it is decided whether scales are used: where the format has too few bits to do without
+        them."""
+        is_scaled = bool(self.scales) and self.dtype in EIGHT_BITS
+        return LayerCache(keys, values, scales=self.scales[number] if is_scaled else None)
 
     def block_bytes(self, block_size: int) -> int:
         """Of a block in all layers."""
@@ -84,7 +100,7 @@ class StateShape(KVShape):
         """The same for any number of tokens."""
         return self.half, self.width
 
-    def layer(self, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> LayerCache:
+    def layer(self, number: int, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> LayerCache:
         return StateCache(keys, values, block_size)
 
 
@@ -97,4 +113,4 @@ class KVCache:
         tensors = [
             [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(2)] for _ in range(shape.num_layers)
         ]
-        self.layers = [shape.layer(keys, values, block_size) for keys, values in tensors]
+        self.layers = [shape.layer(i, keys, values, block_size) for i, (keys, values) in enumerate(tensors)]

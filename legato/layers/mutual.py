@@ -51,7 +51,7 @@ def _gathered(
 
     where = step.once(("slots of a span", *span), slots)
     keys, values = (gather(part.flatten(0, 1), where, dtype).transpose(0, 1) for part in (cache.keys, cache.values))
-    return keys, values
+    return (keys, values) if cache.scales is None else (keys * cache.scales.keys, values * cache.scales.values)
 
 
 def _visible(group: MutualTokens, window: int, device: torch.device) -> torch.Tensor | None:

@@ -12,9 +12,11 @@ from typing import TypeVar, Unpack
 import torch
 
 from legato.common.errors import ModelFileError
+from legato.kernels.kv_format import KVScales
 from legato.layers.shard import Shard
 from legato.models.sources import Staging, TensorSource
 from legato.models.targets import AdapterTarget, MatrixPart, TargetCut
+from legato.quantization.kv_scales import read_scales, scale_names
 from legato.quantization.method import DENSE, Method
 from legato.quantization.stored import Ranges
 from legato.quantization.weight import QuantizedWeight
@@ -96,6 +98,12 @@ class Checkpoint:
         made = stored.clone() if self.device.type == "cpu" else self._staging.copy(stored)
         self._source.forget(name)
         return made
+
+    def kv_scales(self, layers: Sequence[int]) -> tuple[KVScales | None, ...]:
+        """What keys and values of these layers are divided by in an 8-bit cache; (): nothing is."""
+        names = scale_names(self._names) if self._method.has_kv_scales else {}
+        found = tuple(read_scales(names.get(i), lambda name: self._source.read(name, ()), self) for i in layers)
+        return found if any(found) else ()
 
     def _forget(self, name: str) -> None:
         """What was read of a tensor is not needed any more."""

@@ -144,8 +144,9 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, heads: Heads) -> None:
         self.config = replace(config, num_kv_heads=heads.all_kv_heads)  # which config.json need not say
-        num_layers = len(weights.shard.layers(config.num_layers))
-        self.kv_shape = KVShape(num_layers, heads.num_kv_heads, heads.head_dim, weights.dtype)
+        layers = weights.shard.layers(config.num_layers)
+        size = (len(layers), heads.num_kv_heads, heads.head_dim)
+        self.kv_shape = KVShape(*size, weights.dtype, scales=weights.kv_scales(layers))
 
     def embed(self, step: Step) -> torch.Tensor:
         """What the first layer reads. For families that add positions or a norm to it."""

@@ -46,7 +46,15 @@ def find_method(files: ModelFiles, source: TensorSource, asked: str | None) -> M
             f"--quantize {asked}: {file} of {files.path} says that the weights are quantized with '{name}' already; "
             "omit the option"
         )
-    return Method(name, READERS[name](keys, source))
+    return Method(name, READERS[name](keys, source), has_kv_scales=_has_kv_scales(keys))
+
+
+def _has_kv_scales(keys: Keys) -> bool:
+    """Scales for a cache of 4 bits would take numbers beyond what 8 bits hold."""
+    modelopt = keys.below("quantization") if "quantization" in keys.raw else keys
+    is_fp8 = modelopt.get("kv_cache_quant_algo") in (None, "FP8", "INT8")
+    scheme = keys.get("kv_cache_scheme")
+    return is_fp8 and (not isinstance(scheme, dict) or scheme.get("num_bits", 8) == 8)
 
 
 def on_load(asked: str) -> Method:
@@ -145,6 +153,8 @@ def _block(keys: Keys, name: str) -> tuple[int, int] | None:
 
 def _modelopt(keys: Keys, source: TensorSource) -> Reader:
     keys = keys.below("quantization") if "quantization" in keys.raw else keys
+    if keys.get("quant_algo") is None and keys.get("kv_cache_quant_algo") is not None:
+        return EightBitReader()  # matrices are dense
     algorithm = keys.text("quant_algo")
     if algorithm == "NVFP4":
         return Fp4Reader("weight", global_scale="weight_scale_2")
@@ -165,7 +175,7 @@ def _compressed_tensors(keys: Keys, source: TensorSource) -> Reader:
             raise UnsupportedModel(f"{group.path}: format '{stored}' is not supported; supported: {', '.join(FORMATS)}")
         targets = tuple(str(target) for target in group.get("targets") or [])
         groups.append(TargetGroup(targets, stored, weights.count("num_bits"), _block(weights, "block_structure")))
-    if not groups:
+    if not groups and keys.get("kv_cache_scheme") is None:  # with it matrices may be dense
         raise ModelFileError(f"{keys.path} has no 'config_groups'")
     return CompressedTensorsReader(groups)
 

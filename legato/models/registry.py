@@ -17,10 +17,11 @@ from legato.layers.shard import Shard
 from legato.layers.step import Step
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.merged import MergedModel
+from legato.models import checkpoint
 from legato.models.checkpoint import Progress
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
-from legato.models.gguf_reader import GgufReader
+from legato.models.gguf_reader import GgufFormReader, GgufReader
 from legato.models.gguf_source import GgufSource
 from legato.models.merge import MergedSource
 from legato.models.methods import find_method, on_load
@@ -167,9 +168,9 @@ def get_model(
         return built
     source = open_source(files)
     method = find_method(files, source, quantize)
-    is_whole = shard is None or shard.world_size == 1
-    if packs and quantize is None and isinstance(source, GgufSource) and is_whole:
-        method = replace(method, name="gguf", reader=GgufReader(source))
+    gguf = _gguf_reader(source, device, shard, packs) if quantize is None else None
+    if gguf is not None:
+        method = replace(method, name="gguf", reader=gguf)
     weights = Weights(source, dtype, device, shard, progress, method, packs)
     try:
         model: CausalModel = architecture(config, weights)
@@ -182,8 +183,21 @@ def get_model(
     _note_targets(targets, weights)
     if weights.kinds:
         logger.info("Quantized weights", extra={"fields": {"method": method.name, "layers": dict(weights.kinds)}})
+    if isinstance(gguf, GgufFormReader) and gguf.dense_matrices:
+        logger.info("Dense matrices of the GGUF file", extra={"fields": {"types": gguf.dense_matrices}})
     keep_fp8_copies(weights.quantized, fp8_copy_fraction)
     return model
+
+
+def _gguf_reader(
+    source: TensorSource, device: torch.device, shard: Shard | None, packs: bool
+) -> GgufReader | GgufFormReader | None:
+    """None where matrices of a GGUF file become dense, or it is none."""
+    if not isinstance(source, GgufSource):
+        return None
+    if packs:
+        return GgufReader(source) if shard is None or shard.world_size == 1 else None
+    return None if device.type in checkpoint.DEQUANTIZED_ON else GgufFormReader(source, device)
 
 
 def check_stages(model: CausalModel, shard: Shard) -> None:

@@ -20,9 +20,11 @@ from legato.kernels.lora.pages import PAGE_RANKS
 from legato.layers.kv_cache import KVShape, StateShape
 from legato.layers.shard import Shard
 from legato.modelfiles.files import GgufModel, ModelFiles
+from legato.modelfiles.gguf.file import GgmlType
 from legato.models import checkpoint
 from legato.models.config import ModelConfig
 from legato.models.dummy import DummyWeights
+from legato.models.expert_matrices import between_groups
 from legato.models.gguf_source import GgufSource
 from legato.models.host import on_host
 from legato.models.methods import find_method, on_load
@@ -34,13 +36,15 @@ from legato.plan.memory import SIZES, ModelShape, ShardSize
 from legato.quantization.affine import GROUP, AffineGroups
 from legato.quantization.dense import Weight
 from legato.quantization.experts import ExpertWeights
+from legato.quantization.gguf_forms import FORMS, packed_matrix
 from legato.quantization.matrix import ColumnGroups
 from legato.quantization.method import DENSE, Method
 from legato.quantization.stored import MatrixSlice, Ranges
 from legato.quantization.weight import Matrix
 
-# Of GGUF, that a CPU computes with as they are.
+# Of GGUF, that a CPU computes with as they are; GPUs: `FORMS`.
 FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K"}
+FORM_NAMES = {ggml_type.name for ggml_type in FORMS}
 # Floating-point formats of safetensors, which are loaded in the model's dtype; others stay as they are.
 FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -134,16 +138,29 @@ class CountingWeights(DummyWeights):
         return weight
 
     def _stored_matrix(self, wanted: MatrixSlice, *arguments: Any, **how: Any) -> Matrix:
-        """What GGUF has in 4 bits is packed as it is, by a single shard."""
+        """What GGUF has in 4 bits is packed as it is, by a single shard on a CPU; on a GPU everything is that has a
+        form."""
         matrix = super()._stored_matrix(wanted, *arguments, **how)
-        is_coded = self.packs and self.shard.world_size == 1
         stored = (self._stored_tensors or {}).get(f"{wanted.name}.weight")
-        if not is_coded or stored is None or stored.format not in FOUR_BITS or not isinstance(matrix, torch.Tensor):
+        if stored is None or not isinstance(matrix, torch.Tensor):
+            return matrix
+        is_read = not self.packs and not self.dequantizes and self._method.quantizer is None
+        if is_read and stored.format in FORM_NAMES:
+            return self._gguf_form(wanted, matrix, GgmlType[stored.format])
+        if not self.packs or self.shard.world_size > 1 or stored.format not in FOUR_BITS:
             return matrix
         rows, columns = matrix.shape
         scale = matrix.new_empty(rows, columns // GROUP, dtype=torch.float16)
         codes = matrix.new_empty(rows, columns // 2, dtype=torch.uint8)
         return AffineGroups(ColumnGroups.regular(columns, GROUP), scale, scale, codes)
+
+    @staticmethod
+    def _gguf_form(wanted: MatrixSlice, dense: torch.Tensor, ggml_type: GgmlType) -> Matrix:
+        blocks = (dense.shape[0], wanted.in_features // ggml_type.block_size, ggml_type.block_bytes)
+        matrix = packed_matrix(dense.new_empty(blocks, dtype=torch.uint8), ggml_type)
+        if wanted.columns is not None and not between_groups(wanted.columns, matrix.groups.size):
+            return dense
+        return wanted.of_columns(matrix)
 
     def experts(self, *arguments: Any) -> tuple[ExpertWeights, ExpertWeights]:
         before = self.num_bytes

@@ -94,6 +94,8 @@ def pack(matrix: Matrix) -> PackedRows:
         return pack_4(matrix.codes, matrix.scale, matrix.minimum)
     if isinstance(matrix, ScaledMatrix) and matrix.numbers.dtype == torch.int8 and _fits_groups(matrix):
         return pack_8(matrix.numbers.clamp(min=-127), _by_group(matrix, matrix.scale))
+    if isinstance(matrix, GroupedIntegers) and matrix.minimum is not None:
+        return pack_dense(matrix.dense(torch.float32))
     if isinstance(matrix, GroupedIntegers) and matrix.bits == 8 and matrix.zero is None and _fits_groups(matrix):
         return pack_8((matrix.codes ^ 0x80).view(torch.int8).clamp(min=-127), _by_group(matrix, matrix.scale))
     if isinstance(matrix, GroupedIntegers) and matrix.bits == 4 and _fits_groups(matrix):

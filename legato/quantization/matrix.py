@@ -133,6 +133,10 @@ class QuantizedMatrix(ABC):
         groups = self.groups
         if (first, last) == (0, groups.num_columns):
             return self
+        if groups.index is None and groups.order is None and first % groups.size == last % groups.size == 0:
+            places, left = torch.arange(first, last), torch.arange(first // groups.size, last // groups.size)
+            kept = ColumnGroups.regular(last - first, groups.size)
+            return self._with_columns(places.to(self.device), kept, left.to(self.device))
         inputs = torch.arange(groups.num_columns, device=self.device) if groups.order is None else groups.order
         if inputs.is_meta:
             places = torch.arange(first, last, device="meta")

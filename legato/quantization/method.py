@@ -29,6 +29,7 @@ class Method:
     name: str  # for the log and for errors
     reader: Reader | None = None  # of matrices that are quantized in the checkpoint
     quantizer: Quantizer | None = None  # of matrices that are not
+    has_kv_scales: bool = False  # the checkpoint may have scales for a KV cache of 8 bits
 
 
 DENSE = Method("none")

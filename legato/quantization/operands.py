@@ -26,7 +26,8 @@ def operand_of(matrix: QuantizedMatrix) -> Operand | None:
         width = code_width(matrix.bits)
         if matrix.bits != width:  # without zeros the middle is that of fewer bits
             matrix = matrix.with_zero()
-        operand = Operand(CODES[width], matrix.codes, matrix.scale, *size, zero=matrix.zero)
+        zero = matrix.zero if matrix.minimum is None else matrix.minimum
+        operand = Operand(CODES[width], matrix.codes, matrix.scale, *size, zero=zero)
     elif isinstance(matrix, ScaledMatrix) and matrix.numbers.dtype in NUMBERS:
         operand = Operand(NUMBERS[matrix.numbers.dtype], matrix.numbers, matrix.scale, *size)
     elif isinstance(matrix, TableCodes):

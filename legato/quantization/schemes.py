@@ -1,7 +1,8 @@
 """The quantization schemes: integers in groups, 8-bit numbers with scales, codes of a table.
 
 GroupedIntegers   2, 4 or 8 bits    (code - zero) · scale       GPTQ, AWQ, compressed-tensors, int4
-ScaledMatrix      int8, float8      number · scale              int8 and fp8 by row, by tensor, by block
+                                    code · scale + minimum      GGUF
+ScaledMatrix      int8, float8      number · scale              int8 and fp8 by row, by tensor, by block; GGUF
 TableCodes        4 bits            table[code] · scale         nf4, fp4, MXFP4, NVFP4
 """
 
@@ -41,20 +42,30 @@ class GroupedIntegers(QuantizedMatrix):
     codes: torch.Tensor  # [out, bytes] uint8, as `pack_codes` has them
     bits: int
     zero: torch.Tensor | None = None  # [out, groups] uint8; None: half of the codes' range
+    minimum: torch.Tensor | None = None  # [out, groups], floating point: there is no zero, this is added
 
     @classmethod
     def of(
-        cls, codes: torch.Tensor, bits: int, scale: torch.Tensor, zero: torch.Tensor | None, groups: ColumnGroups
+        cls,
+        codes: torch.Tensor,
+        bits: int,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None,
+        groups: ColumnGroups,
+        minimum: torch.Tensor | None = None,
     ) -> GroupedIntegers:
-        """From codes [out, in] and zeros [out, groups], both uint8."""
+        """From codes [out, in] and zeros [out, groups], both uint8, or minima [out, groups]."""
+        assert zero is None or minimum is None
         middle = 1 << (bits - 1)
         if zero is not None and not zero.is_meta and bool((zero == middle).all()):
             zero = None
-        return cls(groups, scale.contiguous(), pack_codes(codes, code_width(bits)), bits, zero)
+        return cls(groups, scale.contiguous(), pack_codes(codes, code_width(bits)), bits, zero, minimum)
 
     @property
     def kind(self) -> str:
-        return f"{self.bits}-bit integers, groups of {self.groups.size}" if self._is_plain else self._kind_in_order
+        minima = "" if self.minimum is None else " with minima"
+        plain = f"{self.bits}-bit integers{minima}, groups of {self.groups.size}"
+        return plain if self._is_plain else self._kind_in_order
 
     @property
     def _is_plain(self) -> bool:
@@ -67,6 +78,9 @@ class GroupedIntegers(QuantizedMatrix):
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         compute = computing_dtype(dtype)
         numbers = unpack_codes(self.codes, code_width(self.bits), self.in_features).to(compute)
+        if self.minimum is not None:
+            scaled = numbers * self.groups.spread(self.scale.to(compute))
+            return (scaled + self.groups.spread(self.minimum.to(compute))).to(dtype)
         if self.zero is None:
             numbers -= 1 << (self.bits - 1)
         else:
@@ -84,8 +98,8 @@ class GroupedIntegers(QuantizedMatrix):
         return super().stacked(others)
 
     def with_zero(self) -> Self:
-        """The same with a tensor of zeros."""
-        if self.zero is not None:
+        """The same with a tensor of zeros, unless it has minima."""
+        if self.zero is not None or self.minimum is not None:
             return self
         zero = torch.full(self.scale.shape, 1 << (self.bits - 1), dtype=torch.uint8, device=self.device)
         return replace(self, zero=zero)
@@ -94,8 +108,9 @@ class GroupedIntegers(QuantizedMatrix):
         width = code_width(self.bits)
         codes = unpack_codes(self.codes, width, self.in_features).index_select(1, places)
         zero = None if self.zero is None else self.zero[:, left].contiguous()
-        scale = self.scale[:, left].contiguous()
-        return replace(self, groups=groups, scale=scale, codes=pack_codes(codes, width), zero=zero)
+        minimum = None if self.minimum is None else self.minimum[:, left].contiguous()
+        scale, packed = self.scale[:, left].contiguous(), pack_codes(codes, width)
+        return replace(self, groups=groups, scale=scale, codes=packed, zero=zero, minimum=minimum)
 
 
 @dataclass(frozen=True)

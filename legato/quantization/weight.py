@@ -86,10 +86,20 @@ def weight_of(
         bias = None if bias is None else bias[order]
     one = stack(matrices)
     if one is None:
-        return StackedWeight([weight_of([matrix]) for matrix in matrices], bias, order)
+        return StackedWeight([weight_of([part]) for part in _stacked_runs(matrices)], bias, order)
     if isinstance(one, QuantizedMatrix):
         return QuantizedWeight(one if order is None else one.take(order), bias)
     return dense_weight(one if order is None else one[order], bias)
+
+
+def _stacked_runs(matrices: Sequence[Matrix]) -> list[Matrix]:
+    """Neighbours that can be one matrix are: GGUF files often have queries and keys of one type, and values of another.
+    As few products as possible, in order."""
+    runs = [matrices[0]]
+    for matrix in matrices[1:]:
+        both = stack([runs[-1], matrix])
+        runs[-1:] = [runs[-1], matrix] if both is None else [both]
+    return runs
 
 
 def stack(matrices: Sequence[Matrix]) -> Matrix | None:

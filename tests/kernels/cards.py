@@ -42,7 +42,7 @@ from legato.kernels import (
 from legato.kernels import rows as row_kernels
 from legato.kernels.attention import chunk, decode, hopper, span, turned
 from legato.kernels.device import GpuLimits
-from legato.kernels.kv_format import EIGHT_BITS
+from legato.kernels.kv_format import EIGHT_BITS, KVScales
 from legato.kernels.lora import product
 from legato.kernels.lora.pages import LoraPages, LoraPlace
 from legato.kernels.lora.tiles import LoraGroups
@@ -72,7 +72,8 @@ class Shape:
             torch.zeros(4, 16, KV_HEADS, self.head_dim, dtype=self.cache_dtype or self.dtype) for _ in range(2)
         )
         tables = torch.zeros(sequences, 4, dtype=torch.int32)
-        return PagedKV(keys, values, tables, torch.ones(sequences, dtype=torch.int32))
+        scales = None if self.cache_dtype is None else KVScales(2.0, 3.0)
+        return PagedKV(keys, values, tables, torch.ones(sequences, dtype=torch.int32), scales=scales)
 
     def queries(self, count: int) -> torch.Tensor:
         return torch.zeros(count, KV_HEADS * self.group, self.head_dim, dtype=self.dtype)
@@ -110,6 +111,11 @@ def attention_launches(shape: Shape, limits: GpuLimits, quick: bool) -> Iterator
         qkv = torch.zeros(2, KV_HEADS * (shape.group + 2) * shape.head_dim, dtype=shape.dtype)
         angles = torch.zeros(8, shape.head_dim)
         yield partial(turned._turned_triton, qkv, places, angles, shape.paged(2), places, scoring)
+    if shape.cache_dtype is not None:
+        kv, places = shape.paged(2), torch.zeros(2, dtype=torch.int64)
+        qkv = torch.zeros(2, KV_HEADS * (shape.group + 2) * shape.head_dim, dtype=shape.dtype)
+        angles, caches = torch.zeros(8, shape.head_dim, dtype=shape.dtype), (kv.k_cache, kv.v_cache)
+        yield partial(rotary._rotary_and_store_triton, qkv, places, angles, *caches, places, kv.scales)
     tokens = 64
     q, starts = shape.queries(tokens), torch.tensor([0, tokens], dtype=torch.int32)
     if limits.sm == 90 and hopper.suits(q, shape.paged(1), scoring):
@@ -210,9 +216,14 @@ def quantized_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callab
     for form, group, zero in (
         ("int4", 128, True),
         ("int4", 32, True),
+        ("int4", 32, "minimum"),
+        ("int4", 16, "minimum"),
         ("table", 64, False),
         ("codes", 128, True),
+        ("codes", 32, "minimum"),
         ("int8", hidden, False),
+        ("int8", 32, False),
+        ("int8", 16, False),
         ("fp8", hidden, False),
         ("fp8", 128, False),
     ):
@@ -223,7 +234,7 @@ def quantized_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callab
             yield partial(run, x, operand, None, None)
         groups = grouped_linear._group_rows_torch(torch.tensor([[0, 1]] * 4), 2)
         yield partial(grouped.grouped_quantized_linear, torch.zeros(4, hidden, dtype=dtype), operand, groups)
-        if operand.is_packed:
+        if operand.is_packed or (operand.has_small_groups and form != "fp8"):
             yield partial(unpack._unpacked_triton, operand, dtype, None)
     for eight in (torch.int8, *((torch.float8_e4m3fn,) if limits.sm >= 89 else ())):
         x, weight = torch.zeros(2, hidden, dtype=dtype), torch.ones(hidden, dtype=dtype)

@@ -1,6 +1,8 @@
 """Four processes that are the shards of one model after another, over gloo.
 
-They are started once for all tests: a group of the first two of them is a model of two shards.
+They are started once for all tests: a group of the first two of them is a model of two shards. After a call in which
+one of them was silent others take their place: it may still answer, or wait for a sum that another shard gave up, and
+then every model behind it would get the answer of the one before, or none.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from tests.models.answers import Answers, answer
 
 MOST_SHARDS = 4
 SECONDS = 60
+# For all of them to import torch and to meet, on a machine with other work.
+START_SECONDS = 300
+READY = "ready"
 T = TypeVar("T")
 
 
@@ -35,18 +40,25 @@ class ShardProcesses:
 
     def __init__(self) -> None:
         self._started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._num_starts = 0
 
     def __enter__(self) -> ShardProcesses:
         self._folder = tempfile.TemporaryDirectory()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _, pipe in self._started:
-            pipe.send(None)
-        for process, _ in self._started:
-            process.join(10)
-            process.kill()
+        self._stop(patience=10)
         self._folder.cleanup()
+
+    def _stop(self, patience: float) -> None:
+        started, self._started = self._started, []
+        if patience:
+            for _, pipe in started:
+                pipe.send(None)
+        for process, pipe in started:
+            process.join(patience)
+            process.kill()
+            pipe.close()
 
     def answer(self, folder: Path, requests: list[list[int]], world_size: int) -> list[Answers]:
         """What each of `world_size` shards answers."""
@@ -62,18 +74,23 @@ class ShardProcesses:
         # All are heard before any is judged: a reply that stays in its pipe would pass for that to the next model.
         replies = [pipe.recv() if pipe.poll(SECONDS) else Failure("silent") for pipe in pipes]
         failures = [f"shard {rank}: {said.text}" for rank, said in enumerate(replies) if isinstance(said, Failure)]
+        if any(isinstance(said, Failure) for said in replies):
+            self._stop(patience=0)
         assert not failures, f"of {world_size} shards failed:\n" + "\n".join(failures)
         return replies
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # torch is imported once, not four times
-        meeting = f"file://{self._folder.name}/meeting"
+        self._num_starts += 1
+        meeting = f"file://{self._folder.name}/meeting-{self._num_starts}"
         for rank in range(MOST_SHARDS):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, meeting, theirs), daemon=True)
             process.start()
             self._started.append((process, ours))
+        for _, pipe in self._started:  # so that a model's time is its own
+            assert pipe.poll(START_SECONDS) and pipe.recv() == READY, "a shard did not start"
 
 
 class GroupCollectives:
@@ -101,6 +118,7 @@ def _serve(rank: int, meeting: str, pipe: Connection) -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=MOST_SHARDS)
     groups = {size: dist.new_group(list(range(size))) for size in range(2, MOST_SHARDS + 1)}
+    pipe.send(READY)
     while (job := pipe.recv()) is not None:
         function, arguments, world_size = job
         try:

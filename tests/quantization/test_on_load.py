@@ -107,7 +107,7 @@ def test_numbers_of_the_table_keep_their_codes(name: str, table: tuple[float, ..
 
 # One method of each kind for every model, and every method for one.
 CASES = [(model, name) for model in MODELS for name in ("int8", "int4")]
-CASES += [("llama-odd", name) for name in ("fp8", "bitsandbytes-nf4", "bitsandbytes-fp4")]
+CASES += [("llama-odd", name) for name in ("fp8", "eetq", "bitsandbytes-nf4", "bitsandbytes-fp4")]
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legato.kernels.attention.configs import decode_config, scanned
 from legato.pb import generate_pb2 as pb
 from legato.server.memory.capacity import RequestedLimits
-from legato.server.memory.warmup import SMALL_STEP, _ladder, ordinary_steps
+from legato.server.memory.warmup import SMALL_STEP, _ladder, decodes_beside_a_prompt, ordinary_steps
 from legato.server.model import Model
 from tests.server.shard import OPTIONS, load_model
 from tests.tiny_models import tiny_llama
@@ -26,7 +27,7 @@ def requested(**request: int) -> RequestedLimits:
 def test_ordinary_steps_are_steps_that_a_router_may_send(max_rows: int, longest: int) -> None:
     asked = requested(max_rows=max_rows, max_total_tokens=longest, max_prefill_tokens=8192)
     known: set[int] = set()
-    for step in ordinary_steps(asked):
+    for step in (*ordinary_steps(asked), *decodes_beside_a_prompt(asked, 8)):
         known |= {admission.row for admission in step.admitted}
         assert sum(step.num_tokens) <= asked.step_tokens
         assert len(set(step.rows)) == len(step.rows) == len(step.num_tokens) == len(step.num_new_blocks)
@@ -40,6 +41,21 @@ def test_ordinary_steps_have_prompts_from_the_largest_step_to_what_runs_as_graph
     assert max(sizes) == 8192
     assert all(2 * smaller > 0.9 * larger for larger, smaller in pairwise(sorted(sizes, reverse=True)))
     assert SMALL_STEP <= min(sizes) + 128 < 2 * SMALL_STEP
+
+
+@given(st.integers(2, 512), st.sampled_from([1, 2, 4, 8, 16, 32]), st.data())
+def test_any_number_of_decodes_beside_a_prompt_finds_its_attention_compiled(
+    max_rows: int, num_kv_heads: int, data: st.DataObject
+) -> None:
+    """33 to 63 of them had not: 64 streams of an 8B model waited for the compiler for a second."""
+
+    def variant(count: int) -> tuple[int, ...]:
+        config = decode_config(count, num_kv_heads)
+        return config.block_n, config.num_warps, config.num_stages, scanned(count), count == 1
+
+    asked = requested(max_rows=max_rows, max_total_tokens=4096, max_prefill_tokens=8192)
+    counts = [len(step.rows) - len(step.admitted) for step in decodes_beside_a_prompt(asked, num_kv_heads)]
+    assert variant(data.draw(st.integers(1, max_rows - 1))) in map(variant, counts)
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000))

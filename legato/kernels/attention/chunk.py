@@ -165,6 +165,8 @@ def _chunk_attention_triton(
         kv.block_tables,
         kv.context_lens,
         kv.rows,
+        kv.k_scale,
+        kv.v_scale,
         scoring.alibi_slopes,
         scoring.sinks,
         cu_seqlens_q,
@@ -192,6 +194,8 @@ def _chunk_kernel(
     block_tables: Pointer,
     context_lens: Pointer,
     rows: Pointer,
+    k_scale: Scalar,
+    v_scale: Scalar,
     alibi_slopes: Pointer,
     sinks: Pointer,
     cu_seqlens_q: Pointer,
@@ -231,6 +235,8 @@ def _chunk_kernel(
         k_cache,
         v_cache,
         find_table(block_tables, rows, sequence, table_stride),
+        k_scale,
+        v_scale,
         alibi_slopes,
         sinks,
         kv_head,
@@ -255,6 +261,8 @@ def _attend(
     k_cache: Pointer,
     v_cache: Pointer,
     block_table: Pointer,
+    k_scale: Scalar,
+    v_scale: Scalar,
     alibi_slopes: Pointer,
     sinks: Pointer,
     kv_head: Scalar,
@@ -296,6 +304,8 @@ def _attend(
         keys = load_heads(k_cache + offsets, d, HEAD_DIM).to(query.dtype)
         values = load_heads(v_cache + offsets, d, HEAD_DIM).to(query.dtype)
         dots = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if k_scale is not None:
+            dots *= k_scale
         distance = position[None, :] - query_position
         scores = base2_scores(dots, distance, slopes, SCALE, SOFT_CAP)
         if WINDOW > 0:
@@ -308,4 +318,6 @@ def _attend(
         total = total * decay + tl.sum(weights, axis=1)
         mixed = tl.dot(weights.to(values.dtype), values, mixed * decay[:, None], input_precision="ieee")
         maximum = new_maximum
+    if v_scale is not None:
+        mixed *= v_scale
     return mixed / total[:, None]

@@ -10,14 +10,13 @@ finish merges the parts of the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
 from legato.kernels.arrival import NUM_COUNTERS, arrival_counters, arrives_last
+from legato.kernels.attention.configs import DecodeConfig, decode_config, fitting, scanned
 from legato.kernels.attention.splits import choose_split_len, find_sequence, shortest_split_len, splits_before, visible
-from legato.kernels.device import AttentionTile, GpuLimits, limits_of
+from legato.kernels.device import limits_of
 from legato.kernels.language import (
     Pointer,
     Scalar,
@@ -26,7 +25,6 @@ from legato.kernels.language import (
     jit,
     jit_for_any,
     kernel_or_torch,
-    next_power_of_two,
     padded,
     tl,
 )
@@ -43,55 +41,6 @@ from legato.kernels.paged_kv import (
     ragged_attention_torch,
     sink_scores,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeConfig:
-    extra_splits: int  # programs of a key-value head, besides one for each sequence
-    min_split_len: int  # short contexts are cut into fewer
-    block_n: int  # keys per iteration
-    num_warps: int
-    num_stages: int
-
-
-def decode_config(num_sequences: int, num_kv_heads: int) -> DecodeConfig:
-    """By the programs there are before splitting. Enough of them fill the chip; few need splits for latency.
-
-    The best of a sweep on an H200 (`python -m benchmarks.kernels --sweep --only decode_attention`).
-    """
-    programs = num_sequences * num_kv_heads
-    # So many programs besides that all of them are on the chip at once, four or eight to a multiprocessor.
-    if programs <= 64:
-        extra = max((480 if programs <= 32 else 960) // num_kv_heads, 1)
-        return DecodeConfig(extra, min_split_len=64, block_n=64, num_warps=4, num_stages=2)
-    if programs < 512:
-        extra, min_split_len = max(448 // num_kv_heads, 1), 64 if programs <= 128 else 128
-        return DecodeConfig(extra, min_split_len, block_n=64, num_warps=4, num_stages=2)
-    extra = max(1024 // num_kv_heads, 1)
-    if programs < 1024:
-        return DecodeConfig(extra, min_split_len=1024, block_n=128, num_warps=4, num_stages=3)
-    # Small programs, many to a multiprocessor: while one begins or ends, the others keep reading.
-    if programs < 2048:
-        return DecodeConfig(extra, min_split_len=1024, block_n=64, num_warps=2, num_stages=2)
-    return DecodeConfig(extra, min_split_len=1024, block_n=32, num_warps=1, num_stages=3)
-
-
-def fitting(config: DecodeConfig, group: int, head_dim: int, itemsize: int, limits: GpuLimits) -> DecodeConfig:
-    """With fewer stages, then fewer keys per iteration, as far as the shared memory of the device requires; with more
-    warps for many query heads, whose sums are in registers."""
-    rows = next_power_of_two(group, 16)
-    num_warps = min(rows * next_power_of_two(head_dim, 16) * itemsize // 8192, 8)
-    config = replace(config, num_warps=max(config.num_warps, num_warps))
-    while not AttentionTile(rows, config.block_n, head_dim, itemsize, config.num_stages).fits(limits):
-        if config.num_stages > 2:
-            config = replace(config, num_stages=2)
-        elif config.block_n > 16:
-            config = replace(config, block_n=config.block_n // 2)
-        elif config.num_stages > 1:
-            config = replace(config, num_stages=1)
-        else:
-            break
-    return config
 
 
 def decode_attention(
@@ -132,6 +81,8 @@ def _decode_attention_triton(
         kv.block_tables,
         kv.context_lens,
         kv.rows,
+        kv.k_scale,
+        kv.v_scale,
         scoring.alibi_slopes,
         scoring.sinks,
         torch.empty(num_parts, head_dim + 4, dtype=torch.float32, device=q.device),
@@ -146,8 +97,7 @@ def _decode_attention_triton(
         GROUP=num_heads // num_kv_heads,
         CAN_SPLIT=config.extra_splits > 0,
         BLOCK_N=config.block_n,
-        # Lengths at a time: few are known to every warp, without asking the others.
-        SCAN=32 if num_sequences <= 32 else 128,
+        SCAN=scanned(num_sequences),
         SINGLE=num_sequences == 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -166,6 +116,8 @@ def _decode_kernel(
     block_tables: Pointer,
     context_lens: Pointer,
     rows: Pointer,
+    k_scale: Scalar,
+    v_scale: Scalar,
     alibi_slopes: Pointer,
     sinks: Pointer,
     parts: Pointer,
@@ -219,6 +171,8 @@ def _decode_kernel(
         k_cache,
         v_cache,
         find_table(block_tables, rows, sequence, table_stride),
+        k_scale,
+        v_scale,
         alibi_slopes,
         sinks,
         kv_head,
@@ -255,6 +209,8 @@ def _attend(
     k_cache: Pointer,
     v_cache: Pointer,
     block_table: Pointer,
+    k_scale: Scalar,
+    v_scale: Scalar,
     alibi_slopes: Pointer,
     sinks: Pointer,
     kv_head: Scalar,
@@ -297,6 +253,8 @@ def _attend(
         keys = load_heads(k_cache + offsets, d, HEAD_DIM).to(query.dtype)
         values = load_heads(v_cache + offsets, d, HEAD_DIM).to(query.dtype)
         dots = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if k_scale is not None:
+            dots *= k_scale
         distance = (position - (context_len - 1))[None, :]
         scores = base2_scores(dots, distance, slopes, SCALE, SOFT_CAP)
         scores = tl.where((position < end)[None, :], scores, float("-inf"))
@@ -306,6 +264,8 @@ def _attend(
         total = total * decay + tl.sum(weights, axis=1)
         mixed = tl.dot(weights.to(values.dtype), values, mixed * decay[:, None], input_precision="ieee")
         maximum = new_maximum
+    if v_scale is not None:
+        mixed *= v_scale
     return mixed, maximum, total
 
 

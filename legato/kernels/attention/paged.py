@@ -12,13 +12,13 @@ share it.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 
-from legato.kernels.kv_format import gather
+from legato.kernels.kv_format import KVScales, gather
 from legato.kernels.paged_kv import Scoring
 
 
@@ -157,13 +157,17 @@ class PagedContext:
 
 def paged_attention(
     q: torch.Tensor,  # [T, num_heads, head_dim]
-    k: torch.Tensor,  # [T, num_kv_heads, head_dim], this step's keys; they are in the cache too
+    k: torch.Tensor,  # [T, num_kv_heads, head_dim], this step's keys, as they are in the cache
     v: torch.Tensor,
     k_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     v_cache: torch.Tensor,
     context: PagedContext,
     scoring: Scoring,
+    scales: KVScales | None = None,  # of the cache, and of k and v
 ) -> torch.Tensor:
+    if scales is not None:
+        scaled = replace(scoring, scale=scoring.scale * scales.keys)
+        return paged_attention(q, k, v, k_cache, v_cache, context, scaled).mul_(scales.values)
     assert q.shape[0] == sum(context.query_lens) and q.shape[1] % k_cache.shape[2] == 0, (q.shape, k_cache.shape)
     (_, num_heads, head_dim), kv_heads = q.shape, k_cache.shape[2]
     k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
@@ -241,7 +245,12 @@ def _attend(
 
 
 def paged_attention_reference(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: PagedContext, scoring: Scoring
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context: PagedContext,
+    scoring: Scoring,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """The definition, in float64, token by token: softmax over the visible scores, times the values."""
     out, first = torch.empty_like(q), 0
@@ -250,6 +259,8 @@ def paged_attention_reference(
         slots = context._slots(slice(i, i + 1), torch.arange(context_len)[None])[0]
         keys = k_cache.flatten(0, 1)[slots].double().repeat_interleave(group, dim=1)
         values = v_cache.flatten(0, 1)[slots].double().repeat_interleave(group, dim=1)
+        if scales is not None:
+            keys, values = keys * scales.keys, values * scales.values
         for j in range(query_len):
             last = context_len - query_len + j
             seen = slice(max(0, last + 1 - scoring.window) if scoring.window else 0, last + 1)

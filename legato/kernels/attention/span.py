@@ -29,6 +29,7 @@ def span_attention(q: Tensor, kv: PagedKV, begins: Tensor | None, bias: Tensor |
     last column. An empty span gives zeros.
     """
     check_queries(q, kv)
+    assert kv.scales is None, "no encoder-decoder model has scales of keys and values"
     assert q.shape[0] == kv.num_sequences and q.shape[1] == kv.k_cache.shape[2], (q.shape, kv.k_cache.shape)
     run = kernel_or_torch(q, _span_attention_triton, _span_attention_torch)
     return run(q, kv, begins, bias)

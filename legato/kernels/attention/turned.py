@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from legato.kernels.arrival import arrival_counters, arrives_last
-from legato.kernels.attention.decode import (
-    DecodeConfig,
-    _merge,
-    _store_part,
-    _store_whole,
-    decode_attention,
-    decode_config,
-)
+from legato.kernels.attention.configs import DecodeConfig, decode_config
+from legato.kernels.attention.decode import _merge, _store_part, _store_whole, decode_attention
 from legato.kernels.attention.splits import choose_split_len, find_sequence, shortest_split_len, splits_before
 from legato.kernels.language import (
     Pointer,

@@ -4,7 +4,7 @@
 2 to 16 rows      `tiled` in 16 bits, weight-only
 more              8-bit matrix units, rows of x quantized one by one: fp8 with fp8 and 4-bit integers, int8 with int8;
                   16 bits for other forms and where the device has no such units
-many of 4 bits    the matrix is unpacked first, and multiplied as fp8 or a dense one
+many of 4 bits    the matrix is unpacked first, and multiplied as fp8 or a dense one; so are 8 bits in small groups
 """
 
 from __future__ import annotations
@@ -62,10 +62,13 @@ def kernel_for(num_rows: int, operand: Operand, limits: GpuLimits) -> Kernel:
         return "one_row"
     if num_rows <= FEW_ROWS:
         return "few_rows"
-    if operand.form == "int8" and limits.sm >= 80:  # Triton multiplies no int8 on the matrix units of older ones
+    is_fine = operand.has_small_groups and not operand.is_packed
+    # Triton multiplies no int8 on the matrix units of older ones.
+    if operand.form == "int8" and not is_fine and limits.sm >= 80:
         return "int8"
-    suits_fp8 = operand.form == "fp8" or (operand.form == "int4" and operand.group_size >= FEWEST_IN_FP8)
-    if operand.is_packed and num_rows >= MANY_ROWS:
+    is_fp8 = operand.form == "fp8" and not is_fine
+    suits_fp8 = is_fp8 or (operand.form == "int4" and operand.group_size >= FEWEST_IN_FP8)
+    if (operand.is_packed or (is_fine and operand.form != "fp8")) and num_rows >= MANY_ROWS:
         return "unpacked to fp8" if suits_fp8 and _suits_scaled_mm(operand) else "unpacked"
     if suits_fp8 and limits.sm >= 89:
         return "fp8"
@@ -228,5 +231,5 @@ def shared_memory(config: TiledConfig, operand: Operand, itemsize: int) -> int:
     groups of columns, a scale and a zero for each number."""
     step = config.tile_rows * (64 if operand.is_packed else 128) + config.rows * 128 * itemsize
     if operand.num_groups > 1 and operand.group_size % (64 if operand.is_packed else 128):
-        step += config.tile_rows * 128 * 3
+        step += config.tile_rows * 128 * (4 if operand.has_minimum else 3)
     return config.num_stages * step + 4096

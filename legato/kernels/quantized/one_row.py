@@ -271,9 +271,16 @@ def _of_groups(
     each = tl.sum(tl.reshape(sums, (sums.shape[0], count, SIZE)), axis=2)
     total = totals if totals is None else tl.sum(tl.reshape(totals, (count, SIZE)), axis=1)[None, :]
     there = (group < NUM_GROUPS)[None, :]
-    zero = zeros if zeros is None else tl.load(zeros + group[None, :], mask=there, other=0).to(tl.float32)
     scale = tl.load(scales + group[None, :], mask=there, other=0.0).to(tl.float32)
-    return undo_number(each, total, zero, FORM) * scale
+    if zeros is None:
+        product = undo_number(each, total, None, FORM) * scale
+    else:
+        zero = tl.load(zeros + group[None, :], mask=there, other=0).to(tl.float32)
+        if zeros.dtype.element_ty.is_floating():  # minima
+            product = undo_number(each, total, 0.0, FORM) * scale + zero * total
+        else:
+            product = undo_number(each, total, zero, FORM) * scale
+    return product
 
 
 @jit

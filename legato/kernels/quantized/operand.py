@@ -2,9 +2,9 @@
 
 Kernels know five forms of numbers. Whatever the form, groups of columns share a scale; a row may be one group.
 
-int4     codes of 4 bits, two in a byte: (code - zero) · scale
+int4     codes of 4 bits, two in a byte: (code - zero) · scale, or code · scale + minimum
 table    codes of 4 bits, two in a byte: table[code] · scale
-codes    uint8: (code - zero) · scale
+codes    uint8: (code - zero) · scale, or code · scale + minimum
 int8     number · scale
 fp8      number · scale
 """
@@ -37,7 +37,8 @@ class Operand:
     scale: Tensor  # [out, groups], floating point
     in_features: int
     group_size: int
-    zero: Tensor | None = None  # [out, groups] uint8, of codes; None: half of their range
+    # [out, groups], of codes. uint8: zeros; None: half of the range of codes; floating point: minima in their place.
+    zero: Tensor | None = None
     table: tuple[float, ...] | None = None  # of 16 numbers
 
     @property
@@ -56,6 +57,15 @@ class Operand:
     def has_one_scale(self) -> bool:
         """For a row."""
         return self.num_groups == 1
+
+    @property
+    def has_small_groups(self) -> bool:
+        """A step of a kernel meets several scales: each number is multiplied with its own, and rounded to 16 bits."""
+        return not self.has_one_scale and self.group_size % UNIT != 0
+
+    @property
+    def has_minimum(self) -> bool:
+        return self.zero is not None and self.zero.is_floating_point()
 
     @property
     def middle(self) -> int:
@@ -96,6 +106,8 @@ class Operand:
         else:
             wide = numbers.to(dtype)
         group = torch.arange(self.in_features, device=numbers.device) // self.group_size
+        if self.zero is not None and self.has_minimum:
+            return wide * self.scale.to(dtype)[:, group] + self.zero.to(dtype)[:, group]
         if self.form in ("int4", "codes"):
             wide = wide - (self.middle if self.zero is None else self.zero.to(dtype)[:, group])
         return wide * self.scale.to(dtype)[:, group]
@@ -104,6 +116,8 @@ class Operand:
 def supports(operand: Operand) -> bool:
     """Whether rows begin at whole words, and 64 columns have known scales."""
     is_regular = operand.has_one_scale or operand.group_size in SMALL_GROUPS or operand.group_size % UNIT == 0
+    if operand.has_minimum:  # added where numbers are scaled one by one
+        is_regular = not operand.has_one_scale and operand.group_size in SMALL_GROUPS[:2]
     return is_regular and operand.numbers.shape[1] % 16 == 0 and operand.in_features % 8 == 0
 
 

@@ -215,8 +215,8 @@ def _add_packed(
     else:
         lower, upper = table_pairs(codes, table, below.dtype, TABLE_CODE)
     if GROUP_SIZE < 64 and NUM_GROUPS > 1:
-        lower = _times_scales(lower, scale, row, column, GROUP_SIZE, NUM_GROUPS)
-        upper = _times_scales(upper, scale, row, column + 64, GROUP_SIZE, NUM_GROUPS)
+        lower = _times_scales(lower, scale, zero, row, column, GROUP_SIZE, NUM_GROUPS)
+        upper = _times_scales(upper, scale, zero, row, column + 64, GROUP_SIZE, NUM_GROUPS)
         sums = tl.dot(upper, above, tl.dot(lower, below, sums))
     elif NUM_GROUPS == 1:
         sums = tl.dot(upper, above, tl.dot(lower, below, sums))
@@ -260,7 +260,7 @@ def _add_bytes(
     elif NUM_GROUPS == 1:
         sums = tl.dot(left, values, sums)
     elif GROUP_SIZE % 128 != 0:
-        sums = tl.dot(_times_scales(left, scale, row, column, GROUP_SIZE, NUM_GROUPS), values, sums)
+        sums = tl.dot(_times_scales(left, scale, zero, row, column, GROUP_SIZE, NUM_GROUPS), values, sums)
     elif left.dtype == tl.int8:
         part = tl.dot(left, values, out_dtype=tl.int32)
         sums += part.to(tl.float32) * _scale_of(scale, row, column, GROUP_SIZE, NUM_GROUPS)
@@ -292,10 +292,13 @@ def _less_zero(
     NUM_GROUPS: constexpr,
     ASSEMBLE: constexpr,
 ) -> Scalar:
-    """16-bit codes, those of 4 bits with the offset of `code_pairs`, less their zeros, exactly."""
+    """16-bit codes, those of 4 bits with the offset of `code_pairs`, less their zeros, exactly. Minima are left to
+    `_times_scales`."""
     offset: tl.constexpr = 0 if MIDDLE == 128 else 128 if numbers.dtype == tl.bfloat16 else 1024
     if zero is None:
         less = minus(numbers, tl.full((), MIDDLE + offset, tl.float32), ASSEMBLE)
+    elif zero.dtype.element_ty.is_floating():
+        less = minus(numbers, tl.full((), offset, tl.float32), ASSEMBLE)
     else:
         if NUM_GROUPS == 1 or GROUP_SIZE % (64 if MIDDLE == 8 else 128) == 0:
             group = tl.minimum(column // GROUP_SIZE, NUM_GROUPS - 1)
@@ -315,12 +318,22 @@ def _scale_of(scale: Pointer, row: Scalar, column: Scalar, GROUP_SIZE: constexpr
 
 @jit
 def _times_scales(
-    numbers: Scalar, scale: Pointer, row: Scalar, column: Scalar, GROUP_SIZE: constexpr, NUM_GROUPS: constexpr
+    numbers: Scalar,
+    scale: Pointer,
+    zero: Pointer,
+    row: Scalar,
+    column: Scalar,
+    GROUP_SIZE: constexpr,
+    NUM_GROUPS: constexpr,
 ) -> Scalar:
-    """Where 64 columns have several scales, the numbers are multiplied, and rounded."""
+    """Where 64 columns have several scales, the numbers are multiplied, minima are added, and the sum is rounded."""
     group = tl.minimum((column + tl.arange(0, numbers.shape[1])) // GROUP_SIZE, NUM_GROUPS - 1)
-    scales = tl.load(scale + row[:, None] * NUM_GROUPS + group[None, :]).to(tl.float32)
-    return (numbers.to(tl.float32) * scales).to(numbers.dtype)
+    place = row[:, None] * NUM_GROUPS + group[None, :]
+    scaled = numbers.to(tl.float32) * tl.load(scale + place).to(tl.float32)
+    if zero is not None:  # noqa: SIM102  the compiler looks at both sides of an `and`
+        if zero.dtype.element_ty.is_floating():
+            scaled += tl.load(zero + place).to(tl.float32)
+    return scaled.to(numbers.dtype)
 
 
 @jit

@@ -1,4 +1,5 @@
-"""Packed matrices written out, for products of so many rows that this costs little beside them."""
+"""Matrices of 4 bits, and of 8 bits in small groups, written out, for products of so many rows that this costs little
+beside them."""
 
 from __future__ import annotations
 
@@ -93,11 +94,17 @@ def _unpack_kernel(
     # Beyond the last row it is written again.
     row = tl.minimum(tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS), WIDTH - 1).to(tl.int64)
     unit = tl.program_id(1)
-    codes = tl.load(numbers + row[:, None] * ROW_BYTES + unit * 64 + tl.arange(0, 64)[None, :])
     if FORM == "int4":
+        codes = tl.load(numbers + row[:, None] * ROW_BYTES + unit * 64 + tl.arange(0, 64)[None, :])
         lower, upper = code_pairs(codes, tl.float16, ASSEMBLE)
-    else:
+    elif FORM == "table":
+        codes = tl.load(numbers + row[:, None] * ROW_BYTES + unit * 64 + tl.arange(0, 64)[None, :])
         lower, upper = table_pairs(codes, table, tl.float16, TABLE_CODE)
+    else:
+        column = unit * 128 + tl.arange(0, 64)[None, :]
+        bytes_of_row = numbers + row[:, None] * ROW_BYTES + column
+        lower = tl.load(bytes_of_row, mask=column < IN_FEATURES, other=0)
+        upper = tl.load(bytes_of_row + 64, mask=column + 64 < IN_FEATURES, other=0)
     # An earlier product may still read what is overwritten here.
     wait_for_previous(OVERLAP)
     _store_half(out, lower, scale, zero, row_scale, row, unit * 128, FORM, IN_FEATURES, GROUP_SIZE, NUM_GROUPS)
@@ -122,12 +129,17 @@ def _store_half(
     group = tl.minimum(column // GROUP_SIZE, NUM_GROUPS - 1)
     place = row[:, None] * NUM_GROUPS + group[None, :]
     value = numbers.to(tl.float32)
-    if FORM == "int4":
-        if zero is None:
-            value -= 1032.0
-        else:
-            value -= tl.load(zero + place).to(tl.float32) + 1024.0
-    value *= tl.load(scale + place).to(tl.float32)
+    # What `code_pairs` adds to codes of 4 bits.
+    offset: tl.constexpr = 1024.0 if FORM == "int4" else 0.0
+    factor = tl.load(scale + place).to(tl.float32)
+    if FORM == "table" or FORM == "int8":
+        value *= factor
+    elif zero is None:
+        value = (value - (offset + (8.0 if FORM == "int4" else 128.0))) * factor
+    elif zero.dtype.element_ty.is_floating():
+        value = (value - offset) * factor + tl.load(zero + place).to(tl.float32)
+    else:
+        value = (value - (tl.load(zero + place).to(tl.float32) + offset)) * factor
     if row_scale is not None:
         value /= tl.load(row_scale + row)[:, None]
     there = (column < IN_FEATURES)[None, :]

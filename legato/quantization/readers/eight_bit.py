@@ -19,7 +19,7 @@ from legato.quantization.stored import MatrixSlice, StoredTensors
 
 SCALES = ("weight_scale_inv", "weight_scale")
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-# Scales of activations and of the KV cache, which has none of its own: e4m3 has room for keys and values as they are.
+# Scales of activations, and of the KV cache, which `kv_scales.py` reads.
 ACTIVATION_SCALES = (
     ".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale", ".output_zero_point",
     ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_zero_point", ".v_zero_point", ".prob_output_scale",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from legato.server.memory.budget import release
 from legato.server.rows import Rows, to_device
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, decode: Callable[[], Decoded]) -> tuple[Replay, Decoded]:
+    def __call__(self, decode: Callable[[], T]) -> tuple[Replay, T]:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with _no_garbage_collection(), torch.cuda.stream(self._stream):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from legato.kernels.attention.configs import distinct_batches
 from legato.kernels.precompile import compiling_ahead
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
@@ -79,12 +80,28 @@ def ordinary_steps(
         size //= 2
 
 
+def decodes_beside_a_prompt(requested: RequestedLimits, num_kv_heads: int) -> Iterator[pb.StepRequest]:
+    """After `ordinary_steps`. A step of many tokens has no CUDA graph, and as many decodes as there happen to be."""
+    if requested.longest < 2 * PROMPT:
+        return
+    all_rows = range(requested.max_rows)
+    for count in distinct_batches(requested.max_rows - 1, num_kv_heads):
+        length = max(1, min(PROMPT, requested.step_tokens - count))
+        yield _step(requested, prompts=all_rows[-1:], length=length, decodes=all_rows[:count])
+
+
 def compile_ahead(engine: Engine, requested: RequestedLimits) -> None:
-    """Compile on several threads what `ordinary_steps`, the first steps and the first CUDA graphs launch."""
+    """Compile on several threads what `ordinary_steps`, the first steps, the first CUDA graphs and larger steps with
+    decodes launch."""
     graphs, engine.graphs = engine.graphs, None  # the steps are to run eagerly
     decodes = _ladder(requested.max_rows) if graphs is None else []
+    common = (
+        *_few_tokens(requested),
+        *ordinary_steps(requested, decodes, LARGEST_COMPILED),
+        *decodes_beside_a_prompt(requested, engine.cache.layers[0].keys.shape[-2]),
+    )
     with compiling_ahead(), torch.inference_mode():
-        for step in (*_few_tokens(requested), *ordinary_steps(requested, decodes, LARGEST_COMPILED)):
+        for step in common:
             engine.launch(step).read()
             engine.rows.last_tokens.zero_()  # nothing has chosen them, and the next step looks them up
         for kind in [] if graphs is None else graphs.kinds:

@@ -5,7 +5,7 @@ import torch
 
 from legato.kernels.arrival import arrival_counters
 from legato.kernels.attention import decode
-from legato.kernels.attention.decode import DecodeConfig
+from legato.kernels.attention.configs import DecodeConfig
 from legato.kernels.paged_kv import Scoring
 from tests.kernels.paged_case import paged_case
 

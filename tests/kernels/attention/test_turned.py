@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from legato.kernels.attention import turned
-from legato.kernels.attention.decode import DecodeConfig
+from legato.kernels.attention.configs import DecodeConfig
 from legato.kernels.paged_kv import PagedKV, Scoring
 from tests.kernels.paged_case import PagedCase, paged_case
 

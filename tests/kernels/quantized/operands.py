@@ -13,8 +13,14 @@ SIZES: dict[Form, float] = {"int4": 5, "table": 0.5, "codes": 74, "int8": 74, "f
 
 
 def random_operand(
-    form: Form, out_features: int, in_features: int, group_size: int, zero: bool = False, device: str = "cpu"
+    form: Form,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    zero: bool | str = False,
+    device: str = "cpu",
 ) -> Operand:
+    """`zero` "minimum": codes have minima, and scales are float16, as GGUF has them."""
     generator = torch.Generator().manual_seed(out_features + in_features)
 
     def integers(low: int, high: int, width: int) -> torch.Tensor:
@@ -31,6 +37,9 @@ def random_operand(
         numbers = (torch.randn(out_features, in_features, generator=generator) * 60).to(torch.float8_e4m3fn)
     scale = (torch.rand(out_features, num_groups, generator=generator) + 0.5) / SIZES[form] / in_features**0.5
     zeros = integers(0, 16 if form == "int4" else 256, num_groups).to(torch.uint8) if zero else None
+    if zeros is not None and zero == "minimum":
+        scale = scale.half()
+        zeros = (zeros.float() * -scale.float() - 0.3 * scale.float()).half()
     return Operand(
         form,
         numbers.to(device),

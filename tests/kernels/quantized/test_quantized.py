@@ -24,15 +24,21 @@ CASES = [
     ("int4", 21, 512, 128, False),
     ("int4", 9, 544, 32, True),
     ("int4", 9, 704, 64, False),
+    ("int4", 9, 544, 32, "minimum"),
+    ("int4", 9, 544, 16, "minimum"),
+    ("int4", 9, 544, 16, False),
     ("int4", 8, 768, 256, True),
     ("int4", 7, 400, 400, True),
     ("table", 9, 576, 64, False),
     ("table", 9, 544, 32, False),
     ("table", 9, 512, 512, False),
     ("codes", 7, 400, 64, True),
+    ("codes", 7, 416, 32, "minimum"),
     ("codes", 7, 400, 400, False),
     ("int8", 21, 272, 272, False),
     ("int8", 9, 400, 128, False),
+    ("int8", 9, 416, 32, False),
+    ("int8", 9, 400, 16, False),
     ("fp8", 21, 272, 272, False),
     ("fp8", 9, 400, 128, False),
 ]
@@ -102,6 +108,27 @@ def test_unpacked_matrices_are_the_values(randn, device, form, group, zero):
     assert rows.has_one_scale and distance(rows.values(torch.float32), expected) < 0.04
     scaled = unpack._unpacked_triton(operand, FP8, rows.scale)
     assert distance(scaled.float() * rows.scale, expected) < 0.04
+
+
+@pytest.mark.parametrize(
+    ("form", "group", "zero"),
+    [("int4", 32, "minimum"), ("int4", 16, False), ("codes", 32, "minimum"), ("codes", 32, True), ("codes", 32, False),
+     ("int8", 16, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("columns", [544, 400])
+def test_small_groups_are_written_out_for_many_rows(device, form, group, zero, columns):
+    operand = random_operand(form, 37, columns, group, zero, device=device)
+    assert linear.kernel_for(linear.MANY_ROWS, operand, GpuLimits(90, 232448)) == "unpacked"
+    expected = operand.values(torch.float64)
+    assert distance(unpack._unpacked_triton(operand, torch.bfloat16, None), expected) < 5e-3
+    assert distance(unpack._unpacked_triton(operand, torch.float16, None), expected) < 5e-4
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_small_groups_are_not_multiplied_in_8_bits(form):
+    """A product of a number and its scale is no number of 8 bits."""
+    for rows in (17, 511):
+        assert linear.kernel_for(rows, random_operand(form, 32, 256, 32), GpuLimits(90, 232448)) == "16-bit"
 
 
 @pytest.mark.parametrize("rows", [1, 5])
