@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from legato.kernels import activation, norm, rotary, sample
 from legato.kernels.attention.chunk import ChunkConfig, chunk_attention
-from legato.kernels.attention.decode import DecodeConfig, decode_attention
+from legato.kernels.attention.configs import DecodeConfig
+from legato.kernels.attention.decode import decode_attention
 from legato.kernels.attention.prompt import prompt_attention
 from legato.kernels.few_linear import FewConfig, few_linear
 from legato.kernels.paged_kv import PagedKV, Scoring, ragged_attention_torch

@@ -25,7 +25,7 @@ from benchmarks.pair_linear import pair_linear
 from benchmarks.small_batch_kernels import Stream, chained_linear
 from legato.kernels import norm as norms
 from legato.kernels import overlap
-from legato.kernels.attention.decode import DecodeConfig
+from legato.kernels.attention.configs import DecodeConfig
 from legato.kernels.attention.turned import _turned_triton
 from legato.kernels.few_linear import FewConfig, few_linear
 from legato.kernels.norm import add_rms_norm, rms_norm
