@@ -17,8 +17,8 @@ from legato.common.option import Options, option
 from legato.common.task import TaskOptions
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# Drafts of a request in a step, at most, where they need no weights. With the token that they follow they are as many as
-# one of the CUDA graphs of steps with drafts has (`server/graphs/captures.py`).
+# Drafts of a request in a step, at most, where they need no weights. With the token that they follow they are as many
+# as one of the CUDA graphs of steps with drafts has (`server/graphs/captures.py`).
 DEFAULT_DRAFTS = 15
 SAFETENSORS = ".safetensors"
 Checkpoints = Literal["awq", "compressed-tensors", "exl2", "gptq", "marlin"]
@@ -87,8 +87,8 @@ class LoadingOptions(Options):
         None,
         "Maximum drafts per request and step: tokens guessed from text that occurred before (prompt, answer, recent"
         " answers of the same API key) and verified together, where measured times say that this is faster. The text"
-        f" stays the same. 0 disables them. Default: {DEFAULT_DRAFTS}, with a speculator or `--speculate-model` as many as"
-        " that guesses; 0 for models and servers that cannot verify drafts.",
+        f" stays the same. 0 disables them. Default: {DEFAULT_DRAFTS}, with a speculator or `--speculate-model` as many"
+        " as that guesses; 0 for models and servers that cannot verify drafts.",
         minimum=0,
         maximum=64,
     )

@@ -21,8 +21,8 @@ from legato.scheduling.suffix_index import TenantAnswers, TextMatch
 
 # Rows of a step beyond which no drafts are looked for: the scheduler has enough to do, and so has the device.
 MOST_ROWS = 128
-# Share of the time of steps that the device computes, below which no drafts are looked for: it is the router that cannot
-# keep up, and drafts would save the time of the device.
+# Share of the time of steps that the device computes, below which no drafts are looked for: it is the router that
+# cannot keep up, and drafts would save the time of the device.
 LEAST_BUSY = 0.2
 # Tokens of texts that one plan indexes, in a millisecond or two, and what the shortest counts for. The others wait for
 # the next plan; one text is always indexed.
@@ -136,10 +136,10 @@ class Drafter:
         """How long a step took whose result has come; `forward` on the device."""
         seconds = self.pace.end(now)
         has_waited, self._is_waiting = self._is_waiting, plan.is_waited_for
+        if seconds > 0:
+            self._busy += WEIGHT * (min(forward / seconds, 1.0) - self._busy)
         if len(plan.rows) > MOST_ROWS or plan.admitted or plan.is_catching_up:
             return
-        if not plan.is_waited_for and seconds > 0:
-            self._busy += WEIGHT * (min(forward / seconds, 1.0) - self._busy)
         num_tokens = sum(plan.num_tokens)
         if num_tokens == len(plan.rows) + sum(map(len, plan.drafts.values())):
             self._times.learn(
@@ -240,8 +240,9 @@ class Drafter:
             drafts = self._of(entry)
             if drafts.is_to_index:
                 is_first, num_new = not num_new, num_new + max(len(entry.tokens), FEWEST_NEW_TOKENS)
-                if num_new <= MOST_NEW_TOKENS or is_first:
-                    num_new += self._index(entry, drafts)
+                if num_new > MOST_NEW_TOKENS and not is_first:
+                    continue
+                num_new += self._index(entry, drafts)
             self._read(entry, drafts)
             if not (drafts.match_length or drafts.proposed_ids):
                 continue

@@ -233,6 +233,7 @@ class Model:
             "kv_cache": size,
             "room": gib(budget),
             "max_total_tokens": capacity.max_total_tokens,
+            "max_drafts": self.max_drafts,
         }
         logger.info(WARMED_UP, extra={"fields": fields})
         return capacity
