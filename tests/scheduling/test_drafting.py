@@ -186,6 +186,7 @@ def test_no_drafts_are_looked_for_where_the_device_waits_for_the_router() -> Non
 
 def test_an_index_of_a_long_answer_stays_small() -> None:
     decoding = Decoding(ROOM, repeating(1), 0.01, 0.9)
+    decoding.step()
     sizes, unread = [], []
     for _ in range(6000):
         decoding.step()
