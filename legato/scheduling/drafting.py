@@ -127,6 +127,11 @@ class Drafter:
         self._proposals = Chances(0.6, 0.6)  # of what the shards guess, by its distance
         self._answers = TenantAnswers()
 
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether drafts may save time at all."""
+        return self._busy >= LEAST_BUSY
+
     def remember(self, entry: Entry) -> None:
         """A request has ended: later ones of its tenant may say the same."""
         entry.drafts = None
@@ -138,7 +143,7 @@ class Drafter:
         has_waited, self._is_waiting = self._is_waiting, plan.is_waited_for
         if seconds > 0:
             self._busy += WEIGHT * (min(forward / seconds, 1.0) - self._busy)
-        if len(plan.rows) > MOST_ROWS or plan.admitted or plan.is_catching_up:
+        if not self.is_worthwhile or len(plan.rows) > MOST_ROWS or plan.admitted or plan.is_catching_up:
             return
         num_tokens = sum(plan.num_tokens)
         if num_tokens == len(plan.rows) + sum(map(len, plan.drafts.values())):
@@ -175,8 +180,6 @@ class Drafter:
     ) -> dict[int, list[int]]:
         """Drafts by request, for a step in which all that run decode. They follow the tokens that are known and those
         that steps in flight will sample. `num_spare` blocks may be taken for them: nobody gives up a block."""
-        if self._busy < LEAST_BUSY:
-            return {}
         entries = [entry for entry in running if entry.num_to_compute]
         room = limits.max_sampled - len(entries)
         if not 0 < len(entries) <= MOST_ROWS or room <= 0:
