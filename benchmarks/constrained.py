@@ -2,9 +2,10 @@
 
     python -m benchmarks.constrained --out benchmarks/results/constrained.json
 
-Starts a server with the default model, unless `--port` names one that is running. Free and constrained passes take
-turns, each pair in the other order than the last, so that whatever else the machine does hits both; the median of the
-pairs' ratios counts. No text ends before its length, and the JSON is near its limit all the time, where it costs most.
+Starts a server with the default model and without drafts, unless `--port` names one that is running. Free and
+constrained passes take turns, each pair in the other order than the last, so that whatever else the machine does hits
+both; the median of the pairs' ratios counts. No text ends before its length, and the JSON is near its limit all the
+time, where it costs most.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from benchmarks.load import EVENT, READ_SIZE, generate_stream
 from benchmarks.processes import HOST, launched
 from legato.benchmark.report import environment
+from legato.benchmark.shard import WITHOUT_DRAFTS
 
 PROMPT_TOKENS = 64
 WORDS = ("river", "stone", "lantern", "winter", "orchard", "violin", "copper", "harbour", "meadow", "thunder", "candle")
@@ -99,7 +101,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="passes of each kind that count")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     options = parser.parse_args()
-    with launched() if options.port is None else nullcontext((options.port, None)) as (port, _):
+    with launched(WITHOUT_DRAFTS) if options.port is None else nullcontext((options.port, None)) as (port, _):
         work = Work(port, options.streams, options.new_tokens, options.pairs)
         figures = asyncio.run(measure(work))
     for name, each in figures.items():
@@ -107,7 +109,8 @@ def main() -> None:
         print("{}: {:.1f} tokens/s free, {:.1f} constrained, ratio {:.3f}".format(name, *rates, each["ratio"]))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**environment(), "work": asdict(work), **figures}, indent=1) + "\n")
+        made = {"speculate": 0 if options.port is None else None, "work": asdict(work)}
+        options.out.write_text(json.dumps({**environment(), **made, **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from legato.benchmark.cpu.process_tree import PROC, processes, proportional_byte
 from legato.benchmark.cpu.surroundings import CpuLimit
 from legato.benchmark.cpu.work import WARM_UP, chosen, vocabulary_of
 from legato.benchmark.report import environment, markdown, write_json
+from legato.common.options import DEFAULT_DRAFTS
 
 MB = 1e6
 # By a word of its command line; the launcher is the root.
@@ -87,7 +88,8 @@ def measure(model: CpuModel, words: list[str], scale: int, with_maps: bool) -> t
     """Seconds until the server was ready, and its memory."""
     samples = []
     began = time.perf_counter()
-    with started(ENGINES["legato"](model, Path(), words), CpuLimit()) as engine:
+    drafting = [f"--speculate={DEFAULT_DRAFTS}", *words]  # a server as it is, and not as it is compared with others
+    with started(ENGINES["legato"](model, Path(), drafting), CpuLimit()) as engine:
         engine.wait_until_ready()
         seconds, root, vocabulary = time.perf_counter() - began, engine.process.pid, vocabulary_of(model.files)
         samples.append(take("ready", root, with_maps))

@@ -26,6 +26,7 @@ from benchmarks.machines import ClusterServer, Namespaces, cluster, missing_for_
 from benchmarks.processes import launched as launched_alone
 from benchmarks.processes import leave_nothing_behind
 from legato.benchmark.report import environment
+from legato.benchmark.shard import WITHOUT_DRAFTS
 
 LAYOUTS = {
     "TP 2": ("--num-shard=1",),
@@ -121,6 +122,7 @@ def main() -> None:
     leave_nothing_behind()
     words = [f"--model-id={options.model_id}"] if options.model_id else []
     words += [] if options.packed else ["--dtype=float32"]
+    words.append(WITHOUT_DRAFTS)  # stages have none
     texts = prompts(options.streams)
     expected, seconds = expected_tokens(words, texts, options.tokens)
     rate = round(options.streams * options.tokens / seconds, 1)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.over_http --load load.py --out benchmarks/results/http-llama-8b.json
 
-Starts `text-generation-launcher` with its defaults on a shape without weights and drives it with a closed-loop
-streaming load on /v1/completions: a program that takes --port, --concurrency, --procs, --requests and --vocab and
-prints one line of JSON. Every run has prompts of its own (another --vocab), so that nothing is found in the prefix
-cache; how much was found there is reported too.
+Starts `text-generation-launcher` on a shape without weights, without drafts and else with its defaults, and drives it
+with a closed-loop streaming load on /v1/completions: a program that takes --port, --concurrency, --procs, --requests
+and --vocab and prints one line of JSON. Every run has prompts of its own (another --vocab), so that nothing is found in
+the prefix cache; how much was found there is reported too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.processes import launched
 from legato.benchmark.report import environment, markdown
+from legato.benchmark.shard import WITHOUT_DRAFTS
 from legato.modelfiles.shapes import SHAPES, write_shape
 
 # Streams, processes of the load, requests.
@@ -40,7 +41,7 @@ def serving(model: str) -> Iterator[int]:
     with tempfile.TemporaryDirectory() as folder:
         words = ["--model-id", str(write_shape(model, Path(folder) / model)), "--load-format", "dummy"]
         started = time.monotonic()
-        with launched(*words, "--max-total-tokens", str(LONGEST)) as (port, _):
+        with launched(*words, WITHOUT_DRAFTS, "--max-total-tokens", str(LONGEST)) as (port, _):
             print(f"up after {time.monotonic() - started:.1f} s", flush=True)
             yield port
 
@@ -85,7 +86,7 @@ def main() -> None:
         cached = cached_tokens(port)
     print(markdown(HEADER, rows), f"\nPrompt tokens found in the prefix cache: {cached:.0f}", sep="\n")
     if given.out:
-        report = {**environment(), "model": given.model, "cached_tokens": cached, "runs": results}
+        report = {**environment(), "model": given.model, "speculate": 0, "cached_tokens": cached, "runs": results}
         given.out.write_text(json.dumps(report, indent=2) + "\n")
 
 

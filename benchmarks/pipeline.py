@@ -23,9 +23,10 @@ from benchmarks.load import Load, generate_stream
 from benchmarks.machines import cluster, loopback
 from benchmarks.processes import launched, leave_nothing_behind
 from legato.benchmark.report import environment
+from legato.benchmark.shard import WITHOUT_DRAFTS
 from legato.modelfiles.shapes import SHAPES, write_shape
 
-QUIET = ("--prometheus-port=0", "--http-workers=1", "--prefix-cache-mb=0")
+QUIET = ("--prometheus-port=0", "--http-workers=1", "--prefix-cache-mb=0", WITHOUT_DRAFTS)  # stages have none
 # Of every stage: they share the card.
 MEMORY = "--cuda-memory-fraction=0.45"
 LIMIT_SECONDS = 240.0
@@ -134,7 +135,12 @@ def main() -> None:
             results[name] = run()
             print(f"{name}: {json.dumps(results[name])}", flush=True)
     if given.out is not None:
-        sizes = {"model": given.model_id or given.model, "streams": given.streams, "tokens": given.tokens}
+        sizes = {
+            "model": given.model_id or given.model,
+            "streams": given.streams,
+            "tokens": given.tokens,
+            "speculate": 0,
+        }
         given.out.write_text(json.dumps({**environment(), **sizes, "results": results}, indent=2) + "\n")
 
 

@@ -11,25 +11,30 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 
+from legato.common.options import DEFAULT_DRAFTS
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
 from legato.scheduling.state import GenerationRequest, StepPlan, StepResult
 
 BLOCK, ROWS = 16, 512
+TOKEN, STEP_SECONDS = 7, 0.01
 
 
 class Driver:
-    """A scheduler whose shard answers every plan with the same token."""
+    """A scheduler with drafts whose shard answers every plan with the same token, after the same time."""
 
     def __init__(self, num_blocks: int, step_tokens: int = 8192, num_host_blocks: int = 0) -> None:
         limits = SchedulerLimits(
-            num_blocks, BLOCK, ROWS, step_tokens, max_mixed_tokens=2048, num_host_blocks=num_host_blocks
-        )
+            num_blocks, BLOCK, ROWS, step_tokens, max_mixed_tokens=2048, num_host_blocks=num_host_blocks,
+            speculate=DEFAULT_DRAFTS,
+        )  # fmt: skip
         self.scheduler = Scheduler(limits)
         self.milliseconds: list[float] = []
         self._next_id = 0
+        self._now = 0.0
 
     def submit(self, tokens: list[int], max_new_tokens: int) -> None:
         self._next_id += 1
@@ -37,11 +42,12 @@ class Driver:
 
     def step(self) -> bool:
         started = time.thread_time()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self._now)
         self.milliseconds.append((time.thread_time() - started) * 1e3)
         if plan is None:
             return False
-        self.scheduler.complete(_answer(self.scheduler, plan))
+        self._now += STEP_SECONDS
+        self.scheduler.complete(_answer(self.scheduler, plan), self._now)
         return True
 
     def run(self, most: int = 1_000_000) -> None:
@@ -59,8 +65,11 @@ class Driver:
 
 
 def _answer(scheduler: Scheduler, plan: StepPlan) -> StepResult:
-    sampled = sum(samples for *_, samples in scheduler._in_flight[0].planned)
-    return StepResult(plan.id, [7] * sampled, [-1.0] * sampled)
+    sampling = (row for row, (*_, samples) in zip(plan.rows, scheduler._in_flight[0].planned, strict=True) if samples)
+    counts = [1 + len(list(takewhile(TOKEN.__eq__, plan.drafts.get(row, ())))) for row in sampling]
+    tokens = [TOKEN] * sum(counts)
+    forward = round(STEP_SECONDS * 1e9)
+    return StepResult(plan.id, tokens, [-1.0] * len(tokens), forward_ns=forward, num_sampled=counts)
 
 
 def decodes() -> Driver:
@@ -71,6 +80,17 @@ def decodes() -> Driver:
     driver.run(10)
     driver.milliseconds.clear()
     driver.run(300)
+    return driver
+
+
+def drafts() -> Driver:
+    """128 rows that decode with drafts, half of them with prompts of 8,000 tokens, and others that begin meanwhile."""
+    driver = Driver(num_blocks=128 * 600)
+    for number in range(256):
+        driver.submit([number, *range(8000 if number % 2 else 15)], 400)
+        if number >= 127:
+            driver.run(20)
+    driver.run()
     return driver
 
 
@@ -138,6 +158,7 @@ def scattered() -> Driver:
 
 SCENARIOS: list[Callable[[], Driver]] = [
     decodes,
+    drafts,
     shared_prefix,
     returning_conversations,
     evictions,

@@ -35,6 +35,7 @@ import psutil
 from benchmarks.load import Load, generate_stream
 from benchmarks.processes import HOST, free_port, launched, serving
 from legato.benchmark.report import environment
+from legato.benchmark.shard import WITHOUT_DRAFTS
 
 KEY = "benchmarks-of-the-balancer"
 STREAMS, NEW_TOKENS = 64, 128
@@ -50,6 +51,7 @@ def servers(num: int, *words: str, model: str | None) -> Iterator[list[tuple[int
     """Started together, because starting one takes seconds."""
     common = ["--fake", f"--route-key={KEY}", "--http-workers=1", "--prometheus-port=0", "--logger-level=warn"]
     common += [f"--model-id={model}"] if model else []
+    common.append(WITHOUT_DRAFTS)  # a fake shard's text is easy to guess: paced ones would be faster than their pace
     with ExitStack() as stack:
         with ThreadPoolExecutor(num) as pool:
             found = list(pool.map(lambda _: stack.enter_context(launched(*common, *words)), range(num)))

@@ -9,6 +9,7 @@ paced        the same at the pace of a device, all of them in every step
 slow         64 streams beside 100 clients that read a byte per second: what those do to the others' gaps
 workers      `throughput` and `many` with one, two and three workers; only when asked for
 observed     `throughput` without log lines, with one for each request, and with traces; only when asked for
+drafts       `throughput` with drafts (`--speculate`), which is the default, and without; only when asked for
 """
 
 from __future__ import annotations
@@ -200,6 +201,20 @@ def observed(options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.beside is not None:
         variants |= {"before": variants["plain"], "before_logged": variants["logged"]}
+    figures = _in_turns(options, variants)
+    collector.close()
+    assert collector.num_bytes > 0, "the collector got nothing"
+    return figures
+
+
+def drafts(options: argparse.Namespace) -> dict[str, Any]:
+    """What it costs to look for drafts where steps take no time, so that hardly any can pay."""
+    quiet = "--logger-level=warn"
+    return _in_turns(options, {"plain": (quiet, "--speculate=0"), "default": (quiet,)})
+
+
+def _in_turns(options: argparse.Namespace, variants: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Each variant beside the first, "plain"."""
     with ExitStack() as stack:
         servers = {}
         for name, words in variants.items():
@@ -210,14 +225,13 @@ def observed(options: argparse.Namespace) -> dict[str, Any]:
             first = number % len(servers)
             order = list(servers)[first:] + list(servers)[:first]
             slices.append({name: _slice(*servers[name]) for name in order})
-    collector.close()
-    assert collector.num_bytes > 0, "the collector got nothing"
     rates = {name: [each[name][0] for each in slices] for name in variants}
     costs = {name: [each[name][1] for each in slices] for name in variants}
     figures: dict[str, Any] = {}
     for name in variants:
         figures[name] = {
             "tokens_per_second": round(statistics.median(rates[name])),
+            "tokens_per_second_ratio": round(statistics.median(rates[name]) / statistics.median(rates["plain"]), 3),
             "cpu_us_per_token": round(statistics.median(costs[name]), 2),
             # The least of all slices: other processes can only make it more.
             "least_cpu_us_per_token": round(min(costs[name]), 2),
@@ -328,7 +342,7 @@ def read_slowly(port: int) -> Iterator[float]:
 
 
 SCENARIOS = {"throughput": throughput, "many": many, "paced": paced, "slow": slow}
-ON_DEMAND = {"workers": workers, "observed": observed}
+ON_DEMAND = {"workers": workers, "observed": observed, "drafts": drafts}
 
 
 def main() -> None:
@@ -340,7 +354,7 @@ def main() -> None:
     parser.add_argument("--model-id", help="whose tokenizer to use; the default model's by default")
     parser.add_argument("--http-workers", type=int, help="workers of the router; its default by default")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one measurement")
-    parser.add_argument("--rounds", type=int, default=30, help="rounds of `observed`")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of `observed` and `drafts`")
     parser.add_argument("--beside", type=Path, help="another checkout, for `observed` to measure beside this one")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     options = parser.parse_args()

@@ -32,6 +32,7 @@ from typing import Any
 
 from benchmarks.processes import HOST, launched
 from legato.benchmark.report import environment
+from legato.common.options import DEFAULT_DRAFTS
 
 WORDS = ("river", "stone", "lantern", "winter", "orchard", "violin", "copper", "harbour", "meadow", "thunder", "candle")
 EDIT = (
@@ -136,7 +137,7 @@ def compare(ports: tuple[int, int], bodies: list[dict[str, Any]], streams: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speculation against none, over HTTP.")
-    parser.add_argument("--speculate", type=int, default=8, help="drafts of a request in a step")
+    parser.add_argument("--speculate", type=int, default=DEFAULT_DRAFTS, help="drafts of a request in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1], help="requests at once")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=8, help="as many requests as streams, each")

@@ -48,7 +48,7 @@ from legato.benchmark.engine.session import connect
 from legato.benchmark.report import environment
 from legato.benchmark.shard import spawned
 from legato.common.gc import freeze_gc
-from legato.common.options import RouterOptions
+from legato.common.options import DEFAULT_DRAFTS, RouterOptions
 from legato.modelfiles.shapes import SHAPES
 from legato.router.cli import warm_up
 from legato.router.step_loop import StepLoop
@@ -354,7 +354,7 @@ async def main_async(options: Any) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["llama-8b", "tiny"], default="llama-8b", help="the shape")
-    parser.add_argument("--speculate", type=int, default=15, help="drafts of a request in a step, at most")
+    parser.add_argument("--speculate", type=int, default=DEFAULT_DRAFTS, help="drafts of a request in a step, at most")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
     parser.add_argument("--run", type=float, default=12, help="mean length of what is repeated")

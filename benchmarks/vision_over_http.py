@@ -2,7 +2,8 @@
 
     python -m benchmarks.vision_over_http --model qwen2.5-vl-7b --json figures.json
 
-`benchmarks.vision` calls it. Starts `text-generation-launcher` with its defaults on a shape without weights.
+`benchmarks.vision` calls it. Starts `text-generation-launcher` on a shape without weights, without drafts and else with
+its defaults.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.processes import HOST, launched, leave_nothing_behind
 from benchmarks.vision_work import LONGEST, Answered, PictureChat, best, chats, figures, measured_arguments
 from legato.benchmark.serve.client import LoadClient
 from legato.benchmark.serve.work import LoadRequest, Target
+from legato.benchmark.shard import WITHOUT_DRAFTS
 from legato.modelfiles.shapes import write_shape
 
 
@@ -58,14 +60,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = ["--model-id", str(write_shape(given.model, Path(folder) / given.model)), "--load-format", "dummy"]
         started = time.perf_counter()
-        with launched(*words, "--max-total-tokens", str(LONGEST)) as (port, _):
+        with launched(*words, WITHOUT_DRAFTS, "--max-total-tokens", str(LONGEST)) as (port, _):
             asyncio.run(run(port, chats(1, given.side, 0), 1))
             first_token = time.perf_counter() - started
             runs = []
             for number in range(1, given.repeat + 1):
                 runs.append(asyncio.run(run(port, chats(given.requests, given.side, number), given.new)))
                 print(f"run {number}: {runs[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
-    given.json.write_text(json.dumps({"first_token_seconds": first_token, **best(runs)}, indent=2) + "\n")
+    given.json.write_text(
+        json.dumps({"speculate": 0, "first_token_seconds": first_token, **best(runs)}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

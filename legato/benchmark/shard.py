@@ -26,6 +26,8 @@ SHOWN_LINES = 12
 STOP_SECONDS = 10.0
 # A shard that was running before is there or it is not; one that we start may have to download its model first.
 CONNECT_SECONDS = 10.0
+# Others are measured without speculation, too, and a step more or less is a step.
+WITHOUT_DRAFTS = "--speculate=0"
 
 
 class ShardFailed(LegatoError):
@@ -80,6 +82,12 @@ class ShardProcess:
             self._process.wait()
 
 
+def without_drafts(arguments: Sequence[str]) -> list[str]:
+    """These arguments of a shard or a launcher, and that it makes no drafts, unless they say what it does."""
+    is_said = any(word.startswith("--speculate") for word in arguments)
+    return [*arguments] if is_said else [WITHOUT_DRAFTS, *arguments]
+
+
 def takes_shard_arguments(command: click.Command) -> click.Command:
     """Let the command take `-- ARGUMENTS...` for the shard that it starts."""
     command.params.append(click.Argument(["shard_args"], nargs=-1, type=click.UNPROCESSED))
@@ -111,7 +119,8 @@ def running(socket: str) -> ShardProcess:
 
 @contextmanager
 def spawned(model: str | None, arguments: Sequence[str]) -> Iterator[ShardProcess]:
-    """A new shard. `model` is what the server takes, the name of a shape, or None for the default model."""
+    """A new shard, without drafts unless the arguments have `--speculate`. `model` is what the server takes, the name
+    of a shape, or None for the default model."""
     with tempfile.TemporaryDirectory(prefix="legato-bench-") as folder:
         log = Path(folder) / "shard.log"
         with log.open("wb") as output, terminable():
@@ -137,7 +146,7 @@ def _command(model: str | None, arguments: Sequence[str], folder: Path) -> list[
         words += [str(write_shape(model, folder / model)), "--load-format=dummy"]
     elif model is not None:
         words.append(model)
-    return [*words, f"--uds-path={folder}/shard", *arguments]
+    return [*words, f"--uds-path={folder}/shard", *without_drafts(arguments)]
 
 
 @contextmanager

@@ -17,6 +17,9 @@ from legato.common.option import Options, option
 from legato.common.task import TaskOptions
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+# Drafts of a request in a step, at most, where they need no weights. With the token that they follow they are as many
+# as one of the CUDA graphs of steps with drafts has (`server/graphs/captures.py`).
+DEFAULT_DRAFTS = 15
 SAFETENSORS = ".safetensors"
 Checkpoints = Literal["awq", "compressed-tensors", "exl2", "gptq", "marlin"]
 OnLoad = Literal["bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "eetq", "fp8", "int8", "int4"]
@@ -83,8 +86,9 @@ class LoadingOptions(Options):
     speculate: int | None = option(
         None,
         "Maximum drafts per request and step: tokens guessed from text that occurred before (prompt, answer, recent"
-        " answers of the same API key) and verified together. The text stays the same. 0 disables them. Default: 0, or"
-        " as many as the speculator or `--speculate-model` guesses.",
+        " answers of the same API key) and verified together, where measured times say that this is faster. The text"
+        f" stays the same. 0 disables them. Default: {DEFAULT_DRAFTS}, with a speculator or `--speculate-model` as many"
+        " as that guesses; 0 for models and servers that cannot verify drafts.",
         minimum=0,
         maximum=64,
     )

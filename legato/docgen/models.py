@@ -101,8 +101,8 @@ STATES = """\
 
 Mamba has no attention: a token reads and changes a state of fixed size. A block of the cache, which holds the keys and
 values of its tokens elsewhere, has the state after its last token here, and is 256 tokens long. So prefixes are shared
-in steps of 256 tokens, and preemption, shards and `--kv-offload-gb` are as for all other models. Drafts
-(`--speculate`) and `--kv-cache-dtype` are refused. Sequences may have up to 32,768 tokens.
+in steps of 256 tokens, and preemption, shards and `--kv-offload-gb` are as for all other models. There are no
+drafts: `--speculate` is refused, and so is `--kv-cache-dtype`. Sequences may have up to 32,768 tokens.
 """
 
 OTHERS = """\

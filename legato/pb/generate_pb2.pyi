@@ -44,7 +44,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "eos_token_ids", "vocab_size", "max_position_embeddings", "model_type", "decoder_start_token_id", "num_uncaptured", "num_steps", "num_proposals", "whole_image_tokens", "adapters", "num_adapter_pages", "num_stages", "embedding")
+    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "eos_token_ids", "vocab_size", "max_position_embeddings", "model_type", "decoder_start_token_id", "num_uncaptured", "num_steps", "num_proposals", "whole_image_tokens", "max_drafts", "adapters", "num_adapter_pages", "num_stages", "embedding")
     REQUIRES_PADDING_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class InfoResponse(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     WHOLE_IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_ADAPTER_PAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
@@ -85,11 +86,12 @@ class InfoResponse(_message.Message):
     num_steps: int
     num_proposals: int
     whole_image_tokens: int
+    max_drafts: int
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
     num_adapter_pages: int
     num_stages: int
     embedding: EmbeddingInfo
-    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., model_type: _Optional[str] = ..., decoder_start_token_id: _Optional[int] = ..., num_uncaptured: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_proposals: _Optional[int] = ..., whole_image_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., num_adapter_pages: _Optional[int] = ..., num_stages: _Optional[int] = ..., embedding: _Optional[_Union[EmbeddingInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., model_type: _Optional[str] = ..., decoder_start_token_id: _Optional[int] = ..., num_uncaptured: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_proposals: _Optional[int] = ..., whole_image_tokens: _Optional[int] = ..., max_drafts: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., num_adapter_pages: _Optional[int] = ..., num_stages: _Optional[int] = ..., embedding: _Optional[_Union[EmbeddingInfo, _Mapping]] = ...) -> None: ...
 
 class EmbeddingInfo(_message.Message):
     __slots__ = ("size", "pooling", "is_classifier", "max_tokens")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legato.models.keys import Keys
+from legato.scheduling.limits import most_sampled
 from legato.server.graphs.captures import kept_rows
 from legato.server.memory.capacity import LAYER_GRAPH_BYTES, reserve
 
@@ -46,16 +47,17 @@ class ModelShape:
         return [count for count in SHARDS if count <= most]
 
     def step_bytes(self, num_tokens: int, num_rows: int, dtype: str, num_shards: int) -> int:
-        """The residual stream, one layer's projections, and the logits with the copies that sampling makes."""
+        """The residual stream, one layer's projections, and the logits, also of drafts, with the copies that sampling
+        makes."""
         heads = self.num_heads + 2 * self.num_kv_heads
         projections = (heads * self.head_dim + 3 * self.intermediate_size) // num_shards
         layer = num_tokens * (3 * self.hidden_size + projections) * SIZES[dtype]
-        return layer + num_rows * self.vocab_size * (SIZES[dtype] + 4 * SAMPLING_COPIES)
+        return layer + most_sampled(num_rows) * self.vocab_size * (SIZES[dtype] + 4 * SAMPLING_COPIES)
 
     def graph_bytes(self, num_rows: int, dtype: str) -> int:
         if not self.is_native:
             return 0
-        kept = kept_rows(num_rows)
+        kept = kept_rows(num_rows, drafts=True)
         return sum(kept) * self.vocab_size * SIZES[dtype] + len(kept) * self.num_layers * LAYER_GRAPH_BYTES
 
 

@@ -216,7 +216,7 @@ def scheduler_limits(
         whole_prompts=not info.support_chunking,
         whole_images=info.whole_image_tokens > 0,
         num_adapter_pages=info.num_adapter_pages,
-        speculate=info.speculate,
+        speculate=info.max_drafts,
         num_proposals=info.num_proposals,
         num_stages=max(info.num_stages, 1),
         vocab_size=info.vocab_size,

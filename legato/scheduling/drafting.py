@@ -16,16 +16,21 @@ from operator import mul, neg
 from legato.scheduling.entry import Entry, InFlight
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import NO_PROPOSAL, StepPlan, StepResult
-from legato.scheduling.step_costs import HIGHEST_CHANCE, MeasuredStep, StepCosts, StepPace
+from legato.scheduling.step_costs import HIGHEST_CHANCE, WEIGHT, MeasuredStep, StepCosts, StepPace
 from legato.scheduling.suffix_index import TenantAnswers, TextMatch
 
 # Rows of a step beyond which no drafts are looked for: the scheduler has enough to do, and so has the device.
 MOST_ROWS = 128
+# Share of the time of steps that the device computes, below which no drafts are looked for: it is the router that
+# cannot keep up, and drafts would save the time of the device.
+LEAST_BUSY = 0.2
 # Tokens of texts that one plan indexes, in a millisecond or two, and what the shortest counts for. The others wait for
 # the next plan; one text is always indexed.
 MOST_NEW_TOKENS, FEWEST_NEW_TOKENS = 16_384, 1024
 # Tokens that a request may be ahead of its index and still be read one by one.
 MOST_UNREAD = 256
+# Tokens of an answer that are indexed as they come: a hundred bytes each. Then they are sorted, as those of the prompt.
+MOST_OWN_TOKENS = 4096
 # A request without a match for so many tokens is not looked at in every step: its text is read some tokens at a time.
 PATIENCE, TOKENS_AT_ONCE = 24, 8
 # Matches of this length and more are alike.
@@ -44,7 +49,8 @@ FORGETTING = 0.9
 class RequestDrafts:
     """Of one request: what it follows, and how many of its guesses were right against how many were expected to be."""
 
-    text: TextMatch
+    # None: it is not indexed yet.
+    text: TextMatch | None = None
     num_right: float = 4.0
     num_expected: float = 4.0
     # Tokens in a row before which there was no match.
@@ -52,6 +58,8 @@ class RequestDrafts:
     # What the shards guess, from token `proposed_at` of its text on.
     proposed_ids: list[int] = field(default_factory=list)
     proposed_at: int = 0
+    # How many of them are known to be right.
+    num_judged: int = 0
     # How often a shard had guesses when it was asked.
     proposal_share: float = 1.0
     # How long its text was when they were asked last.
@@ -63,6 +71,16 @@ class RequestDrafts:
     @property
     def is_idle(self) -> bool:
         return self.num_unmatched >= PATIENCE and not self.proposed_ids
+
+    @property
+    def is_to_index(self) -> bool:
+        """Its text, or so much of it that this is faster or smaller."""
+        text = self.text
+        return text is None or text.unread() > MOST_UNREAD or text.num_own > MOST_OWN_TOKENS
+
+    @property
+    def match_length(self) -> int:
+        return 0 if self.text is None else self.text.length
 
     @property
     def factor(self) -> float:
@@ -104,9 +122,15 @@ class Drafter:
         self.pace = StepPace()
         self._is_waiting = False  # the last step whose result has come was one that the next had waited for
         self._times = StepCosts()
+        self._busy = 1.0  # share of the time in which the device computes
         self._chances = Chances(0.2, 0.9)  # of matches, by their length
         self._proposals = Chances(0.6, 0.6)  # of what the shards guess, by its distance
         self._answers = TenantAnswers()
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether drafts may save time at all."""
+        return self._busy >= LEAST_BUSY
 
     def remember(self, entry: Entry) -> None:
         """A request has ended: later ones of its tenant may say the same."""
@@ -117,7 +141,9 @@ class Drafter:
         """How long a step took whose result has come; `forward` on the device."""
         seconds = self.pace.end(now)
         has_waited, self._is_waiting = self._is_waiting, plan.is_waited_for
-        if len(plan.rows) > MOST_ROWS or plan.admitted or plan.is_catching_up:
+        if seconds > 0:
+            self._busy += WEIGHT * (min(forward / seconds, 1.0) - self._busy)
+        if not self.is_worthwhile or len(plan.rows) > MOST_ROWS or plan.admitted or plan.is_catching_up:
             return
         num_tokens = sum(plan.num_tokens)
         if num_tokens == len(plan.rows) + sum(map(len, plan.drafts.values())):
@@ -142,8 +168,10 @@ class Drafter:
             if samples and not entry.done:
                 found = result.proposed_ids[first : first + count]
                 known = list(takewhile(lambda token: token != NO_PROPOSAL, found))  # a shard may have none for a row
-                drafts = self._read(entry)
-                drafts.proposed_ids, drafts.proposed_at, drafts.read_at = known, len(entry.tokens), 0
+                drafts = self._of(entry)
+                self._judge_proposals(entry, drafts)
+                drafts.proposed_ids, drafts.proposed_at, drafts.num_judged = known, len(entry.tokens), 0
+                drafts.read_at = 0
                 drafts.proposal_share += (1 - FORGETTING) * (bool(known) - drafts.proposal_share)
             first += count if samples else 0
 
@@ -171,7 +199,7 @@ class Drafter:
         """Shards are asked for guesses at these. Whether that is new to them for some."""
         is_new = False
         for entry in entries:
-            drafts = self._read(entry)
+            drafts = self._of(entry)
             is_new = is_new or entry.num_known - drafts.asked_at > 2 * (limits.speculate + 1)
             drafts.asked_at = entry.num_known
         return is_new
@@ -200,7 +228,7 @@ class Drafter:
 
     def _follows_text(self, drafts: RequestDrafts) -> bool:
         """Whether its match is likelier to be right than what the shards guess."""
-        length = drafts.text.length
+        length = drafts.match_length
         return length > 0 and self._proposals[0] <= self._chances[length] * drafts.factor
 
     def _choose(
@@ -212,12 +240,14 @@ class Drafter:
             known = entry.drafts
             if known is not None and len(entry.tokens) < known.read_at:
                 continue
-            if self._is_new(entry):
+            drafts = self._of(entry)
+            if drafts.is_to_index:
                 is_first, num_new = not num_new, num_new + max(len(entry.tokens), FEWEST_NEW_TOKENS)
                 if num_new > MOST_NEW_TOKENS and not is_first:
                     continue
-            drafts = self._read(entry)
-            if not (drafts.text.length or drafts.proposed_ids):
+                num_new += self._index(entry, drafts)
+            self._read(entry, drafts)
+            if not (drafts.match_length or drafts.proposed_ids):
                 continue
             limit = min(limits.speculate, entry.max_len - entry.num_known - 1)
             if limit > 0:
@@ -228,22 +258,27 @@ class Drafter:
             return {}
         return _fitting(_likeliest(guesses, ranked[count - 1], count), limits.block_size, num_spare)
 
-    def _is_new(self, entry: Entry) -> bool:
-        """Its text has to be indexed first, or so much of it that this is faster."""
-        return entry.drafts is None or entry.drafts.text.unread() > MOST_UNREAD
+    def _of(self, entry: Entry) -> RequestDrafts:
+        if entry.drafts is None:
+            entry.drafts = RequestDrafts()
+        return entry.drafts
 
-    def _read(self, entry: Entry) -> RequestDrafts:
+    def _index(self, entry: Entry, drafts: RequestDrafts) -> int:
+        """Returns for how many tokens of prompts the other texts count that had to be indexed for this one."""
+        answers, num_indexed = self._answers.of(entry.request.tenant)
+        drafts.text = TextMatch(entry.tokens, len(entry.tokens), answers)
+        drafts.num_unmatched = 0
+        return num_indexed
+
+    def _read(self, entry: Entry, drafts: RequestDrafts) -> None:
         """Look at the tokens that have come since the last time."""
-        drafts = entry.drafts
-        if drafts is None or self._is_new(entry):
-            text = TextMatch(entry.tokens, len(entry.tokens), self._answers.of(entry.request.tenant))
-            drafts = entry.drafts = RequestDrafts(text)
+        self._judge_proposals(entry, drafts)
         text = drafts.text
+        if text is None:
+            return
         if drafts.is_idle:
             text.skip()
         for _ in range(text.unread()):
-            if drafts.proposed_ids:
-                self._judge_proposal(entry, drafts, len(entry.tokens) - text.unread())
             length = text.length
             was_right = text.read()
             drafts.num_unmatched = 0 if text.length else drafts.num_unmatched + 1
@@ -252,15 +287,16 @@ class Drafter:
                 drafts.num_expected = FORGETTING * drafts.num_expected + self._chances[length]
                 self._chances.learn(length, was_right)
         drafts.read_at = len(entry.tokens) + TOKENS_AT_ONCE if drafts.is_idle else 0
-        return drafts
 
-    def _judge_proposal(self, entry: Entry, drafts: RequestDrafts, place: int) -> None:
-        """Was what the shards guessed for this place right? If not, neither is what they guessed behind it."""
-        depth = place - drafts.proposed_at
-        was_right = entry.tokens[place] == drafts.proposed_ids[depth]
-        self._proposals.learn(depth, was_right)
-        if not was_right or depth + 1 == len(drafts.proposed_ids):
-            drafts.proposed_ids = []
+    def _judge_proposals(self, entry: Entry, drafts: RequestDrafts) -> None:
+        """Was what the shards guessed right? Where it was not, neither is what they guessed behind it."""
+        while drafts.proposed_ids and drafts.proposed_at + drafts.num_judged < len(entry.tokens):
+            depth = drafts.num_judged
+            was_right = entry.tokens[drafts.proposed_at + depth] == drafts.proposed_ids[depth]
+            self._proposals.learn(depth, was_right)
+            drafts.num_judged += 1
+            if not was_right or drafts.num_judged == len(drafts.proposed_ids):
+                drafts.proposed_ids = []
 
     def _proposal_chances(self, count: int) -> list[float]:
         return list(accumulate((self._proposals[depth] for depth in range(count)), mul))
@@ -273,13 +309,13 @@ class Drafter:
             unusable = (i for i, token in enumerate(proposed) if token in entry.end_ids or token >= vocab_size)
             end = next(unusable, len(proposed))
             return proposed[:end], self._proposal_chances(end)
-        guesses = text.guess(pending + limit)
+        guesses = [] if text is None else text.guess(pending + limit)
         if not (
             entry.end_ids.isdisjoint(guesses) and -1 < min(guesses, default=0) <= max(guesses, default=0) < vocab_size
         ):
             usable = takewhile(lambda token: 0 <= token < vocab_size and token not in entry.end_ids, guesses)
             guesses = list(usable)
-        following = self._chances.following(text.length, len(guesses))
+        following = self._chances.following(drafts.match_length, len(guesses))
         each = [chance if (chance := share * factor) < HIGHEST_CHANCE else HIGHEST_CHANCE for share in following]
         chances = [chance for chance in accumulate(each, mul) if chance >= LOWEST_CHANCE]
         return guesses[pending : len(chances)], chances[pending:]

@@ -173,7 +173,7 @@ class Entry:
 
     def forget_row(self) -> None:
         """It waits again, and everything it knows is to be computed."""
-        self.row = self.node = None
+        self.row = self.node = self.drafts = None
         self.blocks, self.private = [], set()
         self.num_scheduled = self.num_indexed = self.capacity = 0
 

@@ -139,7 +139,7 @@ class Scheduler:
         num_decodes = wanted.count(1)
         first = next((entry for entry, count in zip(running, wanted, strict=True) if count > 1), None)
         drafts: dict[int, list[int]] = {}
-        if self.limits.speculate and first is None and not (self.queue and self._free_rows):
+        if self._may_draft and first is None and not (self.queue and self._free_rows):
             num_spare = self.pool.available + self.tree.num_evictable - len(running)
             drafts = self._drafter.draft(step.plan, running, self.limits, num_spare)
         room = self._budget.room(others := num_decodes + sum(map(len, drafts.values())))
@@ -159,6 +159,10 @@ class Scheduler:
         if self.limits.speculate:
             self._drafter.pace.begin(self._now)
         return step.plan
+
+    @property
+    def _may_draft(self) -> bool:
+        return self.limits.speculate > 0 and self._drafter.is_worthwhile
 
     def _plan_running(
         self, step: InFlight, running: list[Entry], wanted: list[int], room: PromptRoom, drafts: dict[int, list[int]]

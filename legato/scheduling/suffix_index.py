@@ -25,8 +25,9 @@ MOST_PROMPT_TOKENS = 32_768
 MOST_RECENT_TOKENS = 32_768
 MOST_TENANTS = 16
 SHORTEST_ANSWER = 8
-# Tokens of recent answers that are indexed for one request that begins: a millisecond.
-MOST_INDEXED = 4096
+# Tokens of recent answers that are indexed for one request that begins: a millisecond, in which so many of a prompt are
+# for each of them.
+MOST_INDEXED, PROMPT_TOKENS_IN_ONE = 4096, 2
 # Bytes for each pair of a prompt by which most of those that are not there are told.
 MARKS_PER_PAIR = 2
 END_OF_TEXT = -1
@@ -80,6 +81,18 @@ class GrowingIndex:
         self._earlier.append(self.latest.get(key, 0))
         self.latest[key] = self._start + len(self._earlier)
 
+    def extend(self, before: int, tokens: Tokens) -> None:
+        """The text is longer by these tokens; `before` was its last."""
+        latest, earlier, end = self.latest, self._earlier, self._start + len(self._earlier)
+        for end, token in enumerate(tokens, end + 1):  # noqa: B020
+            key = (before * _FACTOR + token) & _MASK
+            earlier.append(latest.get(key, 0))
+            latest[key] = end
+            before = token
+
+    def __len__(self) -> int:
+        return len(self._earlier)
+
     def behind(self, key: int) -> Iterator[int]:
         position = self.latest.get(key, 0)
         for _ in range(MOST_COMPARED):
@@ -106,14 +119,12 @@ class RecentAnswers:
         self.tokens.extend(answer[-(MOST_RECENT_TOKENS // 2) :])
         self.tokens.append(END_OF_TEXT)
 
-    def catch_up(self) -> None:
-        """Index some of the tokens that are not yet."""
-        first, add = self._num_indexed, self.index.add
+    def catch_up(self) -> int:
+        """Index some of the tokens that are not yet. Returns how many."""
+        first = self._num_indexed
         self._num_indexed = min(len(self.tokens), first + MOST_INDEXED)
-        last = self.tokens[first - 1]
-        for token in self.tokens[first : self._num_indexed]:
-            add(_key(last, token))
-            last = token
+        self.index.extend(self.tokens[first - 1], self.tokens[first : self._num_indexed])
+        return self._num_indexed - first
 
 
 class TenantAnswers:
@@ -122,12 +133,11 @@ class TenantAnswers:
     def __init__(self) -> None:
         self._by_tenant: OrderedDict[str, RecentAnswers] = OrderedDict()
 
-    def of(self, tenant: str) -> RecentAnswers | None:
-        """To be asked when a request of this tenant begins to look for drafts."""
+    def of(self, tenant: str) -> tuple[RecentAnswers | None, int]:
+        """To be asked when a request of this tenant begins to look for drafts. Some of the answers are indexed then:
+        also returns how many tokens of a prompt are in the same time."""
         answers = self._by_tenant.get(tenant)
-        if answers is not None:
-            answers.catch_up()
-        return answers
+        return answers, 0 if answers is None else PROMPT_TOKENS_IN_ONE * answers.catch_up()
 
     def add(self, tenant: str, answer: array[int]) -> None:
         if len(answer) < SHORTEST_ANSWER:
@@ -157,6 +167,11 @@ class TextMatch:
     def unread(self) -> int:
         return len(self._tokens) - self._num_read
 
+    @property
+    def num_own(self) -> int:
+        """Tokens that were indexed one by one."""
+        return len(self._own)
+
     def read(self) -> bool | None:
         """The next token of the text. Returns whether the match had it right; None if there was none."""
         tokens, place = self._tokens, self._num_read
@@ -175,12 +190,10 @@ class TextMatch:
 
     def skip(self) -> None:
         """Index all tokens but the last, without looking where they occurred before. There is no match."""
-        tokens, last, add = self._tokens, len(self._tokens) - 1, self._own.add
-        before = tokens[self._num_read - 1] if self._num_read else 0
-        for token in tokens[self._num_read : last]:
-            add((before * _FACTOR + token) & _MASK)
-            before = token
-        self._num_read = max(self._num_read, last)
+        tokens, first, last = self._tokens, self._num_read, len(self._tokens) - 1
+        if first < last:
+            self._own.extend(tokens[first - 1] if first else 0, tokens[first:last])
+            self._num_read = last
 
     def guess(self, count: int) -> list[int]:
         """What comes next. A match with the end of the text itself is a loop, and goes on in what was guessed."""

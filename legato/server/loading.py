@@ -16,7 +16,6 @@ from legato.common.progress import LOADING_WEIGHTS
 from legato.cpu.library import library
 from legato.cpu.threads import usable_cores
 from legato.kernels.language import enable_triton
-from legato.layers.kv_cache import StateShape
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.locate import locate_checkpoint
@@ -30,7 +29,7 @@ from legato.server.nodes.joining import ShardLinks
 from legato.server.nodes.stage import PipelineStage
 from legato.server.rendezvous import join, share_cores
 from legato.server.speculation.guessers import EagleGuesser, Guesser
-from legato.server.speculation.loading import load_draft
+from legato.server.speculation.loading import load_draft, why_no_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +100,13 @@ def _speculator(
 ) -> Speculator | None:
     """That of `--model-id`, if it is the checkpoint of one."""
     files = None if options.model_id is None else SpeculatorFiles.find(locate_checkpoint(options))
-    if options.speculate and model.config.decoder_start_token_id is not None:
-        raise OptionError("--speculate is not supported for encoder-decoder models")
-    if isinstance(model.kv_shape, StateShape) and (options.speculate or files or options.speculate_model):
-        raise OptionError(
-            f"--speculate: model_type '{model.config.model_type}' keeps a state, which drafts would change"
-        )
+    problem = why_no_drafts(model, options)
+    if problem is not None and (options.speculate or options.speculate_model):
+        raise OptionError(problem)
     if files is None or options.pipeline_parallel_size > 1:  # stages have the states of their own layers only
         return None
+    if problem is not None:
+        raise OptionError(problem)
     if (options.speculate or 0) > files.num_tokens:
         raise OptionError(
             f"--speculate {options.speculate}: the speculator {files.path} guesses {files.num_tokens} tokens at most"

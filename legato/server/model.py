@@ -13,7 +13,7 @@ import torch
 
 from legato.common.errors import OptionError
 from legato.common.gc import unfreeze_gc
-from legato.common.options import ServerOptions
+from legato.common.options import DEFAULT_DRAFTS, ServerOptions
 from legato.common.progress import WARMED_UP, WARMING_UP
 from legato.kernels.precompile import can_compile_ahead
 from legato.layers.kv_cache import KVCache, KVShape, StateShape
@@ -42,6 +42,7 @@ from legato.server.memory.capacity import DEFAULT_ROWS, RESERVED_BLOCKS, Capacit
 from legato.server.memory.offload import HostBlockStore
 from legato.server.memory.warmup import compile_ahead, decode_step, first_step, full_step, ordinary_steps
 from legato.server.speculation.draft_model import MOST_TOKENS, num_spare_blocks
+from legato.server.speculation.loading import why_no_drafts
 from legato.vision.cross import ALIGNMENT
 from legato.vision.gemma import SquareRules
 from legato.vision.rules import image_rules
@@ -54,7 +55,7 @@ MB = 10**6
 # What cached prefixes may take on a CPU beside the smallest models.
 LEAST_PREFIX_CACHE = 128 * MB
 # Guesses of a draft model, each of which it has to compute.
-DEFAULT_DRAFTS = 4
+DEFAULT_GUESSES = 4
 # Of each logit that is sampled from: itself, and what sampling makes of it in float32.
 LOGIT_BYTES = 24
 CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -130,7 +131,8 @@ class Model:
             requires_padding=False,
             dtype=f"torch.{str(self.loaded.dtype)[6:]}",
             device_type=self.loaded.device.type,
-            speculate=self.speculate,
+            speculate=self.num_proposals if self.options.speculate is None else self.options.speculate,
+            max_drafts=self.max_drafts,
             num_proposals=self.num_proposals,
             support_chunking=not self.whole_prompts,
             use_prefix_caching=self.options.prefix_caching and not self.whole_prompts,
@@ -149,15 +151,19 @@ class Model:
         )
 
     @property
-    def speculate(self) -> int:
-        """Drafts of a row in a step, at most: as many as a speculator can guess, unless fewer are asked for."""
-        return self.num_proposals if self.options.speculate is None else self.options.speculate
+    def max_drafts(self) -> int:
+        """Of a row in a step: what `--speculate` says, else as many as a speculator or a draft model can guess. Those
+        from text that is there need neither."""
+        if self.options.speculate is not None:
+            return self.options.speculate
+        can_verify = why_no_drafts(self.loaded.model, self.options) is None
+        return self.num_proposals or (DEFAULT_DRAFTS if can_verify else 0)
 
     @property
     def num_proposals(self) -> int:
         """Guesses that the shard can make itself behind a sampled token."""
         if self.loaded.draft is not None:
-            return DEFAULT_DRAFTS if self.options.speculate is None else min(self.options.speculate, MOST_TOKENS)
+            return DEFAULT_GUESSES if self.options.speculate is None else min(self.options.speculate, MOST_TOKENS)
         return 0 if self.loaded.speculator is None else self.loaded.speculator.num_tokens
 
     @property
@@ -227,6 +233,7 @@ class Model:
             "kv_cache": size,
             "room": gib(budget),
             "max_total_tokens": capacity.max_total_tokens,
+            "max_drafts": self.max_drafts,
         }
         logger.info(WARMED_UP, extra={"fields": fields})
         return capacity
@@ -292,7 +299,7 @@ class Model:
         cure = "lower --max-batch-prefill-tokens or --max-concurrent-requests"
         with refused_for_memory(f"{lost}; {cure}", device):
             reading = measure(lambda: self._run_largest_steps(requested), device)
-        kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes, drafts=self.speculate > 0)
+        kept = [] if self.graph_sizes == (0,) else kept_rows(rows, self.graph_sizes, drafts=self.max_drafts > 0)
         if self.adapters is not None:
             kept *= 2  # each with adapters, too
         largest, layers = mixed_sizes(rows)[-1], self.loaded.model.config.num_layers
@@ -301,7 +308,7 @@ class Model:
         if self.loaded.speculator is not None:  # and the state that it goes on from
             row_bytes += self.loaded.model.config.hidden_size * self.loaded.dtype.itemsize
         graphs = graph_bytes(kept, largest, layers, row_bytes, tokens, reading.peak - reading.reserved)
-        if self.speculate:
+        if self.max_drafts:
             graphs += (most_sampled(rows) - rows) * self.loaded.model.config.vocab_size * LOGIT_BYTES
         logger.info(
             "Memory measured",
@@ -361,7 +368,7 @@ class Model:
             self.image_rules,
             self.loaded.speculator,
             self.loaded.draft,
-            drafts=self.num_proposals or self.speculate,
+            drafts=self.num_proposals or self.max_drafts,
             adapters=self.adapters,
             host_blocks=self.host_blocks,
             stage=self.loaded.stage,

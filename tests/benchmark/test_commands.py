@@ -17,6 +17,7 @@ import pytest
 
 from legato.benchmark.options import BenchmarkOptions, EngineOptions
 from legato.benchmark.report import commit
+from legato.benchmark.shard import without_drafts
 from legato.benchmark.tgi.cli import COMMAND
 from legato.cli import bench
 from legato.common.program import run_program
@@ -72,7 +73,14 @@ def test_the_engine_in_one_command(record: Record, tmp_path: Path, capsys: pytes
     assert len(data["workloads"]["custom"]["runs"]) == 2
     assert data["machine"]["torch"] and data["date"]
     assert record()["words"][0] == "serve" and record()["words"][-1] == "--device=cpu"
+    assert "--speculate=0" in record()["words"] and data["shard"]["speculate"] == 0
     assert not is_running(record()["pid"])
+
+
+def test_engines_are_compared_without_drafts_unless_they_are_asked_for() -> None:
+    assert without_drafts(["--device=cpu"]) == ["--speculate=0", "--device=cpu"]
+    for words in (["--speculate", "4"], ["--speculate=4"], ["--speculate-model=m"]):
+        assert without_drafts(words) == words
 
 
 def test_a_shape_is_served_with_dummy_weights(record: Record, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from legato.scheduling.state import GenerationRequest
 from tests.lora.tiny_adapters import (
@@ -79,6 +80,17 @@ def test_no_request_gets_a_token_of_another_adapter(
 ) -> None:
     server = model.server(num_blocks=512, max_rows=48, step_tokens=128)
     assert server.run(requests, random.Random(1)) == expected
+
+
+def test_drafts_are_verified_with_the_adapter_of_their_request(
+    model: AdaptedModel, requests: list[GenerationRequest]
+) -> None:
+    """The second time the answers are known, to the same prompts with other adapters, too."""
+    longer = [structs.replace(request, max_new_tokens=24) for request in requests]
+    how = dict(num_blocks=512, max_rows=48, step_tokens=128)
+    server, expected = model.server(speculate=15, **how), model.server(**how).run(longer)
+    assert server.run(longer, random.Random(1)) == expected == server.run(longer, random.Random(2))
+    assert any(output.is_draft for outputs in server.outputs.values() for output in outputs)
 
 
 def test_graphs_captured_with_one_adapter_are_right_for_all(

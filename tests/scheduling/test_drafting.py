@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from array import array
+from typing import Any
 
 import pytest
 
-from legato.scheduling.drafting import _likeliest
+from legato.scheduling.drafting import MOST_OWN_TOKENS, MOST_UNREAD, RequestDrafts, _likeliest
 from legato.scheduling.limits import SchedulerLimits
-from legato.scheduling.state import GenerationRequest
+from legato.scheduling.scheduler import Scheduler
+from legato.scheduling.state import NO_PROPOSAL, GenerationRequest, StepPlan, StepResult
 from legato.scheduling.step_costs import HIGHEST_CHANCE, MeasuredStep, StepCosts, StepPace
 from legato.scheduling.suffix_index import MOST_INDEXED, MOST_RECENT_TOKENS, PromptIndex, RecentAnswers, TextMatch
 from tests.fakes import Simulation, check_blocks, expected_tokens
@@ -131,6 +134,106 @@ def test_no_drafts_come_from_another_tenant() -> None:
     answered(simulation, GenerationRequest(1, prompt, 30, ignore_eos=True, tenant="a"))
     assert answered(simulation, GenerationRequest(2, prompt, 30, ignore_eos=True, tenant="b"))[1] == 0
     assert answered(simulation, GenerationRequest(3, prompt, 30, ignore_eos=True, tenant="a"))[1] > 15
+
+
+class Decoding:
+    """Requests that decode, each step of which takes `seconds`, of which the device computes a share."""
+
+    def __init__(
+        self, limits: SchedulerLimits, requests: list[GenerationRequest], seconds: float, share: float
+    ) -> None:
+        self.scheduler, self._seconds, self._share, self._now = Scheduler(limits), seconds, share, 0.0
+        for request in requests:
+            self.scheduler.submit(request)
+
+    @property
+    def drafts(self) -> list[RequestDrafts]:
+        return [entry.drafts for entry in self.scheduler.running if entry.drafts is not None]
+
+    def step(self, token: int | None = None, proposed: int | None = None) -> StepPlan:
+        """All requests get this token, or one that they have not had."""
+        plan = self.scheduler.plan(self._now)
+        assert plan is not None
+        self._now += self._seconds
+        planned = self.scheduler._in_flight[0].planned
+        tokens = [1000 + len(entry.tokens) if token is None else token for entry, *_, samples in planned if samples]
+        result = StepResult(plan.id, tokens, [0.0] * len(tokens), forward_ns=round(self._share * self._seconds * 1e9))
+        result.num_sampled = [1] * len(tokens)
+        result.proposed_ids = [NO_PROPOSAL if proposed is None else proposed] * plan.num_proposals * len(tokens)
+        self.scheduler.complete(result, self._now)
+        return plan
+
+
+ROOM = SchedulerLimits(num_blocks=9000, block_size=16, max_rows=64, max_step_tokens=8192, speculate=6)
+
+
+def repeating(count: int, prompt: int = 20, **settings: Any) -> list[GenerationRequest]:
+    return [GenerationRequest(i, [5] * prompt, 10_000, ignore_eos=True, **settings) for i in range(count)]
+
+
+def test_no_drafts_are_looked_for_where_the_device_waits_for_the_router() -> None:
+    """As with a fake shard whose steps take no time. It may change."""
+    idle, busy = (Decoding(ROOM, repeating(8), 0.002, share) for share in (0.0, 0.9))
+    for _ in range(30):
+        last, drafted = idle.step(5), busy.step(5)
+    assert not last.drafts and drafted.drafts
+    read = [drafts.text.unread() for drafts in idle.drafts if drafts.text is not None]
+    idle._share = 0.9
+    for _ in range(5):
+        last = idle.step(5)
+    assert last.drafts and min(read) > 10
+
+
+def test_an_index_of_a_long_answer_stays_small() -> None:
+    decoding = Decoding(ROOM, repeating(1), 0.01, 0.9)
+    decoding.step()
+    sizes, unread = [], []
+    for _ in range(6000):
+        decoding.step()
+        (drafts,) = decoding.drafts
+        assert drafts.text is not None
+        sizes.append(drafts.text.num_own)
+        unread.append(drafts.text.unread())
+    assert MOST_OWN_TOKENS - 100 < max(sizes) <= MOST_OWN_TOKENS + MOST_UNREAD and sizes[-1] < max(sizes)
+    assert max(unread) <= MOST_UNREAD
+    assert drafts.text.guess(1) == []
+
+
+def test_a_plan_indexes_some_texts_and_the_next_one_others() -> None:
+    """Recent answers count, too."""
+    decoding = Decoding(ROOM, repeating(64, prompt=100), 0.01, 0.9)
+    for number in range(100):
+        text = array("q", [number * 300 + place for place in range(300)])
+        decoding.scheduler._drafter._answers.add("", text)
+    counts = []
+    for _ in range(40):
+        decoding.step()
+        counts.append(sum(drafts.text is not None for drafts in decoding.drafts))
+    per_plan = [after - before for before, after in itertools.pairwise([0, *counts])]
+    assert counts[-1] == 64 and max(per_plan) <= 16
+    assert 0 < next(filter(None, per_plan)) <= 2, "the first ones had to index answers"
+
+
+def test_texts_are_not_indexed_for_what_a_grammar_forces() -> None:
+    """A result may be of many requests with long prompts, and is booked at once."""
+    requests = repeating(8, prompt=1000, has_grammar=True)
+    decoding = Decoding(ROOM, requests, 0.01, 0.9)
+    indexed = []
+    for _ in range(4):
+        decoding.step(7, proposed=7)
+        indexed.append([drafts.text is not None for drafts in decoding.drafts])
+    assert decoding.drafts and all(drafts.proposed_ids for drafts in decoding.drafts)
+    assert sum(indexed[-1]) > 0, "a plan did"
+
+
+def test_who_is_preempted_has_no_index() -> None:
+    decoding = Decoding(ROOM, repeating(2), 0.01, 0.9)
+    for _ in range(5):
+        decoding.step(5)
+    entry = decoding.scheduler.running[-1]
+    assert entry.drafts is not None
+    decoding.scheduler._preempt(entry)
+    assert entry.drafts is None
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

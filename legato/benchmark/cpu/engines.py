@@ -33,6 +33,7 @@ from legato.benchmark.cpu.surroundings import CpuLimit
 from legato.benchmark.cpu.work import LONGEST, MAX_STREAMS, CpuWorkload
 from legato.benchmark.serve.client import LoadClient, Record
 from legato.benchmark.serve.work import LoadRequest, Target
+from legato.benchmark.shard import without_drafts
 from legato.common.errors import LegatoError
 
 HOST = "127.0.0.1"
@@ -70,7 +71,7 @@ class EngineCommand:
 def _legato(model: CpuModel, peers: Path, words: Sequence[str]) -> EngineCommand:
     port = free_port()
     place = [f"--hostname={HOST}", f"--port={port}", f"--model-id={model.path}"]
-    return EngineCommand([sys.executable, "-m", "legato.launcher.cli", *place, *words], port)
+    return EngineCommand([sys.executable, "-m", "legato.launcher.cli", *place, *without_drafts(words)], port)
 
 
 def _llama_cpp(model: CpuModel, peers: Path, words: Sequence[str]) -> EngineCommand:

@@ -174,6 +174,7 @@ def _describe(info: pb.InfoResponse, session: Session) -> dict[str, Any]:
         "max_rows": session.step_limits.max_rows,
         "max_step_tokens": session.step_limits.max_step_tokens,
         "max_total_tokens": session.limits.max_total_tokens,
+        "speculate": session.step_limits.speculate,
     }
 
 

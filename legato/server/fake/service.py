@@ -19,7 +19,7 @@ import grpc
 
 from legato.common.errors import LegatoError, ModelFileError
 from legato.common.heartbeat import LoadingReports
-from legato.common.options import ServerOptions
+from legato.common.options import DEFAULT_DRAFTS, ServerOptions
 from legato.common.progress import WARMED_UP
 from legato.grammar.wire import from_pb
 from legato.modelfiles.files import ModelFiles
@@ -101,7 +101,7 @@ class FakeService(StepStreamService):
         cost: StepCost,
         block_size: int = 16,
         prefix_caching: bool = True,
-        speculate: int = 0,
+        max_drafts: int = 0,
         script: Script | None = None,
         adapters: FakeAdapters | None = None,
     ) -> None:
@@ -111,7 +111,7 @@ class FakeService(StepStreamService):
         self._cost = cost
         self._block_size = block_size
         self._prefix_caching = prefix_caching
-        self._speculate = speculate
+        self._max_drafts = max_drafts
         self._script = script
         self._engine: FakeEngine | None = None
         self._clock = ThreadPoolExecutor(1, thread_name_prefix="clock")
@@ -122,7 +122,7 @@ class FakeService(StepStreamService):
         return pb.InfoResponse(
             dtype="fake",
             device_type="fake",
-            speculate=self._speculate,
+            max_drafts=self._max_drafts,
             support_chunking=True,
             use_prefix_caching=self._prefix_caching,
             attention_impl="fake",
@@ -219,8 +219,9 @@ def run(files: ModelFiles, options: ServerOptions) -> None:
     cost = StepCost(options.fake_step_ms / 1e3, options.fake_token_ms / 1e3)
     model, urls = FakeModel.read(files), socket_urls(options)
     script = None if options.fake_script is None else read_script(options.fake_script, files)
+    drafts = DEFAULT_DRAFTS if options.speculate is None else options.speculate
     service = FakeService(
-        model, urls, cost, options.block_size, options.prefix_caching, options.speculate or 0, script,
+        model, urls, cost, options.block_size, options.prefix_caching, drafts, script,
         FakeAdapters.open(options),
     )  # fmt: skip
     path = socket_paths(options)[options.rank]

@@ -1,4 +1,5 @@
-"""What `--speculate-model` names: a draft model with the tokens of the model it guesses for, or an EAGLE-3 head."""
+"""Whether drafts can be verified at all, and what `--speculate-model` names: a draft model with the tokens of the model
+it guesses for, or an EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import torch
 
 from legato.common.errors import OptionError
 from legato.common.options import ServerOptions
+from legato.layers.kv_cache import StateShape
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.locate import cache_of, locate_draft
 from legato.modelfiles.speculator import SpeculatorFiles
@@ -19,6 +21,17 @@ from legato.server.speculation.guessers import EagleGuesser, Guesser, SmallModel
 FLAG = "--speculate-model"
 
 
+def why_no_drafts(model: CausalModel, options: ServerOptions) -> str | None:
+    """What to say if drafts are asked for that cannot be verified. If they are not, there are none by default."""
+    if model.config.decoder_start_token_id is not None:
+        return "--speculate is not supported for encoder-decoder models"
+    if isinstance(model.kv_shape, StateShape):
+        return f"--speculate: model_type '{model.config.model_type}' keeps a state, which drafts would change"
+    if options.pipeline_parallel_size > 1:
+        return "--speculate cannot be combined with --pipeline-parallel-size"
+    return None
+
+
 def load_draft(
     options: ServerOptions,
     base_files: ModelFiles,
@@ -30,8 +43,6 @@ def load_draft(
     """Every shard has all of it: it is small, and all shards see the same tokens."""
     if options.speculate_model is None:
         return None
-    if base.config.decoder_start_token_id is not None:
-        raise OptionError(f"{FLAG} is not supported for encoder-decoder models")
     if has_speculator:
         raise OptionError(f"{FLAG}: --model-id names a speculator, which guesses already; give only one of them")
     if options.speculate == 0:

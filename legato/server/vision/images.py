@@ -68,7 +68,7 @@ class RowImages:
     def positions_of(self, part: RowStep) -> np.ndarray:
         """[3, count] of the tokens that a row computes in a step."""
         first, last = part.start, part.start + part.count
-        if self.positions is None or part.decode:
+        if self.positions is None or first >= self.num_tokens:  # a decode, perhaps with drafts
             return np.broadcast_to(np.arange(first, last) + self.shift, (3, part.count))
         return self.positions[:, first:last]
 

@@ -124,6 +124,7 @@ def test_the_command_compares_what_is_there(
     assert report["engines"]["legato"]["runs"]["W4"][0]["num_tokens"] == 4  # two requests of two
     assert set(report["engines"]["legato"]["runs"]) == {"W1", "W2", "W3", "W4"}
     assert report["engines"]["legato"]["final_mb"] > 20
+    assert "--speculate=0" in report["engines"]["legato"]["command"]
     assert report["ratios"]["W1 ms per token"]["best_peer"] == "llama.cpp"
 
 
