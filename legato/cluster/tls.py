@@ -24,6 +24,8 @@ from legato.common.errors import OptionError
 CHUNK = 1 << 18
 # What the listener says when it trusts the caller. In TLS 1.3 a caller is through before its certificate was looked at.
 TRUSTED = b"\x01"
+# OpenSSL's numbers of errors: not valid yet, expired.
+OUT_OF_DATE = (9, 10)
 
 
 class UntrustedPeer(ForeignProtocol):
@@ -103,6 +105,8 @@ class LinkTls:
     def _problem(self, error: ssl.SSLError) -> str:
         reason = error.reason or "TLS"
         if isinstance(error, ssl.SSLCertVerificationError):
+            if error.verify_code in OUT_OF_DATE:
+                return f"its --cluster-certfile cannot be used now: {error.verify_message}; renew it, or set the clock"
             return f"its certificate is not signed by --cluster-cafile {self.cafile}: {error.verify_message}"
         if "ALERT" in reason or "ALERT" in str(error).upper():
             return f"it refused the certificate of --cluster-certfile {self.certfile} ({reason})"

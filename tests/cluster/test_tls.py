@@ -36,12 +36,12 @@ class Authority:
         new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         run("req", "-x509", *new, "-days", "2", "-subj", f"/CN={name}", "-keyout", self._key, "-out", self.file)
 
-    def sign(self, name: str) -> tuple[str, str]:
+    def sign(self, name: str, days: int = 2) -> tuple[str, str]:
         """Certificate and key of a machine."""
         base = str(self._folder / f"{self._name}-{name}")
         new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         run("req", *new, "-subj", f"/CN={name}", "-keyout", f"{base}.key", "-out", f"{base}.csr")
-        signing = ["-CA", self.file, "-CAkey", self._key, "-CAcreateserial", "-days", "2"]
+        signing = ["-CA", self.file, "-CAkey", self._key, "-CAcreateserial", "-days", str(days)]
         run("x509", "-req", "-in", f"{base}.csr", *signing, "-out", f"{base}.pem")
         return f"{base}.pem", f"{base}.key"
 
@@ -180,6 +180,19 @@ def test_a_listener_of_another_authority_is_refused_by_the_caller(machines: list
             )
 
     listening(machines[0], test)
+
+
+def test_a_certificate_that_has_expired_is_named(
+    machines: list[LinkTls], authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = authority.sign("expired", days=-1)
+
+    async def test(there: Listening) -> None:
+        with caplog.at_level(logging.WARNING), pytest.raises(UntrustedPeer, match=f"--cluster-certfile {cert}"):
+            await connect("127.0.0.1", there.listener.port, KEY, tls=LinkTls(cert, key, authority.file))
+
+    listening(machines[0], test)
+    assert "its --cluster-certfile cannot be used now: certificate has expired" in caplog.text
 
 
 def test_a_machine_without_tls_is_named(machines: list[LinkTls], monkeypatch: pytest.MonkeyPatch) -> None:
