@@ -6,10 +6,12 @@ import asyncio
 import logging
 import shutil
 import socket
+import ssl
 import subprocess
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,7 +20,7 @@ from legato.cluster.connecting import GuardedListener, call, connect
 from legato.cluster.frames import FrameKind, send_message
 from legato.cluster.links import TensorLink
 from legato.cluster.secret import WrongKey
-from legato.cluster.tls import LinkTls, UntrustedPeer
+from legato.cluster.tls import LinkTls, UntrustedPeer, _Pump
 from legato.common.errors import OptionError
 
 KEY = b"0123456789abcdef"
@@ -193,6 +195,66 @@ def test_a_certificate_that_has_expired_is_named(
 
     listening(machines[0], test)
     assert "its --cluster-certfile cannot be used now: certificate has expired" in caplog.text
+
+
+def test_a_thread_sleeps_while_the_network_takes_nothing(
+    machines: list[LinkTls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the user has closed its end meanwhile, which poll reports until somebody looks."""
+    turns: list[_Pump] = []
+    turn = _Pump._turn
+
+    def counted(pump: _Pump) -> bool:
+        turns.append(pump)
+        return turn(pump)
+
+    monkeypatch.setattr(_Pump, "_turn", counted)
+
+    async def main() -> None:
+        ends = socket.socketpair()
+        for end in ends:
+            end.setblocking(False)
+        ours, theirs = await asyncio.gather(
+            machines[0].wrap(ends[0], is_listener=True), machines[1].wrap(ends[1], is_listener=False)
+        )
+        sent = 0
+        with suppress(BlockingIOError):
+            for _ in range(400):
+                sent += ours.send(bytes(1 << 16))
+                await asyncio.sleep(0.002)
+        ours.close()
+        await asyncio.sleep(0.1)
+        turns.clear()
+        await asyncio.sleep(0.3)
+        assert len(turns) < 20
+        received = 0
+        while data := await asyncio.get_running_loop().sock_recv(theirs, 1 << 20):
+            received += len(data)
+        assert received == sent, "what was sent before the end arrives"
+        theirs.close()
+
+    asyncio.run(main())
+
+
+def test_what_was_said_last_goes_out_although_the_other_side_failed() -> None:
+    class Broken:
+        """Of which nothing can be decrypted."""
+
+        def read(self, size: int) -> bytes:
+            if incoming.pending:
+                raise ssl.SSLError("bad record")
+            raise ssl.SSLWantReadError
+
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    (network, far), (local, near) = socket.socketpair(), socket.socketpair()
+    network.setblocking(False)
+    pump = _Pump(network, local, cast(ssl.SSLObject, Broken()), incoming, outgoing)
+    pump._to_network += b"last words"
+    far.send(b"garbage")
+    pump.run()
+    assert far.recv(100) == b"last words" and far.recv(100) == near.recv(100) == b""
+    far.close()
+    near.close()
 
 
 def test_a_machine_without_tls_is_named(machines: list[LinkTls], monkeypatch: pytest.MonkeyPatch) -> None:
