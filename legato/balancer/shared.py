@@ -13,12 +13,14 @@ from typing import cast
 
 from legato.balancer.answers import ReplicaAnswer
 from legato.balancer.upstream import CONNECT_SECONDS, request_head
+from legato.common.sockets import watch_peer
 from legato.ipc.multiplexing import (
     CANCEL,
     DATA,
     END,
     HEAD,
     LONGEST_ANSWER,
+    SILENCE_SECONDS,
     STREAMS_PATH,
     TAKEN_STEP,
     UPGRADE,
@@ -158,6 +160,7 @@ class SharedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        watch_peer(transport.get_extra_info("socket"), SILENCE_SECONDS)
         self.write = self._transport.write
 
     def data_received(self, data: bytes) -> None:

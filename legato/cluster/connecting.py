@@ -22,6 +22,7 @@ from legato.cluster.frames import (
 from legato.cluster.secret import ForeignProtocol, WrongKey
 from legato.cluster.tls import LinkTls, UntrustedPeer
 from legato.common.errors import EndpointInUse, LegatoError, OptionError
+from legato.common.sockets import watch_peer
 from legato.common.throttled_log import ThrottledLog
 
 logger = logging.getLogger(__name__)
@@ -206,11 +207,7 @@ async def call_until_there(
 def tune(connection: socket.socket) -> None:
     """Small messages go at once, and a machine that is gone is noticed."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    milliseconds = int(SILENCE_SECONDS * 1000)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_USER_TIMEOUT", milliseconds)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    watch_peer(connection, SILENCE_SECONDS)
 
 
 def describe(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from legato.ipc.multiplexing import (
     DATA,
     LONGEST_ANSWER,
     LONGEST_REQUEST,
+    SILENCE_SECONDS,
     STREAMS_PATH,
     WINDOW,
     BrokenFrames,
@@ -163,6 +164,21 @@ def test_many_requests_share_a_connection() -> None:
             assert await answer.read_all() == name + b"0" + name + b"1" + name + b"2"
             answer.release()
         assert len(server.http.server_state.connections) == 1
+
+    serving(test)
+
+
+def test_a_machine_that_is_gone_without_a_word_is_noticed_at_both_ends() -> None:
+    """The connection may be idle for hours, and firewalls forget."""
+
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        (protocol,), (connection,) = server.http.server_state.connections, shared._by_worker.values()
+        assert connection._transport is not None
+        for transport in (protocol.transport, connection._transport):
+            end = transport.get_extra_info("socket")
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < SILENCE_SECONDS
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * SILENCE_SECONDS
 
     serving(test)
 

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
 
+from legato.common.sockets import watch_peer
 from legato.http.exchange import ABORT
 from legato.ipc.multiplexing import (
     BROKEN,
@@ -19,6 +20,7 @@ from legato.ipc.multiplexing import (
     END,
     LONGEST_REQUEST,
     REQUEST,
+    SILENCE_SECONDS,
     TAKEN,
     UPGRADE,
     WINDOW,
@@ -137,6 +139,7 @@ class MultiplexedRequests(asyncio.Protocol):
         transport.pause_reading()  # event loops choose how they read when reading starts
         transport.set_protocol(self)
         transport.set_write_buffer_limits(high=HIGH_WATER)
+        watch_peer(transport.get_extra_info("socket"), SILENCE_SECONDS)
         transport.write(ACCEPTED % (UPGRADE, os.getpid()))
         transport.resume_reading()
 
