@@ -97,6 +97,9 @@ class FakeServer:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("a bug")
 
+    async def mute(self, body: bytes, receive: Receive, send: Send) -> None:
+        raise RuntimeError("a bug")
+
     async def generate_stream(self, body: bytes, receive: Receive, send: Send) -> None:
         """Many pieces, and then the server is lost."""
         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
@@ -257,6 +260,18 @@ def test_a_stream_that_the_server_broke_off_is_lost_and_no_other() -> None:
         broken = await begin(shared, "/wrong")
         with pytest.raises(ReplicaLost, match="broke the stream off"):
             await broken.read()
+        assert await (await begin(shared, "/echo", b"x")).read_all() == b"x0x1x2"
+
+    serving(test)
+
+
+def test_a_request_that_the_server_fails_at_is_answered_so() -> None:
+    """As on a connection of its own. Without an answer the replica would count as lost, and so would all those that the
+    request is sent to next."""
+
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        failed = await begin(shared, "/mute")
+        assert (failed.status, await failed.read_all()) == (500, b"Internal Server Error")
         assert await (await begin(shared, "/echo", b"x")).read_all() == b"x0x1x2"
 
     serving(test)
