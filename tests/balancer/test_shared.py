@@ -7,6 +7,8 @@ import random
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import uvloop
@@ -14,8 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from legato.balancer.answers import ReplicaLost
 from legato.balancer.app import Balancer
+from legato.balancer.calls import ClientCall
+from legato.balancer.forwarding import Forwarding
 from legato.balancer.options import RouteOptions
 from legato.balancer.replicas import ReplicaSet, ReplicaUrl
+from legato.balancer.replies import Reply
 from legato.balancer.shared import LinkedAnswer, SharedConnections
 from legato.http.exchange import ROUTED
 from legato.http.routed import RouteKey
@@ -289,6 +294,22 @@ def test_a_server_that_stops_answers_first() -> None:
         assert shared.begin() is None
 
     serving(test)
+
+
+def test_a_piece_without_a_mark_ends_its_own_stream_only() -> None:
+    """Pieces of all streams arrive at one place, where an exception would close the connection."""
+    call = ClientCall.of("POST", "/generate_stream", b"/generate_stream", [], "", b"{}")
+    written: list[list[bytes]] = []
+    forwarding = object.__new__(Forwarding)
+    forwarding._call = call
+    forwarding._reply = cast(Reply, SimpleNamespace(write_at_once=lambda pieces: written.append(pieces) or True))
+    take = forwarding._sink(is_marked=True)
+    assert take is not None
+    for wrong in (b"x", b":+no end", b"", b":.0=1\ndata"):
+        assert not take([b":+0=1\ndata: 1\n\n", wrong])
+    assert (written, call.marks) == ([], [])
+    assert take([b":+0=1\ndata: 1\n\n"])
+    assert (written, call.marks) == ([[b"data: 1\n\n"]], [b":+0=1"])
 
 
 def test_a_stream_goes_on_elsewhere_after_what_was_passed_on_without_waking_a_task() -> None:
