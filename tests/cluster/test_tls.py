@@ -16,12 +16,13 @@ from typing import Any, cast
 import pytest
 
 from legato.cluster import connecting
-from legato.cluster.connecting import GuardedListener, call, connect
+from legato.cluster.connecting import GuardedListener, LinkTarget, call, connect
 from legato.cluster.frames import FrameKind, send_message
 from legato.cluster.links import TensorLink
 from legato.cluster.secret import WrongKey
 from legato.cluster.tls import LinkTls, UntrustedPeer, _Pump
 from legato.common.errors import OptionError
+from tests.cluster.test_strangers import served
 
 KEY = b"0123456789abcdef"
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
@@ -68,6 +69,9 @@ class Listening:
         self.connections: list[socket.socket] = []
         self.listener = GuardedListener("127.0.0.1", 0, KEY, self._take, tls)
 
+    def target(self, tls: LinkTls | None, key: bytes = KEY) -> LinkTarget:
+        return LinkTarget("127.0.0.1", self.listener.port, key, tls=tls)
+
     async def _take(self, connection: socket.socket, kind: FrameKind, fields: dict[str, Any]) -> None:
         self.connections.append(connection)
         await send_message(connection, FrameKind.WELCOME)
@@ -76,12 +80,9 @@ class Listening:
 def listening(tls: LinkTls | None, test: Callable[[Listening], Awaitable[None]]) -> None:
     async def main() -> None:
         there = Listening(tls)
-        serving = asyncio.ensure_future(there.listener.serve())
         try:
-            async with asyncio.timeout(30):
-                await test(there)
+            await served(there.listener, test(there))
         finally:
-            serving.cancel()
             for connection in there.connections:
                 connection.close()
 
@@ -94,7 +95,7 @@ def test_bytes_arrive_in_both_directions_and_the_network_sees_none_of_them(machi
     async def test(there: Listening) -> None:
         seen = bytearray()
         port = await copied(there.listener.port, seen)
-        ours = await call("127.0.0.1", port, KEY, {"words": "a plain greeting"}, tls=machines[1])
+        ours = await call(LinkTarget("127.0.0.1", port, KEY, tls=machines[1]), {"words": "a plain greeting"})
         assert ours.getsockname()[0] == "127.0.0.1"
         links = [TensorLink(ours, 0), TensorLink(there.connections[0], 1)]
         for size in sizes:
@@ -136,7 +137,7 @@ async def copied(port: int, seen: bytearray) -> int:
 
 def test_the_end_of_one_side_is_the_end_of_the_other(machines: list[LinkTls]) -> None:
     async def test(there: Listening) -> None:
-        ours = await call("127.0.0.1", there.listener.port, KEY, {}, tls=machines[1])
+        ours = await call(there.target(machines[1]), {})
         lost: list[str] = []
         link = TensorLink(there.connections[0], 1, lost.append)
         ours.close()
@@ -151,7 +152,7 @@ def test_the_end_of_one_side_is_the_end_of_the_other(machines: list[LinkTls]) ->
 def test_the_key_is_needed_all_the_same(machines: list[LinkTls]) -> None:
     async def test(there: Listening) -> None:
         with pytest.raises(WrongKey):
-            await connect("127.0.0.1", there.listener.port, b"another key of 16", tls=machines[1])
+            await connect(there.target(machines[1], b"another key of 16"))
         assert there.connections == []
 
     listening(machines[0], test)
@@ -164,7 +165,7 @@ def test_a_certificate_of_another_authority_is_refused_by_the_listener(
 
     async def test(there: Listening) -> None:
         with caplog.at_level(logging.WARNING), pytest.raises(UntrustedPeer, match=f"--cluster-certfile {cert}"):
-            await connect("127.0.0.1", there.listener.port, KEY, tls=LinkTls(cert, key, authority.file))
+            await connect(there.target(LinkTls(cert, key, authority.file)))
         assert there.connections == []
 
     listening(machines[0], test)
@@ -174,12 +175,7 @@ def test_a_certificate_of_another_authority_is_refused_by_the_listener(
 def test_a_listener_of_another_authority_is_refused_by_the_caller(machines: list[LinkTls], stranger: Authority) -> None:
     async def test(there: Listening) -> None:
         with pytest.raises(UntrustedPeer, match=f"not signed by --cluster-cafile {stranger.file}"):
-            await connect(
-                "127.0.0.1",
-                there.listener.port,
-                KEY,
-                tls=LinkTls(machines[1].certfile, machines[1].keyfile, stranger.file),
-            )
+            await connect(there.target(LinkTls(machines[1].certfile, machines[1].keyfile, stranger.file)))
 
     listening(machines[0], test)
 
@@ -191,7 +187,7 @@ def test_a_certificate_that_has_expired_is_named(
 
     async def test(there: Listening) -> None:
         with caplog.at_level(logging.WARNING), pytest.raises(UntrustedPeer, match=f"--cluster-certfile {cert}"):
-            await connect("127.0.0.1", there.listener.port, KEY, tls=LinkTls(cert, key, authority.file))
+            await connect(there.target(LinkTls(cert, key, authority.file)))
 
     listening(machines[0], test)
     assert "its --cluster-certfile cannot be used now: certificate has expired" in caplog.text
@@ -262,11 +258,11 @@ def test_a_machine_without_tls_is_named(machines: list[LinkTls], monkeypatch: py
 
     async def plain_listener(there: Listening) -> None:
         with pytest.raises(UntrustedPeer, match="on all machines or on none"):
-            await connect("127.0.0.1", there.listener.port, KEY, tls=machines[1])
+            await connect(there.target(machines[1]))
 
     async def plain_caller(there: Listening) -> None:
         with pytest.raises(TimeoutError, match="perhaps it expects TLS"):
-            await connect("127.0.0.1", there.listener.port, KEY)
+            await connect(there.target(None))
         assert there.connections == []
 
     listening(None, plain_listener)
