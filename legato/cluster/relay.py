@@ -12,11 +12,9 @@ import logging
 import os
 import socket
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 
-from legato.cluster.connecting import LinkTarget, call, call_until_there
-from legato.cluster.frames import BrokenLink
+from legato.cluster.connecting import LinkTarget, call, call_until_there, describe
 from legato.cluster.network import TUNNEL, WATCH
 from legato.cluster.tls import LinkTls
 from legato.cluster.tunnels import pipe, wait_until_closed
@@ -109,10 +107,14 @@ async def _serve_socket(rank: int, target: LinkTarget, options: RelayOptions) ->
 
 
 async def _tunnel(connection: socket.socket, target: LinkTarget, hello: dict[str, str]) -> None:
-    with suppress(OSError, TimeoutError, BrokenLink):
-        await pipe(connection, await call(target, hello))
-        return
-    connection.close()
+    try:
+        there = await call(target, hello)
+    except (OSError, TimeoutError, LegatoError) as error:
+        # Whoever called sees that the shard is not there, whatever the reason: a certificate may have expired since.
+        logger.warning("A call to a shard on another machine failed", extra={"fields": {"problem": describe(error)}})
+        connection.close()
+    else:
+        await pipe(connection, there)
 
 
 COMMAND = command(RelayOptions, run, "legato-relay", "Unix sockets in place of shards on other machines.")

@@ -19,6 +19,7 @@ from legato.cluster import connecting
 from legato.cluster.connecting import GuardedListener, LinkTarget, call, connect
 from legato.cluster.frames import FrameKind, send_message
 from legato.cluster.links import TensorLink
+from legato.cluster.relay import _tunnel
 from legato.cluster.secret import WrongKey
 from legato.cluster.tls import LinkTls, UntrustedPeer, _Pump
 from legato.common.errors import OptionError
@@ -251,6 +252,23 @@ def test_what_was_said_last_goes_out_although_the_other_side_failed() -> None:
     assert far.recv(100) == b"last words" and far.recv(100) == near.recv(100) == b""
     far.close()
     near.close()
+
+
+def test_a_call_through_the_relay_ends_if_the_shard_is_not_trusted(
+    machines: list[LinkTls], stranger: Authority
+) -> None:
+    """Its certificate may have expired since the relay started. The router must not wait for ever."""
+
+    async def test(there: Listening) -> None:
+        ours, relays = socket.socketpair()
+        ours.setblocking(False)
+        relays.setblocking(False)
+        distrusting = LinkTls(machines[1].certfile, machines[1].keyfile, stranger.file)
+        await asyncio.gather(_tunnel(relays, there.target(distrusting), {}), return_exceptions=True)
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(ours, 1), 5) == b""
+        ours.close()
+
+    listening(machines[0], test)
 
 
 def test_a_machine_without_tls_is_named(machines: list[LinkTls], monkeypatch: pytest.MonkeyPatch) -> None:
