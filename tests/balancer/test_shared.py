@@ -51,7 +51,7 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.streams, self.key = ReplicaStreams(), RouteKey(KEY)
-        self.num_gone = 0
+        self.num_gone = self.num_upgrades = 0
         self.num_written = 0
         self.bodies: list[bytes] = []
         self.go_on = asyncio.Event()
@@ -63,6 +63,7 @@ class FakeServer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ROUTED] = self.key.read(scope)
         if scope["path"] == STREAMS_PATH:
+            self.num_upgrades += 1
             await self.streams(scope, receive, send)
             return
         body = (await receive())["body"]
@@ -208,6 +209,20 @@ def test_without_a_connection_to_every_worker_none_is_used() -> None:
     serving(test)
 
 
+def test_connections_that_come_in_vain_are_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy may send all of them to one worker. With every probe there would be four times as many as workers."""
+    monkeypatch.setattr("legato.balancer.shared.FIRST_PAUSE", 30.0)
+
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        for _ in range(5):
+            await shared.open(2, KEY)
+        assert server.num_upgrades == 1 + 8
+        await shared.open(1, KEY)
+        assert shared.begin() is not None
+
+    serving(test)
+
+
 def test_the_application_learns_that_nobody_waits() -> None:
     async def test(server: FakeServer, shared: SharedConnections) -> None:
         answer = await begin(shared, "/endless")
@@ -300,9 +315,14 @@ def test_a_piece_without_a_mark_ends_its_own_stream_only() -> None:
     """Pieces of all streams arrive at one place, where an exception would close the connection."""
     call = ClientCall.of("POST", "/generate_stream", b"/generate_stream", [], "", b"{}")
     written: list[list[bytes]] = []
+
+    def write(pieces: list[bytes]) -> bool:
+        written.append(pieces)
+        return True
+
     forwarding = object.__new__(Forwarding)
     forwarding._call = call
-    forwarding._reply = cast(Reply, SimpleNamespace(write_at_once=lambda pieces: written.append(pieces) or True))
+    forwarding._reply = cast(Reply, SimpleNamespace(write_at_once=write))
     take = forwarding._sink(is_marked=True)
     assert take is not None
     for wrong in (b"x", b":+no end", b"", b":.0=1\ndata"):
