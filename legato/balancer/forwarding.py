@@ -137,7 +137,10 @@ class Forwarding:
             if self._is_ended:  # the answer was complete
                 await self._reply.end()
                 return Outcome.DONE
-            replica.lost(str(error))
+            if error.is_alive:  # it gave this stream up, of a client that does not read perhaps, and no other
+                replica.probe_now.set()
+            else:
+                replica.lost(str(error))
             self._metrics.lost()
             self._num_losses += 1
             return await self._after_loss()

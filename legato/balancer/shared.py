@@ -100,8 +100,8 @@ class LinkedAnswer(ReplicaAnswer):
             self._has_headers = True
         elif kind == END:
             self.is_complete = self._has_headers
-        else:
-            self._error = self._error or "the replica broke the stream off"
+        elif self._error is None:
+            self._error, self._is_alive = "the replica broke the stream off", True
         self._wake()
 
     def _took(self, num_bytes: int) -> None:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from legato.balancer.answers import ReplicaLost
 from legato.balancer.app import Balancer
 from legato.balancer.calls import ClientCall
-from legato.balancer.forwarding import Forwarding
+from legato.balancer.forwarding import MAX_LOSSES, Forwarding
 from legato.balancer.options import RouteOptions
 from legato.balancer.replicas import ReplicaSet, ReplicaUrl
 from legato.balancer.replies import Reply
@@ -40,6 +40,7 @@ from legato.ipc.multiplexing import (
 )
 from legato.ipc.routed import HEAD_HEADER, MARKED
 from tests.balancer.test_choice import state
+from tests.http.asgi import post
 
 KEY = "a-key-of-the-cluster"
 SECONDS = 20.0
@@ -102,6 +103,8 @@ class FakeServer:
     async def wrong(self, body: bytes, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("a bug")
+
+    generate = wrong
 
     async def mute(self, body: bytes, receive: Receive, send: Send) -> None:
         raise RuntimeError("a bug")
@@ -330,6 +333,26 @@ def test_a_piece_without_a_mark_ends_its_own_stream_only() -> None:
     assert (written, call.marks) == ([], [])
     assert take([b":+0=1\ndata: 1\n\n"])
     assert (written, call.marks) == ([[b"data: 1\n\n"]], [b":+0=1"])
+
+
+def test_a_replica_that_breaks_a_stream_off_is_not_lost() -> None:
+    """It does so when a client does not read: one such client would keep requests from all replicas."""
+
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        replicas = ReplicaSet(None)
+        options = RouteOptions(replica=("http://h:1",), route_key=KEY, probe_interval=60.0, move_timeout=0.1)
+        balancer = Balancer(options, replicas)
+        replicas.on_join = lambda replica: None
+        replicas.update([ReplicaUrl("127.0.0.1", server.port)])
+        (replica,) = replicas.all
+        replica.found(state(resumes=True), healthy=True)
+        await replica.shared.open(1, KEY)
+        answer = await post(balancer, "/generate", {})
+        assert answer.status == 424 and 1 < len(server.bodies) <= 1 + MAX_LOSSES
+        assert replica.is_up and replica.num_losses == 0 and replica.probe_now.is_set()
+        replica.shared.abort_all("the test ends")
+
+    serving(test)
 
 
 def test_a_stream_goes_on_elsewhere_after_what_was_passed_on_without_waking_a_task() -> None:
