@@ -11,11 +11,13 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ReplicaLost(Exception):
-    """The connection broke, or could not be made. `is_stale`: it had been idle, and nothing of an answer came."""
+    """The connection broke, or could not be made. `is_stale`: it had been idle, and nothing of an answer came.
+    `is_alive`: the replica said so itself, on a connection that other streams go on using."""
 
-    def __init__(self, cause: str, *, is_stale: bool = False) -> None:
+    def __init__(self, cause: str, *, is_stale: bool = False, is_alive: bool = False) -> None:
         super().__init__(cause)
         self.is_stale = is_stale
+        self.is_alive = is_alive
 
 
 class ReplicaAnswer(ABC):
@@ -23,6 +25,7 @@ class ReplicaAnswer(ABC):
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._error: str | None = None
+        self._is_alive = False
         self.reset()
 
     def reset(self) -> None:
@@ -89,7 +92,8 @@ class ReplicaAnswer(ABC):
 
     async def _wait(self) -> None:
         if self._error is not None:
-            raise ReplicaLost(self._error, is_stale=self._is_stale and not self._has_headers)
+            is_stale = self._is_stale and not self._has_headers
+            raise ReplicaLost(self._error, is_stale=is_stale, is_alive=self._is_alive)
         self._waiter = self._loop.create_future()
         try:
             await self._waiter

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 # Replicas that a request may lose: it may be what they die of.
 MAX_LOSSES = 3
 _head_header, _marked, _lost = HEAD_HEADER.encode(), MARKED.encode(), LOST.encode()
-_more = MORE[0]
 _RESPONSE_ID = re.compile(rb'"id":"(resp_[0-9a-f]+)"')
 RESPONSES = "/v1/responses"
 
@@ -138,7 +137,10 @@ class Forwarding:
             if self._is_ended:  # the answer was complete
                 await self._reply.end()
                 return Outcome.DONE
-            replica.lost(str(error))
+            if error.is_alive:  # it gave this stream up, of a client that does not read perhaps, and no other
+                replica.probe_now.set()
+            else:
+                replica.lost(str(error))
             self._metrics.lost()
             self._num_losses += 1
             return await self._after_loss()
@@ -231,6 +233,8 @@ class Forwarding:
             if not is_marked:
                 await reply.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
                 continue
+            if not all(b"\n" in piece for piece in pieces):
+                raise ReplicaLost("a piece of the stream has no mark")
             data = []
             for piece in pieces:
                 end = piece.index(b"\n") + 1
@@ -256,7 +260,8 @@ class Forwarding:
         return Outcome.DONE
 
     def _sink(self, *, is_marked: bool) -> Callable[[list[bytes]], bool] | None:
-        """What passes most pieces on at once; it leaves ends, failures and slow clients to the loop above."""
+        """What passes most pieces on at once; it leaves ends, failures and slow clients to the loop above. It raises
+        nothing: it runs where the pieces of all streams arrive."""
         write, marks = self._reply.write_at_once, self._call.marks
         if write is None:
             return None
@@ -264,8 +269,10 @@ class Forwarding:
         def take(pieces: list[bytes]) -> bool:
             if not is_marked:
                 return write(pieces)
-            ends = [piece.index(b"\n") + 1 for piece in pieces if piece[1] == _more]
-            if len(ends) != len(pieces) or not write([piece[end:] for piece, end in zip(pieces, ends, strict=True)]):
+            ends = [piece.find(b"\n") + 1 for piece in pieces if piece[1:2] == MORE]
+            if len(ends) != len(pieces) or 0 in ends:
+                return False
+            if not write([piece[end:] for piece, end in zip(pieces, ends, strict=True)]):
                 return False
             marks.extend([piece[: end - 1] for piece, end in zip(pieces, ends, strict=True)])
             return True

@@ -13,12 +13,14 @@ from typing import cast
 
 from legato.balancer.answers import ReplicaAnswer
 from legato.balancer.upstream import CONNECT_SECONDS, request_head
+from legato.common.sockets import watch_peer
 from legato.ipc.multiplexing import (
     CANCEL,
     DATA,
     END,
     HEAD,
     LONGEST_ANSWER,
+    SILENCE_SECONDS,
     STREAMS_PATH,
     TAKEN_STEP,
     UPGRADE,
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 ACCEPTED = b"HTTP/1.1 101 "
 _WORKER = re.compile(rb"\r\n" + WORKER_HEADER + rb": (\d+)\r\n")
+# Seconds between attempts to get the connections that are missing, where the last ones brought none.
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 # A head that is longer is no answer of ours.
 LONGEST_HEAD = 1 << 14
 
@@ -96,8 +100,8 @@ class LinkedAnswer(ReplicaAnswer):
             self._has_headers = True
         elif kind == END:
             self.is_complete = self._has_headers
-        else:
-            self._error = self._error or "the replica broke the stream off"
+        elif self._error is None:
+            self._error, self._is_alive = "the replica broke the stream off", True
         self._wake()
 
     def _took(self, num_bytes: int) -> None:
@@ -158,6 +162,7 @@ class SharedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        watch_peer(transport.get_extra_info("socket"), SILENCE_SECONDS)
         self.write = self._transport.write
 
     def data_received(self, data: bytes) -> None:
@@ -212,6 +217,9 @@ class SharedConnections:
         self._tls = tls
         self._by_worker: dict[bytes, SharedConnection] = {}
         self._num_workers = 0
+        # After attempts in vain: seconds to wait for the next ones, and until when.
+        self._pause = 0.0
+        self._paused_until = 0.0
 
     def begin(self) -> LinkedAnswer | None:
         """On the connection with the fewest streams; None while there are too few of them."""
@@ -224,11 +232,17 @@ class SharedConnections:
         """As many as are missing. Which worker gets a connection is up to its kernel, so some come in vain."""
         self._num_workers = num_workers
         self._by_worker = {name: each for name, each in self._by_worker.items() if each.is_usable}
+        loop, before = asyncio.get_running_loop(), len(self._by_worker)
+        if before >= num_workers or loop.time() < self._paused_until:
+            return
         with suppress(TimeoutError, OSError, ssl.SSLError):
             async with asyncio.timeout(CONNECT_SECONDS):
                 for _ in range(4 * num_workers):
-                    if len(self._by_worker) >= num_workers or not await self._open_one(key):
-                        return
+                    if not await self._open_one(key) or len(self._by_worker) >= num_workers:
+                        break
+        # A proxy in front of the replica may send all of them to one worker, and an older version wants none.
+        self._pause = 0.0 if len(self._by_worker) > before else min(LONGEST_PAUSE, 2 * self._pause or FIRST_PAUSE)
+        self._paused_until = loop.time() + self._pause
 
     async def _open_one(self, key: str) -> bool:
         """False if the replica does not want it, being an older version perhaps."""

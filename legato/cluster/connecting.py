@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from legato.cluster.frames import (
@@ -22,6 +23,7 @@ from legato.cluster.frames import (
 from legato.cluster.secret import ForeignProtocol, WrongKey
 from legato.cluster.tls import LinkTls, UntrustedPeer
 from legato.common.errors import EndpointInUse, LegatoError, OptionError
+from legato.common.sockets import watch_peer
 from legato.common.throttled_log import ThrottledLog
 
 logger = logging.getLogger(__name__)
@@ -133,29 +135,38 @@ class GuardedListener:
             connection.close()
 
 
-async def connect(
-    address: str, port: int, key: bytes, source: str | None = None, tls: LinkTls | None = None
-) -> socket.socket:
+@dataclass(frozen=True, slots=True)
+class LinkTarget:
+    """Where to connect to, and what both ends need for it."""
+
+    address: str
+    port: int
+    key: bytes
+    source: str | None = None  # address of this machine to connect from
+    tls: LinkTls | None = None
+
+
+async def connect(target: LinkTarget) -> socket.socket:
     """A connection whose ends have proven that they know the key. OSError, TimeoutError, BrokenLink while the other end
     is not there; WrongKey, ForeignProtocol and UntrustedPeer if it is and will not do."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    family, _, _, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)
+    found = await loop.getaddrinfo(target.address, target.port, type=socket.SOCK_STREAM)
+    family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.setblocking(False)
     try:
-        if source is not None:
-            connection.bind((source, 0))
+        if target.source is not None:
+            connection.bind((target.source, 0))
         async with asyncio.timeout(CONNECT_SECONDS):
-            await loop.sock_connect(connection, target)
+            await loop.sock_connect(connection, place)
         tune(connection)
         try:
             async with asyncio.timeout(PROOF_SECONDS):
-                if tls is not None:
-                    connection = await tls.wrap(connection, is_listener=False)
-                await prove_to_listener(connection, key)
+                if target.tls is not None:
+                    connection = await target.tls.wrap(connection, is_listener=False)
+                await prove_to_listener(connection, target.key)
         except TimeoutError:
-            hint = "" if tls is not None else "; perhaps it expects TLS (--cluster-certfile)"
+            hint = "" if target.tls is not None else "; perhaps it expects TLS (--cluster-certfile)"
             raise TimeoutError(f"the other end says nothing for {PROOF_SECONDS:g} s{hint}") from None
         return connection
     except BaseException:
@@ -163,17 +174,9 @@ async def connect(
         raise
 
 
-async def call(
-    address: str,
-    port: int,
-    key: bytes,
-    fields: dict[str, Any],
-    *,
-    source: str | None = None,
-    tls: LinkTls | None = None,
-) -> socket.socket:
+async def call(target: LinkTarget, fields: dict[str, Any]) -> socket.socket:
     """Connect to a shard and say who we are. LinkRefused if it never wants the link, BrokenLink if not now."""
-    connection = await connect(address, port, key, source, tls)
+    connection = await connect(target)
     try:
         async with asyncio.timeout(PROOF_SECONDS):
             await send_message(connection, FrameKind.HELLO, **fields)
@@ -187,30 +190,18 @@ async def call(
         raise
 
 
-async def call_until_there(
-    address: str,
-    port: int,
-    key: bytes,
-    fields: dict[str, Any],
-    *,
-    source: str | None = None,
-    tls: LinkTls | None = None,
-) -> socket.socket:
+async def call_until_there(target: LinkTarget, fields: dict[str, Any]) -> socket.socket:
     """The same, for as long as it takes the other end to be there. WrongKey, ForeignProtocol, LinkRefused."""
     while True:
         with suppress(OSError, TimeoutError, BrokenLink):
-            return await call(address, port, key, fields, source=source, tls=tls)
+            return await call(target, fields)
         await asyncio.sleep(RETRY_SECONDS)
 
 
 def tune(connection: socket.socket) -> None:
     """Small messages go at once, and a machine that is gone is noticed."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    milliseconds = int(SILENCE_SECONDS * 1000)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_USER_TIMEOUT", milliseconds)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    watch_peer(connection, SILENCE_SECONDS)
 
 
 def describe(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from legato.cluster.connecting import GuardedListener, call_until_there
+from legato.cluster.connecting import GuardedListener, LinkTarget, call_until_there
 from legato.cluster.frames import FrameKind, LinkRefused, send_message
 from legato.cluster.identity import difference
 from legato.cluster.layout import RankLayout, link_port
@@ -70,8 +70,8 @@ class ShardNetwork:
         for rank in place.layout.peers(place.rank):
             if rank < place.rank:
                 hello = {"purpose": LINK, "group": place.group, "rank": place.rank, "identity": self._identity}
-                endpoint = place.endpoint(rank)
-                calling = call_until_there(*endpoint, place.key, hello, source=place.address, tls=place.tls)
+                target = LinkTarget(*place.endpoint(rank), place.key, place.address, place.tls)
+                calling = call_until_there(target, hello)
                 connection = asyncio.run_coroutine_threadsafe(calling, self._loop).result()
             else:
                 connection = self._accepted[rank].result()

@@ -12,13 +12,9 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
-from legato.cluster.connecting import call, call_until_there
-from legato.cluster.frames import BrokenLink
+from legato.cluster.connecting import LinkTarget, call, call_until_there, describe
 from legato.cluster.network import TUNNEL, WATCH
 from legato.cluster.tls import LinkTls
 from legato.cluster.tunnels import pipe, wait_until_closed
@@ -53,6 +49,9 @@ class RelayOptions(LogOptions):
     def tls(self) -> LinkTls | None:
         return LinkTls.of(self.cluster_certfile, self.cluster_keyfile, self.cluster_cafile)
 
+    def target(self, address: str, port: int) -> LinkTarget:
+        return LinkTarget(address, port, self.cluster_key.encode(), self.source or None, self.tls)
+
 
 def run(options: RelayOptions) -> None:
     setup(options.logger_level, options.json_output, "relay")
@@ -62,7 +61,8 @@ def run(options: RelayOptions) -> None:
 async def serve(options: RelayOptions) -> None:
     remotes = [remote.split("=") for remote in options.remote]
     tasks = [
-        asyncio.ensure_future(_stand_for(int(rank), address, int(port), options)) for rank, address, port in remotes
+        asyncio.ensure_future(_stand_for(int(rank), options.target(address, int(port)), options))
+        for rank, address, port in remotes
     ]
     try:
         await asyncio.gather(*tasks)
@@ -71,25 +71,21 @@ async def serve(options: RelayOptions) -> None:
             task.cancel()
 
 
-async def _stand_for(rank: int, address: str, port: int, options: RelayOptions) -> None:
+async def _stand_for(rank: int, target: LinkTarget, options: RelayOptions) -> None:
     """Until the shard is lost."""
-    key, source = options.cluster_key.encode(), options.source or None
-    hello = {"group": options.group_id}
-    watched = await call_until_there(address, port, key, hello | {"purpose": WATCH}, source=source, tls=options.tls)
+    watched = await call_until_there(target, {"group": options.group_id, "purpose": WATCH})
     end = asyncio.ensure_future(wait_until_closed(watched))
-    serving = asyncio.ensure_future(_serve_socket(rank, address, port, options))
+    serving = asyncio.ensure_future(_serve_socket(rank, target, options))
     await asyncio.wait([end, serving], return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         serving.result()
-    raise RemoteShardLost(f"lost shard {rank} on {address}")
+    raise RemoteShardLost(f"lost shard {rank} on {target.address}")
 
 
-async def _serve_socket(rank: int, address: str, port: int, options: RelayOptions) -> None:
+async def _serve_socket(rank: int, target: LinkTarget, options: RelayOptions) -> None:
     """The socket appears when the remote shard serves, as it would if the shard were here."""
-    key, source, loop = options.cluster_key.encode(), options.source or None, asyncio.get_running_loop()
-    hello = {"group": options.group_id, "purpose": TUNNEL}
-    tls = options.tls
-    (await call_until_there(address, port, key, hello, source=source, tls=tls)).close()
+    loop, hello = asyncio.get_running_loop(), {"group": options.group_id, "purpose": TUNNEL}
+    (await call_until_there(target, hello)).close()
     path = f"{options.uds_path}-{rank}"
     claim_socket(path, "--uds-path")
     listener = socket.socket(socket.AF_UNIX)
@@ -100,22 +96,25 @@ async def _serve_socket(rank: int, address: str, port: int, options: RelayOption
     finally:
         os.umask(old_mask)
     listener.listen(64)
-    logger.info("Connected to shard %d on another machine", rank, extra={"fields": {"address": address}})
+    logger.info("Connected to shard %d on another machine", rank, extra={"fields": {"address": target.address}})
     tunnels: set[asyncio.Task[None]] = set()
     while True:
         connection, _ = await loop.sock_accept(listener)
         connection.setblocking(False)
-        calling = partial(call, address, port, key, hello, source=source, tls=tls)
-        task = asyncio.ensure_future(_tunnel(connection, calling))
+        task = asyncio.ensure_future(_tunnel(connection, target, hello))
         tunnels.add(task)
         task.add_done_callback(tunnels.discard)
 
 
-async def _tunnel(connection: socket.socket, calling: Callable[[], Awaitable[socket.socket]]) -> None:
-    with suppress(OSError, TimeoutError, BrokenLink):
-        await pipe(connection, await calling())
-        return
-    connection.close()
+async def _tunnel(connection: socket.socket, target: LinkTarget, hello: dict[str, str]) -> None:
+    try:
+        there = await call(target, hello)
+    except (OSError, TimeoutError, LegatoError) as error:
+        # Whoever called sees that the shard is not there, whatever the reason: a certificate may have expired since.
+        logger.warning("A call to a shard on another machine failed", extra={"fields": {"problem": describe(error)}})
+        connection.close()
+    else:
+        await pipe(connection, there)
 
 
 COMMAND = command(RelayOptions, run, "legato-relay", "Unix sockets in place of shards on other machines.")

@@ -24,6 +24,8 @@ from legato.common.errors import OptionError
 CHUNK = 1 << 18
 # What the listener says when it trusts the caller. In TLS 1.3 a caller is through before its certificate was looked at.
 TRUSTED = b"\x01"
+# OpenSSL's numbers of errors: not valid yet, expired.
+OUT_OF_DATE = (9, 10)
 
 
 class UntrustedPeer(ForeignProtocol):
@@ -103,6 +105,8 @@ class LinkTls:
     def _problem(self, error: ssl.SSLError) -> str:
         reason = error.reason or "TLS"
         if isinstance(error, ssl.SSLCertVerificationError):
+            if error.verify_code in OUT_OF_DATE:
+                return f"its --cluster-certfile cannot be used now: {error.verify_message}; renew it, or set the clock"
             return f"its certificate is not signed by --cluster-cafile {self.cafile}: {error.verify_message}"
         if "ALERT" in reason or "ALERT" in str(error).upper():
             return f"it refused the certificate of --cluster-certfile {self.certfile} ({reason})"
@@ -173,14 +177,19 @@ class _Pump(threading.Thread):
             self._decrypt()  # what came with the end of the handshake
             while self._turn():
                 pass
+        self._finish()
         for connection in (self._network, self._local):
             connection.close()
 
     def _turn(self) -> bool:
         """Waits for something to do. False at the end of either side."""
         poll = select.poll()
-        poll.register(self._network, self._events(self._to_local, self._to_network))
-        poll.register(self._local, self._events(self._to_network, self._to_local))
+        for connection, received, to_send in (
+            (self._network, self._to_local, self._to_network),
+            (self._local, self._to_network, self._to_local),
+        ):
+            if events := self._events(received, to_send):  # else its end would be reported again and again
+                poll.register(connection, events)
         ready = dict(poll.poll())
         is_open = True
         if ready.get(self._local.fileno(), 0) & ~select.POLLOUT and len(self._to_network) < CHUNK:
@@ -189,7 +198,7 @@ class _Pump(threading.Thread):
             is_open = self._from_network() and is_open
         self._send(self._network, self._to_network)
         self._send(self._local, self._to_local)
-        return is_open or self._finish()
+        return is_open
 
     @staticmethod
     def _events(received: bytearray, to_send: bytearray) -> int:
@@ -239,10 +248,9 @@ class _Pump(threading.Thread):
             while waiting:
                 del waiting[: connection.send(waiting)]
 
-    def _finish(self) -> bool:
-        """One side has ended: what it said last goes out. Returns False."""
+    def _finish(self) -> None:
+        """One side has ended, or failed: what it said last goes out."""
         for connection, waiting in ((self._network, self._to_network), (self._local, self._to_local)):
             with suppress(OSError):
                 connection.settimeout(1.0)
                 connection.sendall(waiting)
-        return False

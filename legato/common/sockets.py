@@ -1,4 +1,5 @@
-"""Unix socket paths (free, stale or in use), who is at the other end, and the addresses of listening servers."""
+"""Unix socket paths (free, stale or in use), who is at the other end, whether it is still there, and the addresses of
+listening servers."""
 
 from __future__ import annotations
 
@@ -23,6 +24,17 @@ def reachable_address(address: str) -> str:
 def browser_url(address: str, port: int, *, tls: bool = False) -> str:
     host, scheme = reachable_address(address), "https" if tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def watch_peer(connection: socket.socket, silence: float) -> None:
+    """Has the kernel end a connection whose other machine has given no sign of life for `silence` seconds. It asks for
+    one while nothing is sent, which also keeps firewalls from forgetting the connection."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    interval = max(1, int(silence / 5))
+    options = {"TCP_KEEPIDLE": interval, "TCP_KEEPINTVL": interval, "TCP_USER_TIMEOUT": int(silence * 1000)}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def claim_socket(path: str, flag: str) -> None:

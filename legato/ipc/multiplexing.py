@@ -40,6 +40,9 @@ LONGEST_BODY = 1 << 20
 LONGEST_REQUEST = LONGEST_BODY + (1 << 18)
 # One write of an answer: as long as the answer, if it is not a stream.
 LONGEST_ANSWER = 1 << 31
+# Seconds without a sign of life of the other machine, after which the connection is lost. It may be idle for hours: a
+# firewall that forgot it would otherwise let the next request wait for a quarter of an hour.
+SILENCE_SECONDS = 20.0
 # Bytes of one answer that the client has not taken, and after how many that were taken the server is told.
 WINDOW, TAKEN_STEP = 256 << 10, 64 << 10
 

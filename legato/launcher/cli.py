@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from legato.cluster.connecting import LinkTarget
 from legato.cluster.layout import RankLayout
 from legato.common import logging as logs
 from legato.common.errors import OptionError
@@ -124,11 +125,10 @@ async def _follow(
         max_restarts=options.max_restarts,
         load_timeout=options.load_timeout,
     )
+    key, tls = str(options.cluster_key).encode(), ranks.link_tls(options)
+    target = LinkTarget(options.master_addr, options.master_port, key, options.node_addr, tls)
     with startup.lines():
-        dead = await follower.run(
-            options.master_addr, options.master_port, str(options.cluster_key).encode(), options.node_rank,
-            nodes.about(options, layout), options.node_addr, ranks.link_tls(options),
-        )  # fmt: skip
+        dead = await follower.run(target, options.node_rank, nodes.about(options, layout))
     await supervisor.stop(*(child for child in follower.children if child.is_running), grace=EXIT_SECONDS)
     return dead
 

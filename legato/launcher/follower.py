@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from legato.cluster.tls import LinkTls
+from legato.cluster.connecting import LinkTarget
 from legato.common.heartbeat import BEAT_SECONDS
 from legato.common.restarts import EXIT_NO_RESTART, RestartBudget
 from legato.launcher.nodes import STOPPED, Assembly, NodeLink, join
@@ -38,21 +38,12 @@ class Follower:
         self._budget = RestartBudget(max_restarts)
         self._load_timeout = load_timeout
 
-    async def run(
-        self,
-        address: str,
-        port: int,
-        key: bytes,
-        rank: int,
-        about: dict[str, str],
-        node_addr: str | None,
-        tls: LinkTls | None = None,
-    ) -> Child | None:
+    async def run(self, target: LinkTarget, rank: int, about: dict[str, str]) -> Child | None:
         """Until the server stops, or a shard of this machine ends once too often: that one."""
         stopping = asyncio.ensure_future(self._supervisor.stopping.wait())
         try:
             while True:
-                joining = asyncio.ensure_future(join(address, port, key, rank, about, node_addr, tls))
+                joining = asyncio.ensure_future(join(target, rank, about))
                 await asyncio.wait([stopping, joining], return_when=asyncio.FIRST_COMPLETED)
                 if not joining.done():
                     joining.cancel()

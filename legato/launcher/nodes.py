@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legato import __version__
-from legato.cluster.connecting import RETRY_SECONDS, SILENCE_SECONDS, GuardedListener, connect, describe
+from legato.cluster.connecting import RETRY_SECONDS, SILENCE_SECONDS, GuardedListener, LinkTarget, connect, describe
 from legato.cluster.frames import BrokenLink, FrameKind, LinkRefused, receive_message, send_message
 from legato.cluster.identity import comparable_words, difference
 from legato.cluster.layout import RankLayout
@@ -198,34 +198,26 @@ class NodeHub:
             self.on_lost(self.loss)
 
 
-async def join(
-    address: str,
-    port: int,
-    key: bytes,
-    rank: int,
-    about: dict[str, str],
-    node_addr: str | None,
-    tls: LinkTls | None = None,
-) -> tuple[NodeLink, Assembly]:
+async def join(target: LinkTarget, rank: int, about: dict[str, str]) -> tuple[NodeLink, Assembly]:
     """To the first machine, for as long as it takes, and until it starts a group. NodeRefused."""
-    told_at = -WAITING_LOG_INTERVAL
+    told_at, place = -WAITING_LOG_INTERVAL, f"{target.address}:{target.port}"
     while True:
         problem = ""
         try:
-            connection = await connect(address, port, key, node_addr, tls)
-            own = node_addr or str(connection.getsockname()[0])
+            connection = await connect(target)
+            own = target.source or str(connection.getsockname()[0])
             await send_message(connection, FrameKind.JOIN, rank=rank, about=about, address=own)
             link = NodeLink(connection, own)
-            logger.info("Joined machine 0", extra={"fields": {"address": address, "own": own}})
+            logger.info("Joined machine 0", extra={"fields": {"address": target.address, "own": own}})
             return link, await link.started
         except (WrongKey, ForeignProtocol, LinkRefused) as error:
-            raise NodeRefused(f"machine 0 at {address}:{port}: {error}") from None
+            raise NodeRefused(f"machine 0 at {place}: {error}") from None
         except (OSError, TimeoutError, BrokenLink) as error:
             problem = describe(error)
         now = asyncio.get_running_loop().time()
         if now - told_at > WAITING_LOG_INTERVAL:
             told_at = now
-            logger.info("Waiting for machine 0", extra={"fields": {"address": f"{address}:{port}", "problem": problem}})
+            logger.info("Waiting for machine 0", extra={"fields": {"address": place, "problem": problem}})
         await asyncio.sleep(RETRY_SECONDS)
 
 

@@ -61,6 +61,9 @@ class KVShape:
     # The checkpoint's, for each of these layers; (): it has none.
     scales: tuple[KVScales | None, ...] = field(default=(), kw_only=True)
 
+    def __post_init__(self) -> None:
+        assert len(self.scales) in (0, self.num_layers), (self.scales, self.num_layers)
+
     @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize

@@ -136,7 +136,8 @@ class Idefics(Llama):
                 layers.append(IdeficsCrossLayer(parts, name, width, keys))
             layers.append(layer)
         self.layers = layers
-        self.kv_shape = replace(self.kv_shape, num_layers=len(self.layers))
+        # Scales are those of the text layers, whose numbers are others here.
+        self.kv_shape = replace(self.kv_shape, num_layers=len(self.layers), scales=())
         self.tower = ClipTower(shape, shape.num_layers, weights, "model.vision_model", keeps_first=True)
         self.latents: torch.Tensor | None = None
         if keys.flag("use_resampler"):

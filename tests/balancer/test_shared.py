@@ -7,6 +7,8 @@ import random
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import uvloop
@@ -14,8 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from legato.balancer.answers import ReplicaLost
 from legato.balancer.app import Balancer
+from legato.balancer.calls import ClientCall
+from legato.balancer.forwarding import MAX_LOSSES, Forwarding
 from legato.balancer.options import RouteOptions
 from legato.balancer.replicas import ReplicaSet, ReplicaUrl
+from legato.balancer.replies import Reply
 from legato.balancer.shared import LinkedAnswer, SharedConnections
 from legato.http.exchange import ROUTED
 from legato.http.routed import RouteKey
@@ -25,6 +30,7 @@ from legato.ipc.multiplexing import (
     DATA,
     LONGEST_ANSWER,
     LONGEST_REQUEST,
+    SILENCE_SECONDS,
     STREAMS_PATH,
     WINDOW,
     BrokenFrames,
@@ -34,6 +40,7 @@ from legato.ipc.multiplexing import (
 )
 from legato.ipc.routed import HEAD_HEADER, MARKED
 from tests.balancer.test_choice import state
+from tests.http.asgi import post
 
 KEY = "a-key-of-the-cluster"
 SECONDS = 20.0
@@ -45,7 +52,7 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.streams, self.key = ReplicaStreams(), RouteKey(KEY)
-        self.num_gone = 0
+        self.num_gone = self.num_upgrades = 0
         self.num_written = 0
         self.bodies: list[bytes] = []
         self.go_on = asyncio.Event()
@@ -57,6 +64,7 @@ class FakeServer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ROUTED] = self.key.read(scope)
         if scope["path"] == STREAMS_PATH:
+            self.num_upgrades += 1
             await self.streams(scope, receive, send)
             return
         body = (await receive())["body"]
@@ -94,6 +102,11 @@ class FakeServer:
 
     async def wrong(self, body: bytes, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("a bug")
+
+    generate = wrong
+
+    async def mute(self, body: bytes, receive: Receive, send: Send) -> None:
         raise RuntimeError("a bug")
 
     async def generate_stream(self, body: bytes, receive: Receive, send: Send) -> None:
@@ -167,6 +180,21 @@ def test_many_requests_share_a_connection() -> None:
     serving(test)
 
 
+def test_a_machine_that_is_gone_without_a_word_is_noticed_at_both_ends() -> None:
+    """The connection may be idle for hours, and firewalls forget."""
+
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        (protocol,), (connection,) = server.http.server_state.connections, shared._by_worker.values()
+        assert connection._transport is not None
+        for transport in (protocol.transport, connection._transport):
+            end = transport.get_extra_info("socket")
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < SILENCE_SECONDS
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * SILENCE_SECONDS
+
+    serving(test)
+
+
 def test_who_does_not_know_the_key_gets_no_such_connection() -> None:
     async def test(server: FakeServer, shared: SharedConnections) -> None:
         assert shared.begin() is None
@@ -180,6 +208,20 @@ def test_without_a_connection_to_every_worker_none_is_used() -> None:
         await shared.open(2, KEY)  # of which it has one
         assert shared.begin() is None
         await until(lambda: len(server.http.server_state.connections) == 1)  # those that came in vain are closed
+
+    serving(test)
+
+
+def test_connections_that_come_in_vain_are_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy may send all of them to one worker. With every probe there would be four times as many as workers."""
+    monkeypatch.setattr("legato.balancer.shared.FIRST_PAUSE", 30.0)
+
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        for _ in range(5):
+            await shared.open(2, KEY)
+        assert server.num_upgrades == 1 + 8
+        await shared.open(1, KEY)
+        assert shared.begin() is not None
 
     serving(test)
 
@@ -246,6 +288,18 @@ def test_a_stream_that_the_server_broke_off_is_lost_and_no_other() -> None:
     serving(test)
 
 
+def test_a_request_that_the_server_fails_at_is_answered_so() -> None:
+    """As on a connection of its own. Without an answer the replica would count as lost, and so would all those that the
+    request is sent to next."""
+
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        failed = await begin(shared, "/mute")
+        assert (failed.status, await failed.read_all()) == (500, b"Internal Server Error")
+        assert await (await begin(shared, "/echo", b"x")).read_all() == b"x0x1x2"
+
+    serving(test)
+
+
 def test_a_server_that_stops_answers_first() -> None:
     async def test(server: FakeServer, shared: SharedConnections) -> None:
         waiting = asyncio.create_task(begin(shared, "/silent", b"x"))
@@ -256,6 +310,47 @@ def test_a_server_that_stops_answers_first() -> None:
         assert await (await waiting).read_all() == b"x0x1x2"
         await server.task
         assert shared.begin() is None
+
+    serving(test)
+
+
+def test_a_piece_without_a_mark_ends_its_own_stream_only() -> None:
+    """Pieces of all streams arrive at one place, where an exception would close the connection."""
+    call = ClientCall.of("POST", "/generate_stream", b"/generate_stream", [], "", b"{}")
+    written: list[list[bytes]] = []
+
+    def write(pieces: list[bytes]) -> bool:
+        written.append(pieces)
+        return True
+
+    forwarding = object.__new__(Forwarding)
+    forwarding._call = call
+    forwarding._reply = cast(Reply, SimpleNamespace(write_at_once=write))
+    take = forwarding._sink(is_marked=True)
+    assert take is not None
+    for wrong in (b"x", b":+no end", b"", b":.0=1\ndata"):
+        assert not take([b":+0=1\ndata: 1\n\n", wrong])
+    assert (written, call.marks) == ([], [])
+    assert take([b":+0=1\ndata: 1\n\n"])
+    assert (written, call.marks) == ([[b"data: 1\n\n"]], [b":+0=1"])
+
+
+def test_a_replica_that_breaks_a_stream_off_is_not_lost() -> None:
+    """It does so when a client does not read: one such client would keep requests from all replicas."""
+
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        replicas = ReplicaSet(None)
+        options = RouteOptions(replica=("http://h:1",), route_key=KEY, probe_interval=60.0, move_timeout=0.1)
+        balancer = Balancer(options, replicas)
+        replicas.on_join = lambda replica: None
+        replicas.update([ReplicaUrl("127.0.0.1", server.port)])
+        (replica,) = replicas.all
+        replica.found(state(resumes=True), healthy=True)
+        await replica.shared.open(1, KEY)
+        answer = await post(balancer, "/generate", {})
+        assert answer.status == 424 and 1 < len(server.bodies) <= 1 + MAX_LOSSES
+        assert replica.is_up and replica.num_losses == 0 and replica.probe_now.is_set()
+        replica.shared.abort_all("the test ends")
 
     serving(test)
 

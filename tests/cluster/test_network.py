@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.cluster.connecting import call
+from legato.cluster.connecting import LinkTarget, call
 from legato.cluster.frames import BrokenLink, LinkRefused
 from legato.cluster.identity import comparable_words, difference, model_fingerprint
 from legato.cluster.layout import RankLayout
@@ -69,17 +69,17 @@ def test_a_shard_of_other_options_is_refused_on_both_sides(tmp_path: Path) -> No
 def test_tunnels_lead_to_the_shards_socket_once_it_is_there_and_only_within_the_group(tmp_path: Path) -> None:
     port = free_port()
     shard = network(1, port, tmp_path / "shard")
-    endpoint = ("127.0.0.2", port + 2, KEY)
+    target = LinkTarget("127.0.0.2", port + 2, KEY)
 
     async def run() -> bytes:
         with pytest.raises(BrokenLink, match="does not serve yet"):
-            await call(*endpoint, {"group": "g", "purpose": TUNNEL})
+            await call(target, {"group": "g", "purpose": TUNNEL})
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(tmp_path / "shard"))
             listener.listen()
             with pytest.raises(BrokenLink, match="another group"):
-                await call(*endpoint, {"group": "old", "purpose": TUNNEL})
-            tunnel = await call(*endpoint, {"group": "g", "purpose": TUNNEL})
+                await call(target, {"group": "old", "purpose": TUNNEL})
+            tunnel = await call(target, {"group": "g", "purpose": TUNNEL})
             inner, _ = listener.accept()
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(tunnel, b"question")

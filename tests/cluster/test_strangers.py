@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from legato.cluster import secret
-from legato.cluster.connecting import MAX_STRANGERS, GuardedListener, call, connect
+from legato.cluster.connecting import MAX_STRANGERS, GuardedListener, LinkTarget, call, connect
 from legato.cluster.frames import BrokenLink, FrameKind, LinkRefused, message, send_message
 
 KEY = b"0123456789abcdef"
@@ -28,6 +28,10 @@ class Guarded:
     def port(self) -> int:
         return self.listener.port
 
+    @property
+    def target(self) -> LinkTarget:
+        return LinkTarget("127.0.0.1", self.port, KEY)
+
     async def _take(self, connection: socket.socket, kind: FrameKind, fields: dict[str, Any]) -> None:
         self.received.append((kind, fields))
         if fields.get("rank") == 9:
@@ -36,15 +40,19 @@ class Guarded:
             await send_message(connection, FrameKind.WELCOME)
 
 
+async def served(listener: GuardedListener, test: Awaitable[None]) -> None:
+    serving = asyncio.ensure_future(listener.serve())
+    try:
+        async with asyncio.timeout(30):
+            await test
+    finally:
+        serving.cancel()
+
+
 def guarded(test: Callable[[Guarded], Awaitable[None]]) -> Guarded:
     async def run() -> Guarded:
         there = Guarded()
-        serving = asyncio.ensure_future(there.listener.serve())
-        try:
-            async with asyncio.timeout(30):
-                await test(there)
-        finally:
-            serving.cancel()
+        await served(there.listener, test(there))
         return there
 
     return asyncio.run(run())
@@ -70,7 +78,7 @@ def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_who_knows_the_key_gets_in() -> None:
     async def test(there: Guarded) -> None:
-        connection = await call("127.0.0.1", there.port, KEY, {"rank": 1})
+        connection = await call(there.target, {"rank": 1})
         connection.close()
 
     assert guarded(test).received == [(FrameKind.HELLO, {"rank": 1})]
@@ -79,7 +87,7 @@ def test_who_knows_the_key_gets_in() -> None:
 def test_a_refusal_comes_with_its_reason() -> None:
     async def test(there: Guarded) -> None:
         with pytest.raises(LinkRefused, match="nine is too many"):
-            await call("127.0.0.1", there.port, KEY, {"rank": 9})
+            await call(there.target, {"rank": 9})
 
     guarded(test)
 
@@ -87,7 +95,7 @@ def test_a_refusal_comes_with_its_reason() -> None:
 def test_a_caller_with_another_key_learns_nothing_and_neither_does_it_accept_such_a_listener() -> None:
     async def test(there: Guarded) -> None:
         with pytest.raises(secret.WrongKey):
-            await connect("127.0.0.1", there.port, b"another key, just as long")
+            await connect(LinkTarget("127.0.0.1", there.port, b"another key, just as long"))
 
     assert guarded(test).received == []
 
@@ -128,7 +136,7 @@ def test_a_recorded_proof_is_worth_nothing() -> None:
 def test_many_silent_connections_do_not_keep_others_out(caplog: pytest.LogCaptureFixture) -> None:
     async def test(there: Guarded) -> None:
         silent = [await asyncio.open_connection("127.0.0.1", there.port) for _ in range(3 * MAX_STRANGERS)]
-        (await call("127.0.0.1", there.port, KEY, {"rank": 1})).close()
+        (await call(there.target, {"rank": 1})).close()
         ends = [reader.at_eof() or await _is_closed(reader) for reader, _ in silent[: 2 * MAX_STRANGERS]]
         assert all(ends)
         for _, writer in silent:
@@ -153,7 +161,7 @@ def test_another_version_is_named() -> None:
 
 def test_a_message_that_is_too_long_ends_the_link() -> None:
     async def test(there: Guarded) -> None:
-        connection = await connect("127.0.0.1", there.port, KEY)
+        connection = await connect(there.target)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(connection, message(FrameKind.HELLO)[:8] + (1 << 40).to_bytes(8, "little"))
         assert await loop.sock_recv(connection, 1) == b""
@@ -166,7 +174,7 @@ def test_a_listener_that_closes_at_once_is_not_there() -> None:
     async def run() -> None:
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
         with pytest.raises((BrokenLink, OSError)):
-            await connect("127.0.0.1", server.sockets[0].getsockname()[1], KEY)
+            await connect(LinkTarget("127.0.0.1", server.sockets[0].getsockname()[1], KEY))
         server.close()
 
     asyncio.run(run())

@@ -6,20 +6,24 @@ import asyncio
 import logging
 import shutil
 import socket
+import ssl
 import subprocess
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from legato.cluster import connecting
-from legato.cluster.connecting import GuardedListener, call, connect
+from legato.cluster.connecting import GuardedListener, LinkTarget, call, connect
 from legato.cluster.frames import FrameKind, send_message
 from legato.cluster.links import TensorLink
+from legato.cluster.relay import _tunnel
 from legato.cluster.secret import WrongKey
-from legato.cluster.tls import LinkTls, UntrustedPeer
+from legato.cluster.tls import LinkTls, UntrustedPeer, _Pump
 from legato.common.errors import OptionError
+from tests.cluster.test_strangers import served
 
 KEY = b"0123456789abcdef"
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
@@ -36,12 +40,12 @@ class Authority:
         new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         run("req", "-x509", *new, "-days", "2", "-subj", f"/CN={name}", "-keyout", self._key, "-out", self.file)
 
-    def sign(self, name: str) -> tuple[str, str]:
+    def sign(self, name: str, days: int = 2) -> tuple[str, str]:
         """Certificate and key of a machine."""
         base = str(self._folder / f"{self._name}-{name}")
         new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         run("req", *new, "-subj", f"/CN={name}", "-keyout", f"{base}.key", "-out", f"{base}.csr")
-        signing = ["-CA", self.file, "-CAkey", self._key, "-CAcreateserial", "-days", "2"]
+        signing = ["-CA", self.file, "-CAkey", self._key, "-CAcreateserial", "-days", str(days)]
         run("x509", "-req", "-in", f"{base}.csr", *signing, "-out", f"{base}.pem")
         return f"{base}.pem", f"{base}.key"
 
@@ -66,6 +70,9 @@ class Listening:
         self.connections: list[socket.socket] = []
         self.listener = GuardedListener("127.0.0.1", 0, KEY, self._take, tls)
 
+    def target(self, tls: LinkTls | None, key: bytes = KEY) -> LinkTarget:
+        return LinkTarget("127.0.0.1", self.listener.port, key, tls=tls)
+
     async def _take(self, connection: socket.socket, kind: FrameKind, fields: dict[str, Any]) -> None:
         self.connections.append(connection)
         await send_message(connection, FrameKind.WELCOME)
@@ -74,12 +81,9 @@ class Listening:
 def listening(tls: LinkTls | None, test: Callable[[Listening], Awaitable[None]]) -> None:
     async def main() -> None:
         there = Listening(tls)
-        serving = asyncio.ensure_future(there.listener.serve())
         try:
-            async with asyncio.timeout(30):
-                await test(there)
+            await served(there.listener, test(there))
         finally:
-            serving.cancel()
             for connection in there.connections:
                 connection.close()
 
@@ -92,7 +96,7 @@ def test_bytes_arrive_in_both_directions_and_the_network_sees_none_of_them(machi
     async def test(there: Listening) -> None:
         seen = bytearray()
         port = await copied(there.listener.port, seen)
-        ours = await call("127.0.0.1", port, KEY, {"words": "a plain greeting"}, tls=machines[1])
+        ours = await call(LinkTarget("127.0.0.1", port, KEY, tls=machines[1]), {"words": "a plain greeting"})
         assert ours.getsockname()[0] == "127.0.0.1"
         links = [TensorLink(ours, 0), TensorLink(there.connections[0], 1)]
         for size in sizes:
@@ -134,7 +138,7 @@ async def copied(port: int, seen: bytearray) -> int:
 
 def test_the_end_of_one_side_is_the_end_of_the_other(machines: list[LinkTls]) -> None:
     async def test(there: Listening) -> None:
-        ours = await call("127.0.0.1", there.listener.port, KEY, {}, tls=machines[1])
+        ours = await call(there.target(machines[1]), {})
         lost: list[str] = []
         link = TensorLink(there.connections[0], 1, lost.append)
         ours.close()
@@ -149,7 +153,7 @@ def test_the_end_of_one_side_is_the_end_of_the_other(machines: list[LinkTls]) ->
 def test_the_key_is_needed_all_the_same(machines: list[LinkTls]) -> None:
     async def test(there: Listening) -> None:
         with pytest.raises(WrongKey):
-            await connect("127.0.0.1", there.listener.port, b"another key of 16", tls=machines[1])
+            await connect(there.target(machines[1], b"another key of 16"))
         assert there.connections == []
 
     listening(machines[0], test)
@@ -162,7 +166,7 @@ def test_a_certificate_of_another_authority_is_refused_by_the_listener(
 
     async def test(there: Listening) -> None:
         with caplog.at_level(logging.WARNING), pytest.raises(UntrustedPeer, match=f"--cluster-certfile {cert}"):
-            await connect("127.0.0.1", there.listener.port, KEY, tls=LinkTls(cert, key, authority.file))
+            await connect(there.target(LinkTls(cert, key, authority.file)))
         assert there.connections == []
 
     listening(machines[0], test)
@@ -172,12 +176,97 @@ def test_a_certificate_of_another_authority_is_refused_by_the_listener(
 def test_a_listener_of_another_authority_is_refused_by_the_caller(machines: list[LinkTls], stranger: Authority) -> None:
     async def test(there: Listening) -> None:
         with pytest.raises(UntrustedPeer, match=f"not signed by --cluster-cafile {stranger.file}"):
-            await connect(
-                "127.0.0.1",
-                there.listener.port,
-                KEY,
-                tls=LinkTls(machines[1].certfile, machines[1].keyfile, stranger.file),
-            )
+            await connect(there.target(LinkTls(machines[1].certfile, machines[1].keyfile, stranger.file)))
+
+    listening(machines[0], test)
+
+
+def test_a_certificate_that_has_expired_is_named(
+    machines: list[LinkTls], authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = authority.sign("expired", days=-1)
+
+    async def test(there: Listening) -> None:
+        with caplog.at_level(logging.WARNING), pytest.raises(UntrustedPeer, match=f"--cluster-certfile {cert}"):
+            await connect(there.target(LinkTls(cert, key, authority.file)))
+
+    listening(machines[0], test)
+    assert "its --cluster-certfile cannot be used now: certificate has expired" in caplog.text
+
+
+def test_a_thread_sleeps_while_the_network_takes_nothing(
+    machines: list[LinkTls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the user has closed its end meanwhile, which poll reports until somebody looks."""
+    turns: list[_Pump] = []
+    turn = _Pump._turn
+
+    def counted(pump: _Pump) -> bool:
+        turns.append(pump)
+        return turn(pump)
+
+    monkeypatch.setattr(_Pump, "_turn", counted)
+
+    async def main() -> None:
+        ends = socket.socketpair()
+        for end in ends:
+            end.setblocking(False)
+        ours, theirs = await asyncio.gather(
+            machines[0].wrap(ends[0], is_listener=True), machines[1].wrap(ends[1], is_listener=False)
+        )
+        sent = 0
+        with suppress(BlockingIOError):
+            for _ in range(400):
+                sent += ours.send(bytes(1 << 16))
+                await asyncio.sleep(0.002)
+        ours.close()
+        await asyncio.sleep(0.1)
+        turns.clear()
+        await asyncio.sleep(0.3)
+        assert len(turns) < 20
+        received = 0
+        while data := await asyncio.get_running_loop().sock_recv(theirs, 1 << 20):
+            received += len(data)
+        assert received == sent, "what was sent before the end arrives"
+        theirs.close()
+
+    asyncio.run(main())
+
+
+def test_what_was_said_last_goes_out_although_the_other_side_failed() -> None:
+    class Broken:
+        """Of which nothing can be decrypted."""
+
+        def read(self, size: int) -> bytes:
+            if incoming.pending:
+                raise ssl.SSLError("bad record")
+            raise ssl.SSLWantReadError
+
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    (network, far), (local, near) = socket.socketpair(), socket.socketpair()
+    network.setblocking(False)
+    pump = _Pump(network, local, cast(ssl.SSLObject, Broken()), incoming, outgoing)
+    pump._to_network += b"last words"
+    far.send(b"garbage")
+    pump.run()
+    assert far.recv(100) == b"last words" and far.recv(100) == near.recv(100) == b""
+    far.close()
+    near.close()
+
+
+def test_a_call_through_the_relay_ends_if_the_shard_is_not_trusted(
+    machines: list[LinkTls], stranger: Authority
+) -> None:
+    """Its certificate may have expired since the relay started. The router must not wait for ever."""
+
+    async def test(there: Listening) -> None:
+        ours, relays = socket.socketpair()
+        ours.setblocking(False)
+        relays.setblocking(False)
+        distrusting = LinkTls(machines[1].certfile, machines[1].keyfile, stranger.file)
+        await asyncio.gather(_tunnel(relays, there.target(distrusting), {}), return_exceptions=True)
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(ours, 1), 5) == b""
+        ours.close()
 
     listening(machines[0], test)
 
@@ -187,11 +276,11 @@ def test_a_machine_without_tls_is_named(machines: list[LinkTls], monkeypatch: py
 
     async def plain_listener(there: Listening) -> None:
         with pytest.raises(UntrustedPeer, match="on all machines or on none"):
-            await connect("127.0.0.1", there.listener.port, KEY, tls=machines[1])
+            await connect(there.target(machines[1]))
 
     async def plain_caller(there: Listening) -> None:
         with pytest.raises(TimeoutError, match="perhaps it expects TLS"):
-            await connect("127.0.0.1", there.listener.port, KEY)
+            await connect(there.target(None))
         assert there.connections == []
 
     listening(None, plain_listener)

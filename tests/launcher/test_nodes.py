@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from legato.cluster.connecting import LinkTarget
 from legato.launcher.nodes import STOPPED, Assembly, NodeHub, NodeLink, NodeRefused, join
 from tests.integration.processes import free_port
 
@@ -28,7 +29,7 @@ class Gathering:
     def join(
         self, rank: int, about: dict[str, str] = ABOUT, key: bytes = KEY
     ) -> asyncio.Task[tuple[NodeLink, Assembly]]:
-        return asyncio.ensure_future(join("127.0.0.1", self.port, key, rank, about, f"127.0.0.{rank + 1}"))
+        return asyncio.ensure_future(join(LinkTarget("127.0.0.1", self.port, key, f"127.0.0.{rank + 1}"), rank, about))
 
 
 def gathered(test: Callable[[Gathering], Awaitable[None]]) -> None:
@@ -135,7 +136,7 @@ def test_a_machine_without_the_key_is_refused_and_ends(caplog: pytest.LogCapture
 def test_a_machine_that_is_not_there_yet_is_waited_for() -> None:
     async def run() -> None:
         port = free_port()
-        joining = asyncio.ensure_future(join("127.0.0.1", port, KEY, 1, ABOUT, None))
+        joining = asyncio.ensure_future(join(LinkTarget("127.0.0.1", port, KEY), 1, ABOUT))
         await asyncio.sleep(0.3)
         assert not joining.done()
         hub = NodeHub("127.0.0.1", port, KEY, 2, ABOUT)

@@ -248,6 +248,17 @@ def test_images_are_prepared_from_the_moment_that_their_step_arrives(seeing: See
     assert taken is started.result() and not encoder._preparation._started
 
 
+def test_an_image_that_a_step_before_has_encoded_is_not_kept_for_nobody(seeing: Seeing) -> None:
+    """Two steps are in flight: it was not encoded yet when the second one arrived, and is when that is launched."""
+    server = seeing.server()
+    encoder, data = server.engine.vision_encoder, tiny.picture(90, 90, 1)
+    assert encoder is not None
+    server.run([seeing.request(1, 100, data)])
+    encoder._preparation.start({hashlib.sha256(data).digest(): data})
+    server.run([seeing.request(2, 200, data)])
+    assert encoder.num_encoded == 1 and not encoder._preparation._started
+
+
 def test_images_that_nobody_takes_are_forgotten(qwen: Seeing) -> None:
     preparation = ImagePreparation(qwen.rules)
     for number in range(MOST_STARTED + 5):

@@ -22,6 +22,7 @@ from legato.server.prepare import prepare
 from legato.server.rows import Rows
 from tests.models.answers import Answers, answer, prompts
 from tests.models.shards import ShardProcesses
+from tests.models.tiny_cross import tiny_idefics
 from tests.server.local import DEVICE, LocalServer, load
 from tests.tiny_models import tiny_llama
 
@@ -114,6 +115,14 @@ def test_scales_are_of_no_account_in_a_cache_of_more_bits(base: Path, tmp_path: 
     assert model.kv_shape.scales[0] == KVScales(3.0, 5.0)
     assert KVCache(model.kv_shape, 2, 16, DEVICE).layers[0].scales is None
     assert torch.equal(logits(model, torch.float32, 30), logits(load(base), torch.float32, 30))
+
+
+def test_scales_of_text_layers_are_not_those_of_layers_between_them(tmp_path: Path) -> None:
+    """Idefics has layers that look at images between its text layers, whose numbers in the cache they change."""
+    (folder := tmp_path / "plain").mkdir()
+    model = load(with_scales(tiny_idefics(folder), tmp_path / "scaled", COMPRESSED, {"k_scale": 2.0, "v_scale": 2.0}))
+    cache = KVCache(replace(model.kv_shape, dtype=E4M3), 2, 16, DEVICE)
+    assert all(layer.scales is None for layer in cache.layers)
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from legato.server.vision.tower_graphs import MOST_GRAPHS, MOST_SEEN, TowerGraphs
+from legato.server.vision.tower_graphs import MOST_GRAPHS, MOST_SEEN, UNUSED_IMAGES, TowerGraphs
 
 CPU = torch.device("cpu")
 
@@ -54,15 +54,26 @@ def test_a_shape_has_a_graph_from_its_second_image_on() -> None:
     assert recorder.num_captured == 1
 
 
-def test_the_least_recently_used_shape_gives_its_graph_up() -> None:
+def test_a_graph_that_is_not_used_any_more_is_given_up() -> None:
     graphs = TowerGraphs(recorder := Recorder())
-    for size in range(1, MOST_GRAPHS + 2):
+    for size in range(1, MOST_GRAPHS + 1):
         assert encoded(graphs, 3, size).sum() == encoded(graphs, 3, size).sum() == 6 * size * size
+    for _ in range(UNUSED_IMAGES):
+        encoded(graphs, 3, 2)
+    for number in range(3):
+        assert torch.equal(encoded(graphs, number, 99), torch.full((99, 99), 2.0 * number))
     assert recorder.num_captured == MOST_GRAPHS + 1
-    encoded(graphs, 3, 2)  # still has its own
-    assert recorder.num_captured == MOST_GRAPHS + 1
-    assert torch.equal(encoded(graphs, 4, 1), torch.full((1, 1), 8.0))
-    assert recorder.num_captured == MOST_GRAPHS + 2
+    assert torch.equal(encoded(graphs, 4, 1), torch.full((1, 1), 8.0))  # eagerly: it was the first to go
+    assert torch.equal(encoded(graphs, 4, 2), torch.full((2, 2), 8.0))
+    assert len(graphs._graphs) == MOST_GRAPHS == len(graphs._last_used)
+
+
+def test_images_of_all_sizes_are_not_captured_again_and_again() -> None:
+    graphs = TowerGraphs(recorder := Recorder())
+    for _ in range(20):
+        for size in range(1, 3 * MOST_GRAPHS):
+            encoded(graphs, 1, size)
+    assert recorder.num_captured <= 3 * MOST_GRAPHS
 
 
 def test_shapes_of_long_ago_are_forgotten() -> None:

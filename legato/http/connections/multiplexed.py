@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
 
+from legato.common.sockets import watch_peer
 from legato.http.exchange import ABORT
 from legato.ipc.multiplexing import (
     BROKEN,
@@ -19,6 +20,7 @@ from legato.ipc.multiplexing import (
     END,
     LONGEST_REQUEST,
     REQUEST,
+    SILENCE_SECONDS,
     TAKEN,
     UPGRADE,
     WINDOW,
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 ACCEPTED = (
     b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: %b\r\n" + WORKER_HEADER + b": %d\r\n\r\n"
 )
+# As uvicorn answers for an application that did not.
+FAILED = b"Internal Server Error"
 # Bytes of all answers that wait for the balancer to read; then every write waits.
 HIGH_WATER = 1 << 20
 
@@ -53,6 +57,7 @@ class LinkedExchange:
         # Bytes that were sent and that the client has not got.
         self._num_sent = 0
         self._is_gone = False
+        self._has_started = False
         self.is_complete = False
 
     async def receive(self) -> Message:
@@ -70,6 +75,7 @@ class LinkedExchange:
         if self._is_gone:
             return
         if message["type"] == "http.response.start":
+            self._has_started = True
             connection.write(head_frame(number, message["status"], list(message.get("headers", ()))))
             return
         data = message.get("body", b"")
@@ -80,6 +86,13 @@ class LinkedExchange:
             connection.write(frame_header(number, END, 0))
             self.is_complete = True
             self.wake()
+
+    async def fail(self) -> None:
+        """The application has ended. Without an answer: then other servers would have none either."""
+        if not (self._is_gone or self._has_started):
+            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(FAILED))]
+            await self.send({"type": "http.response.start", "status": 500, "headers": headers})
+            await self.send({"type": "http.response.body", "body": FAILED})
 
     def abort(self) -> None:
         """Called by the application, for a client that does not read."""
@@ -137,6 +150,7 @@ class MultiplexedRequests(asyncio.Protocol):
         transport.pause_reading()  # event loops choose how they read when reading starts
         transport.set_protocol(self)
         transport.set_write_buffer_limits(high=HIGH_WATER)
+        watch_peer(transport.get_extra_info("socket"), SILENCE_SECONDS)
         transport.write(ACCEPTED % (UPGRADE, os.getpid()))
         transport.resume_reading()
 
@@ -214,9 +228,11 @@ class MultiplexedRequests(asyncio.Protocol):
 
     async def _run(self, number: int, exchange: LinkedExchange, scope: Scope) -> None:
         try:
-            await self._app(scope, exchange.receive, exchange.send)
-        except Exception:
-            logger.exception("A request failed")
+            try:
+                await self._app(scope, exchange.receive, exchange.send)
+            except Exception:
+                logger.exception("A request failed")
+            await exchange.fail()
         finally:
             exchange.abort()  # if the answer is not complete
             del self._exchanges[number]

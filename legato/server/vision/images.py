@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -127,18 +127,24 @@ class VisionEncoder:
         shape = self._rules.largest(max_tokens)
         self._model.encode_image(torch.zeros(num_pixels(shape, self._rules), device=self._device), shape)
 
-    def expect(self, admissions: Sequence[pb.Admission]) -> None:
-        """Of a step that will be launched: its images are decoded and resized meanwhile. From any thread."""
+    def expect(self, admissions: Sequence[pb.Admission]) -> Iterable[bytes]:
+        """Of a step that will be launched: its images are decoded and resized meanwhile. From any thread. Returns their
+        digests."""
         images = [image for admission in admissions for image in admission.images if not is_cached(image, admission)]
-        if images:
-            files = {hashlib.sha256(image.image.data).digest(): image.image.data for image in images}
+        files = {hashlib.sha256(image.image.data).digest(): image.image.data for image in images}
+        if files:
             self._preparation.start({digest: data for digest, data in files.items() if digest not in self._cache})
+        return files
 
     def admit_all(self, admissions: Sequence[pb.Admission]) -> None:
         """Of a step: their images are encoded one after the other."""
-        self.expect(admissions)
-        for admission in admissions:
-            self.admit(admission)
+        expected = self.expect(admissions)
+        try:
+            for admission in admissions:
+                self.admit(admission)
+        finally:
+            # Left are those that a step before encoded while they were prepared for this one, or behind a failure.
+            self._preparation.drop(expected)
 
     def admit(self, admission: pb.Admission) -> None:
         row, num_tokens = admission.row, len(unpack_token_ids(admission.input_ids))

@@ -4,7 +4,7 @@ be launched."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -17,7 +17,7 @@ from legato.vision.rules import ImageRules, Size
 
 # Pillow releases the interpreter's lock while it decodes and resizes.
 NUM_THREADS = 8
-# Images that nobody has taken yet. Those of steps that failed are never taken.
+# Images that nobody has taken yet. Those of steps that were never launched are not dropped either.
 MOST_STARTED = 256
 
 
@@ -47,6 +47,13 @@ class ImagePreparation:
         with self._lock:
             started = self._started.pop(digest, None)
         return self._prepare(data) if started is None else started.result()
+
+    def drop(self, digests: Iterable[bytes]) -> None:
+        """Nobody takes these any more."""
+        with self._lock:
+            for digest in digests:
+                if (started := self._started.pop(digest, None)) is not None:
+                    started.cancel()
 
     def _prepare(self, data: bytes) -> PreparedImage:
         image = decode(data)
