@@ -35,7 +35,7 @@ class WaitingRow(Struct, kw_only=True):
 
 
 class BlockUse(Struct, kw_only=True):
-    """KV cache blocks by owner: running requests, the prefix cache alone, nobody."""
+    """KV cache blocks: used by running requests, only in the prefix cache, and free."""
 
     block_size: int
     total: int

@@ -118,7 +118,7 @@ async def _tunnel(connection: socket.socket, calling: Callable[[], Awaitable[soc
     connection.close()
 
 
-COMMAND = command(RelayOptions, run, "legato-relay", "Unix sockets in place of shards on other machines.")
+COMMAND = command(RelayOptions, run, "legato-relay", "Unix sockets that forward to shards on other machines.")
 
 if __name__ == "__main__":
     sys.exit(run_program(COMMAND))

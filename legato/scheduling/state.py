@@ -18,7 +18,7 @@ DEFAULT_PRIORITY = 5
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended, in TGI's words."""
+    """Why generation ended, as TGI's values."""
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"

@@ -226,4 +226,4 @@ def _asked(options: ServeOptions, target: Target) -> dict[str, Any]:
     }
 
 
-COMMAND = command(ServeOptions, run, "serve", "Put a server under load over HTTP and measure what its clients see.")
+COMMAND = command(ServeOptions, run, "serve", "Measure a server's latency and throughput under load over HTTP.")

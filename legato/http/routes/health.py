@@ -40,7 +40,7 @@ class Startup(Struct, kw_only=True):
 
 
 class DrainResponse(Struct, kw_only=True):
-    """How many requests are left."""
+    """Requests that are still running and queued."""
 
     draining: bool
     running: int
