@@ -1,4 +1,4 @@
-"""legato: all commands in one. The modules of a subcommand are imported when it runs."""
+"""The `legato` command. The modules of a subcommand are imported when it runs."""
 
 from __future__ import annotations
 

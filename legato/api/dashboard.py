@@ -1,4 +1,4 @@
-"""What GET /dashboard/data answers: the batch as it runs, and why requests wait. Numbers only: no text, no keys."""
+"""Response of GET /dashboard/data: the running batch, and why requests are queued. No text, no keys."""
 
 from __future__ import annotations
 

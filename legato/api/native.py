@@ -1,4 +1,4 @@
-"""The JSON of the native API: what comes in and what goes out, field by field, in TGI's order.
+"""Request and response bodies of the native API, with the fields in TGI's order.
 
 Unknown fields are ignored. `null` means the default everywhere, also where TGI insisted on a value. Types and ranges of
 integers are checked while parsing; everything else has an order and a wording, and is checked in `validation.py`.

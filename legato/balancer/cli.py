@@ -1,4 +1,4 @@
-"""`legato route`: starts the balancer and stops it in order."""
+"""`legato route`: starts the balancer, and shuts it down gracefully."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the HTTP side: what a request may ask for, and who may connect."""
+"""HTTP options: limits of requests, and access to the server."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class HttpOptions(Options):
             raise OptionError("--api-key is empty: give a key, or omit the flag to serve without authentication")
         check_route_key(self.route_key)
         if self.kv_events and self.route_key is None:
-            raise OptionError("--kv-events needs --route-key: events have the tokens of all prompts")
+            raise OptionError("--kv-events needs --route-key: events contain the tokens of all prompts")
 
 
 def check_route_key(key: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The options of what a server does with texts."""
+"""The options of the task: generation or embeddings."""
 
 from __future__ import annotations
 

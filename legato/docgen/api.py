@@ -1,4 +1,4 @@
-"""docs/api.md, written from the OpenAPI document: `legato api > docs/api.md`."""
+"""Generates docs/api.md from the OpenAPI document: `legato api > docs/api.md`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/models.md, written from the catalogue of architectures: `legato models > docs/models.md`."""
+"""Generates docs/models.md from the catalogue of architectures: `legato models > docs/models.md`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`legato doctor [MODEL]`: looks at the machine and at a model's files, and says what to do."""
+"""`legato doctor [MODEL]`: checks the machine and a model's files, and says how to fix what it finds."""
 
 from __future__ import annotations
 

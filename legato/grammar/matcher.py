@@ -1,4 +1,4 @@
-"""Where texts stand in their grammars, and what may follow: many at once, because that is how a batch asks."""
+"""The matchers of a batch: the state of each row in its grammar, and the masks of the allowed tokens."""
 
 from __future__ import annotations
 

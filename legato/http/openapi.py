@@ -1,4 +1,4 @@
-"""The OpenAPI document of the routes in `operations.py`: schemas come from the structs that parse and answer them."""
+"""The OpenAPI document of the routes in `operations.py`, with schemas from the request and response structs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _OPENAI_ERRORS = {
     404: ("Unknown model or response", UnknownModel("other")),
     409: (
         "The adapter is already loaded, or being loaded or unloaded",
-        AdapterForbidden("an adapter 'french' is loaded already"),
+        AdapterForbidden("an adapter 'french' is already loaded"),
     ),
     413: ("The body is too large", PayloadTooLarge(2_000_000)),
     415: ("The body is compressed", CompressedBody("gzip")),

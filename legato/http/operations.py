@@ -1,4 +1,4 @@
-"""The table of routes for the OpenAPI document: what each takes, what it answers, and what may go wrong."""
+"""The table of routes for the OpenAPI document: request, response and errors of each route."""
 
 from __future__ import annotations
 

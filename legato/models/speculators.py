@@ -1,4 +1,4 @@
-"""Heads that guess the tokens behind the next one from the state that the next one was sampled from.
+"""Medusa and MLP heads: they propose further tokens from the hidden state of the last sampled token.
 
 Medusa has a head for each token, independent of the others. An MLP speculator is a small recurrent network: it goes on
 from the state and the token that was sampled, one token at a time. Both see the state as the model's own head does,

@@ -1,4 +1,4 @@
-"""`legato plan MODEL`: whether and how a model fits, before anything is loaded."""
+"""`legato plan MODEL`: computes whether a model fits and on how many shards, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `/info` says of the model and of this build. The Hub is not asked: offline servers say the same."""
+"""The model and build information of `/info`. It does not query the Hub, so it also works offline."""
 
 from __future__ import annotations
 

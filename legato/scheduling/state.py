@@ -1,4 +1,4 @@
-"""The scheduler's vocabulary on one screen: what a request asks for, what comes back, and what a step is."""
+"""The scheduler's data types: requests, outputs and steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the last tokens of a text occurred before: the longest such match is the guess at what comes next.
+"""Finds earlier occurrences of the last tokens of a text; the longest match gives the draft tokens.
 
 What a suffix automaton would find for suffixes of two tokens and more, at a twentieth of its memory: a table from pairs
 of tokens to where they occurred, the most recent first, of which a few are compared backwards. A match that goes on to

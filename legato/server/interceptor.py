@@ -1,4 +1,4 @@
-"""Errors of a call become a status with a message and a log line; the shard goes on."""
+"""Converts errors of a call to a status with a message and a log line; the shard keeps running."""
 
 from __future__ import annotations
 

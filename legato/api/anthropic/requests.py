@@ -1,4 +1,4 @@
-"""The JSON that Anthropic's routes take. Unknown fields are ignored, and so are kinds of tools that run elsewhere.
+"""Request bodies of Anthropic's routes. Unknown fields and tools that run on Anthropic's servers are ignored.
 
 Types are checked while parsing, blocks of content where they are translated (`http/routes/anthropic/translation.py`).
 """

@@ -1,4 +1,4 @@
-"""The JSON that Anthropic's routes answer with, and the events of their streams."""
+"""Response bodies of Anthropic's routes, and the events of their streams."""
 
 from __future__ import annotations
 

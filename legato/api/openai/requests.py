@@ -1,4 +1,4 @@
-"""The JSON that OpenAI's routes take. Unknown fields are ignored, and `null` means the default everywhere.
+"""Request bodies of OpenAI's routes. Unknown fields are ignored, and `null` means the default everywhere.
 
 Types are checked while parsing, values in `terms.py` and with the route that they belong to. Fields below "extensions"
 are not OpenAI's: clients of other engines send them.

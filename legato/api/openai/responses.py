@@ -1,4 +1,4 @@
-"""The JSON that OpenAI's routes answer with. `chunks.py` writes the chunks; their structs say what it must come to."""
+"""Response bodies of OpenAI's routes. `chunks.py` writes the chunks; their structs say what it must come to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON that `POST /v1/responses` takes. Unknown fields are ignored, and so are kinds of tools that run elsewhere.
+"""Request body of `POST /v1/responses`. Unknown fields and tools that run on OpenAI's servers are ignored.
 
 Types are checked while parsing, items where they are translated (`http/routes/responses/translation.py`).
 """

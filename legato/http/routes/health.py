@@ -1,4 +1,4 @@
-"""Whether the server is well. Answered from what the scheduler tells every second, so that no queue is in the way.
+"""The health routes. They respond from the state that the scheduler sends every second, so they wait in no queue.
 
 /health, /ping   the model computes: TGI's meaning, false after a failure until a token was generated
 /livez           steps advance; false: restart the server

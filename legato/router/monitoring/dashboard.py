@@ -1,4 +1,4 @@
-"""The data of GET /dashboard: what the scheduler's process knows, put together when somebody looks."""
+"""The data of GET /dashboard, collected from the scheduler process on request."""
 
 from __future__ import annotations
 

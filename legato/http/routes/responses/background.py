@@ -1,4 +1,4 @@
-"""Responses that go on without their client: the answer goes into the store, and so do the events.
+"""Background responses: the response and its events are written to the store.
 
 Any worker may be asked about them. The one that runs a response looks into the store now and then whether somebody has
 cancelled it.
