@@ -135,7 +135,7 @@ class GenerationFailed(RequestError):
 
 
 class ServerLost(GenerationFailed):
-    """The balancer in front of several servers looks for the header, and goes on with another one."""
+    """A balancer in front of several servers recognises the header and continues on another server."""
 
     headers: ClassVar = {"x-legato-route": "lost"}
 

@@ -151,7 +151,7 @@ class Replica:
 
 
 class ReplicaSet:
-    """Who is there. Numbers are used again, so that there are never more than replicas at once."""
+    """The known replicas. Their numbers are reused, so there are never more numbers than replicas."""
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls

@@ -25,7 +25,7 @@ QUESTION = {"role": "user", "content": "Hi"}
 
 
 class UnfitContent(Exception):
-    """There is no way to say this to this template."""
+    """Content that this chat template cannot represent."""
 
 
 @dataclass(frozen=True, slots=True)

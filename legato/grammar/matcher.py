@@ -14,7 +14,7 @@ from legato.grammar.vocabulary import Bitmask, TokenTrie
 
 
 class Matcher:
-    """One text. Not for two threads at once. An error is for ever: the text cannot go on."""
+    """The matcher of one row. Not thread-safe. After an error the row cannot continue."""
 
     def __init__(self, compiled: LLMatcher, *, has_json: bool) -> None:
         self.position = compiled.deep_copy()

@@ -171,7 +171,7 @@ class Wakeup:
 
 
 class Stream:
-    """One sequence on its way: the scheduler's outputs arrive at one end, a reader takes text from the other."""
+    """One sequence in progress: the scheduler adds outputs, a reader takes text."""
 
     def __init__(
         self, scheduler: SchedulerClient, request: GenerationRequest, transcript: Transcript, seed: int | None = None

@@ -36,7 +36,7 @@ class Speculator(Protocol):
 
 
 class CheckpointTensors:
-    """By name and shape. All of them must be asked for: one that is left over is a layout that is not understood."""
+    """Tensors by name and shape. All of them must be read: an unread tensor means that the layout is unknown."""
 
     def __init__(self, files: SpeculatorFiles, dtype: torch.dtype, device: torch.device) -> None:
         self._files = files

@@ -21,7 +21,7 @@ def model_sha(model: Path) -> str | None:
 
 def pipeline_tag(model: Path, *, from_hub: bool, has_encoder: bool, cache: Path | None = None) -> str | None:
     """The Hub's name for what the model does, by its configuration. `POST /` repeats the prompt in its answer only for
-    text generation, so that pictures in prompts do not come back."""
+    text generation, so that images in prompts are not returned."""
     if has_encoder:
         return "text2text-generation"
     if image_rules(ModelFiles.open(model, cache)) is not None:

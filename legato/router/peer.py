@@ -19,7 +19,7 @@ CONNECT_SECONDS = 1.0
 
 
 class PeerProcess:
-    """Who listens on `path`. Elsewhere than on Linux nobody can be told, and `kill` does nothing."""
+    """The process that listens on `path`. On systems other than Linux it is unknown, and `kill` does nothing."""
 
     def __init__(self, path: str) -> None:
         self.pid = _listener(path)

@@ -41,7 +41,7 @@ CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_se
 
 
 class ShardsLost(LegatoError):
-    """A shard ended, cannot be reached, or answers what nobody asked."""
+    """A shard exited, cannot be reached, or sent an unexpected response."""
 
 
 class AdapterFailed(LegatoError):

@@ -27,7 +27,7 @@ def rank(now: float, priority: int, arrival: int) -> Rank:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One who shares the server with others, as a rule the holder of an API key."""
+    """A tenant: usually one API key."""
 
     name: str
     # Tokens, or what it would have had by now if it had come earlier. Never falls.

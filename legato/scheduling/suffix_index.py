@@ -117,7 +117,7 @@ class RecentAnswers:
 
 
 class TenantAnswers:
-    """Recent answers by tenant: nobody's drafts come from another's text. The least recently used are forgotten."""
+    """Recent outputs by tenant, so that no drafts come from another tenant's text. LRU eviction."""
 
     def __init__(self) -> None:
         self._by_tenant: OrderedDict[str, RecentAnswers] = OrderedDict()

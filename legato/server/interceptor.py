@@ -22,7 +22,7 @@ class RequestRefused(LegatoError):
 
 
 class ExceptionInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the unary methods. The step stream reports a failed step in its own answer and goes on."""
+    """Wraps the unary methods. The step stream reports a failed step in its response and continues."""
 
     async def intercept_service(
         self,

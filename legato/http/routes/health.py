@@ -48,7 +48,7 @@ class DrainResponse(Struct, kw_only=True):
 
 
 class LocalOnly(RequestError):
-    """Without keys anybody who reaches the port could ask for it."""
+    """Refused, because without API keys anyone who can reach the port could call it."""
 
     status, error_type = 403, "unauthorized"
 

@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class StepHistory:
-    """The last steps. One tuple is kept for each: what nobody looks at should cost nothing."""
+    """The last steps, one tuple each, so that recording costs almost nothing."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, StepFigures]] = deque(maxlen=MAX_STEPS)

@@ -28,7 +28,7 @@ Accept: TypeAlias = Callable[[list[int], list[int]], None]
 
 @dataclass(slots=True)
 class _SampledPart:
-    """What one row has got so far: parallel lists, and the likeliest tokens where they were asked for."""
+    """The tokens of one row so far: parallel lists, and the most likely tokens if requested."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

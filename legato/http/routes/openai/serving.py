@@ -65,7 +65,7 @@ class OpenAIJob:
 
 
 class ChunkWriter:
-    """The end of a stream, and the usage in its chunks where the client asked for it."""
+    """The end of a stream, and the usage in its chunks if the client requested it."""
 
     def __init__(self, envelope: Envelope, options: SharedOptions, choices: list[Choice]) -> None:
         self.envelope = envelope

@@ -30,7 +30,7 @@ LOOK_EVERY: Final = 0.25
 
 
 class BackgroundExchange(Exchange):
-    """Nobody reads along. Events are numbered like those that they hold, and kept."""
+    """An exchange without a client: events are numbered and stored."""
 
     def __init__(self, outer: Exchange, store: ResponseStore, response_id: str) -> None:
         super().__init__(outer._scope, outer._receive, outer._send)
