@@ -177,7 +177,7 @@ def test_shards_that_are_out_of_step_are_not_used(tmp_path: Path) -> None:
             assert await shards.are_in_step()
             told[0]._num_steps += 1
             assert not await shards.are_in_step()
-            with pytest.raises(ShardsLost, match="no shard answers"):
+            with pytest.raises(ShardsLost, match="no shard responds"):
                 await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=0.5)
 
     asyncio.run(run())
