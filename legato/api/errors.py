@@ -1,4 +1,4 @@
-"""The errors of requests, as a tree. Each knows its HTTP status and the `error_type` that TGI's clients look for.
+"""The errors of requests. Each class has its HTTP status and the `error_type` that TGI's clients expect.
 
 RequestError
 ├── MalformedBody      400   not JSON
@@ -102,7 +102,7 @@ class CompressedBody(RequestError):
     headers: ClassVar = {"connection": "close", "accept-encoding": "identity"}
 
     def __init__(self, encoding: str) -> None:
-        super().__init__(f"The request body is encoded as {encoding!r}; send it as it is, without Content-Encoding")
+        super().__init__(f"The request body is encoded as {encoding!r}; send it uncompressed, without Content-Encoding")
 
 
 class InvalidRequest(RequestError):
@@ -135,7 +135,7 @@ class GenerationFailed(RequestError):
 
 
 class ServerLost(GenerationFailed):
-    """The balancer in front of several servers looks for the header, and goes on with another one."""
+    """A balancer in front of several servers recognises the header and continues on another server."""
 
     headers: ClassVar = {"x-legato-route": "lost"}
 

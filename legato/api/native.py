@@ -1,4 +1,4 @@
-"""The JSON of the native API: what comes in and what goes out, field by field, in TGI's order.
+"""Request and response bodies of the native API, with the fields in TGI's order.
 
 Unknown fields are ignored. `null` means the default everywhere, also where TGI insisted on a value. Types and ranges of
 integers are checked while parsing; everything else has an order and a wording, and is checked in `validation.py`.
@@ -50,17 +50,20 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
     repetition_penalty: Annotated[
         float | None,
         _range(exclusiveMinimum=0),
-        Meta(description="1.0 is no penalty; divides the positive logits of tokens seen before.", examples=[1.03]),
+        Meta(
+            description="Divides the positive logits of tokens that occurred before; 1.0 means no penalty.",
+            examples=[1.03],
+        ),
     ] = None
     frequency_penalty: Annotated[
         float | None,
         _range(minimum=-2, maximum=2),
-        Meta(description="Lowers tokens by how often they were generated.", examples=[0.1]),
+        Meta(description="Subtracted from a token's logit for every time it was generated.", examples=[0.1]),
     ] = None
     presence_penalty: Annotated[
         float | None,
         _range(minimum=-2, maximum=2),
-        Meta(description="Lowers tokens that were generated at all.", examples=[0.1]),
+        Meta(description="Subtracted from the logits of tokens that were generated at least once.", examples=[0.1]),
     ] = None
     top_k: Annotated[
         Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
@@ -80,23 +83,28 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
     min_p: Annotated[
         float | None,
         _range(minimum=0, maximum=1),
-        Meta(description="Drop tokens less likely than this share of the most likely one.", examples=[0.05]),
+        Meta(
+            description="Drop tokens whose probability is below this fraction of that of the most likely token.",
+            examples=[0.05],
+        ),
     ] = None
     do_sample: Annotated[
         bool | None,
-        Meta(description="Sample instead of taking the most likely token. Without `parameters`, sampling is on."),
+        Meta(
+            description="Sample instead of decoding greedily. Default: false, but true without a `parameters` object."
+        ),
     ] = False
     max_new_tokens: Annotated[
-        U32 | None, Meta(description="At most this many tokens; as many as fit if not given.", examples=[20])
+        U32 | None, Meta(description="Maximum generated tokens. Default: as many as fit.", examples=[20])
     ] = None
     return_full_text: Annotated[
-        bool | None, Meta(description="Put `inputs` in front of the generated text.", examples=[False])
+        bool | None, Meta(description="Return `inputs` in front of the generated text.", examples=[False])
     ] = None
     stop: Annotated[
-        list[str] | None, Meta(description="Stop after any of these strings, which stay part of the text.")
+        list[str] | None, Meta(description="Stop strings; the text ends after them and includes them.")
     ] = []
     truncate: Annotated[Count | None, Meta(description="Keep only the last N tokens of the inputs.")] = None
-    watermark: Annotated[bool | None, Meta(description="Mark the text (Kirchenbauer et al., 2023).")] = False
+    watermark: Annotated[bool | None, Meta(description="Watermark the text (Kirchenbauer et al., 2023).")] = False
     details: Annotated[bool | None, Meta(description="Return tokens, logprobs and the finish reason.")] = False
     decoder_input_details: Annotated[
         bool | None, Meta(description="Return the tokens of the inputs with their logprobs; implies `details`.")
@@ -104,7 +112,7 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
     seed: Annotated[
         int | None,
         _range(minimum=0, maximum=2**64 - 1),
-        Meta(description="Makes sampling repeatable; random if not given."),
+        Meta(description="Makes sampling reproducible. Default: random."),
     ] = None
     top_n_tokens: Annotated[
         U32 | None, Meta(description="Return the N most likely tokens at every position, with `details`.")
@@ -113,17 +121,19 @@ class GenerateParameters(Struct, kw_only=True, frozen=True):
         Raw,  # decoded when its size is known
         Meta(
             extra_json_schema={"anyOf": [GRAMMAR_SHAPE, {"type": "null"}]},
-            description="What the text must look like: `type` is `json`, `json_object`, `json_schema`, `regex`,"
-            " `choice` or `lark`, `value` the schema, the expression, the list of strings or the grammar.",
+            description="Format that the text must have: `type` is `json`, `json_object`, `json_schema`, `regex`,"
+            " `choice` or `lark`; `value` is the schema, the expression, the list of strings or the grammar.",
             examples=[{"type": "regex", "value": "[0-9]+"}],
         ),
     ] = None  # type: ignore[assignment]
-    adapter_id: Annotated[str | None, Meta(description="A LoRA adapter that is loaded, by name.")] = None
+    adapter_id: Annotated[str | None, Meta(description="Name of a loaded LoRA adapter. Default: the base model.")] = (
+        None
+    )
     logit_bias: Annotated[
         dict[int, float] | None,
-        Meta(description="Token id to a number between -100 and 100 that is added to its logit."),
+        Meta(description="Maps token ids to values between -100 and 100, which are added to their logits."),
     ] = None
-    ignore_eos: Annotated[bool | None, Meta(description="Go on after an end-of-sequence token.")] = False
+    ignore_eos: Annotated[bool | None, Meta(description="Continue after an end-of-sequence token.")] = False
     priority: Annotated[
         int | None,
         _range(minimum=0, maximum=9),
@@ -140,7 +150,7 @@ class GenerateRequest(Struct, kw_only=True, frozen=True):
 
 
 class CompatGenerateRequest(GenerateRequest, kw_only=True, frozen=True):
-    stream: Annotated[bool | None, Meta(description="Answer like /generate_stream.")] = False
+    stream: Annotated[bool | None, Meta(description="Respond like /generate_stream.")] = False
 
 
 class TokenizeRequest(Struct, kw_only=True, frozen=True):
@@ -195,7 +205,7 @@ class StreamDetails(Struct, kw_only=True):
 
 
 class StreamResponse(Struct, kw_only=True):
-    """One event. The last one has the whole text, and the details if they were asked for."""
+    """One event. The last one has the whole text, and the details if requested."""
 
     index: int
     token: Token
@@ -207,8 +217,8 @@ class StreamResponse(Struct, kw_only=True):
 class SimpleToken(Struct, kw_only=True):
     id: int
     text: str
-    start: Annotated[int, Meta(description="First byte of the token in the UTF-8 text.")]
-    stop: Annotated[int, Meta(description="The byte after its last.")]
+    start: Annotated[int, Meta(description="Offset of the token's first byte in the UTF-8 text.")]
+    stop: Annotated[int, Meta(description="Offset after the token's last byte.")]
 
 
 class Info(Struct, kw_only=True):

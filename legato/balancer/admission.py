@@ -1,4 +1,4 @@
-"""How many requests the balancer has at once, and how many of them one API key may have.
+"""Limits the balancer's requests in flight, in total and per API key.
 
 Replicas are fair to the keys among the requests that each of them has. Here the same shares are kept over all of them:
 a key that sends more than its share is refused, although some replica would still take it.

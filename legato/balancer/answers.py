@@ -1,5 +1,4 @@
-"""What a replica answers to one request, however it arrives: its head, then pieces of its body as the replica wrote
-them."""
+"""A replica's response to one request, over either kind of connection: its head, then the parts of its body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The balancer as an ASGI application: its own routes, and everything else to a replica."""
+"""The balancer as an ASGI application: it serves its own routes and forwards all others to a replica."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Balancer:
     async def _forward(self, scope: Scope, exchange: Exchange, reply: Reply) -> int:
         path = scope["path"]
         if path.startswith(NOT_FORWARDED):
-            raise NotFound(f"{path} is a route of one server: ask the replica itself")
+            raise NotFound(f"{path} is a route of a single server: send the request to the replica itself")
         body = await exchange.body(self._options.payload_limit)
         query = scope.get("query_string", b"")
         target = scope["raw_path"] + (b"?" + query if query else b"")
@@ -151,7 +151,9 @@ class Balancer:
                 answers.append(await replica.pool.exchange(head, body))
             except ReplicaLost as error:
                 replica.lost(str(error))
-                raise NoReplica(f"{replica.url} was lost; other replicas may have made the change: ask again") from None
+                raise NoReplica(
+                    f"{replica.url} was lost; other replicas may have made the change: retry the request"
+                ) from None
         if not answers:
             raise NoReplica("no replica is ready")
         status, headers, content = next((each for each in answers if each[0] != 200), answers[0])

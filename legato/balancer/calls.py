@@ -1,4 +1,4 @@
-"""A client's request as the balancer holds it: until it is answered it may have to be sent again."""
+"""A client's request, kept by the balancer until the response ends, because it may have to be sent again."""
 
 from __future__ import annotations
 

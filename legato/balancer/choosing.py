@@ -1,4 +1,4 @@
-"""Which replica gets a request: the one where it costs least. Pure: numbers in, a number out.
+"""Chooses the replica with the lowest cost for a request. Pure functions, no I/O.
 
 The cost of a replica is what it would have to compute before and beside the request, in tokens:
 

@@ -1,4 +1,4 @@
-"""`legato route`: starts the balancer and stops it in order."""
+"""`legato route`: starts the balancer, and shuts it down gracefully."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def serve(
 
 
 COMMAND = command(
-    RouteOptions, run, "route", "One endpoint for several servers, chosen by load and by what their caches hold."
+    RouteOptions, run, "route", "One endpoint for several servers, chosen by load and prefix cache contents."
 )
 
 

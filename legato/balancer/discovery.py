@@ -1,4 +1,4 @@
-"""Which replicas there are: asked of the name service or of Ray, again and again."""
+"""Discovers replicas by polling DNS or Ray."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Discovery(ABC):
                 failed = False
             except OSError as error:
                 if not failed:
-                    logger.warning("--discover %s: no answer: %s", self._spec, error)
+                    logger.warning("--discover %s failed: %s", self._spec, error)
                 failed = True
             await asyncio.sleep(DISCOVER_SECONDS)
 

@@ -1,4 +1,5 @@
-"""One request on its way: choose a replica, send, pass the answer on; if the replica is lost, go on with another.
+"""Forwards one request: chooses a replica, sends the request, forwards the response; continues on another if it is
+lost.
 
 A client sees one answer. What a replica refuses (429, 503) or loses before anything went out is sent to another as it
 was. A stream that was cut off goes on at another replica after the tokens that the client has got, if both know the

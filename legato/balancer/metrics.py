@@ -1,4 +1,4 @@
-"""What the balancer counts, in the text format of Prometheus."""
+"""The balancer's metrics, in the text format of Prometheus."""
 
 from __future__ import annotations
 

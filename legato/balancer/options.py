@@ -18,37 +18,42 @@ class BalancerOptions(Options):
 
     policy: Literal["prefix", "least-load", "round-robin"] = option(
         "prefix",
-        "How replicas are chosen: `prefix` weighs cached prefixes against load, `least-load` is load alone,"
-        " `round-robin` neither.",
+        "How replicas are chosen: `prefix` by cached prefixes and load, `least-load` by load only, `round-robin` in"
+        " turn.",
     )
     route_key: str | None = option(
         None,
-        "Secret shared with the servers (their `--route-key`), at least 16 characters: streams of a replica that is"
-        " lost go on at another. Default: they end with an error.",
+        "Secret shared with the servers (their `--route-key`), at least 16 characters. With it, streams of a lost"
+        " replica continue on another. Default: none, and such streams end with an error.",
         secret=True,
     )
     hostname: str = option("0.0.0.0", "IP address to listen on.")
     port: int = option(3000, "Port to listen on.", short="p", minimum=0, maximum=65535)
     ssl_certfile: str | None = option(
-        None, "TLS certificate, with its chain, in PEM format. Default: connections of clients are not encrypted."
+        None, "TLS certificate, with its chain, in PEM format. Default: client connections are not encrypted."
     )
-    ssl_keyfile: str | None = option(None, "Private key of `--ssl-certfile`. Default: in the same file.")
+    ssl_keyfile: str | None = option(
+        None, "Private key of `--ssl-certfile`. Default: in the same file as the certificate."
+    )
     replica_ca: str | None = option(
-        None, "Certificates in PEM format that sign those of `https` replicas. Default: the system's."
+        None, "CA certificates for `https` replicas, in PEM format. Default: the system's CA certificates."
     )
     max_concurrent_requests: int | None = option(
-        None, "Maximum requests in flight; more get 429. Default: what the replicas take together.", minimum=1
+        None, "Maximum requests in flight; more get 429. Default: the sum of the replicas' limits.", minimum=1
     )
     payload_limit: int = option(32 << 20, "Maximum size of a request body, in bytes.", minimum=1)
-    probe_interval: float = option(1.0, "Seconds between two probes of a replica.", minimum=0.05)
+    probe_interval: float = option(1.0, "Time between two probes of a replica, in seconds.", minimum=0.05)
     probe_timeout: float = option(
-        5.0, "Seconds for a replica to answer a probe; then its streams go on elsewhere.", minimum=0.1
+        5.0,
+        "Time for a replica to respond to a probe, in seconds; after that it counts as lost and its streams move"
+        " to another.",
+        minimum=0.1,
     )
     move_timeout: float = option(
-        30.0, "Seconds to wait for a replica that can go on with a request whose replica was lost.", minimum=0
+        30.0, "Time to wait for another replica that can continue a request of a lost replica, in seconds.", minimum=0
     )
     graceful_termination_timeout: int = option(
-        90, "Seconds that running requests get to finish after a stop signal.", short="g"
+        90, "Time for running requests to finish after a stop signal, in seconds.", short="g"
     )
     logger_level: str = option("info", "Log level: `error`, `warn`, `info`, `debug` or `trace`.", env="LOG_LEVEL")
     json_output: bool = option(False, "Write the log as one JSON object per line.")
@@ -63,12 +68,12 @@ class RouteOptions(BalancerOptions):
     """Replicas"""
 
     replica: tuple[str, ...] = option(
-        (), "URL of a server, such as `http://10.0.0.7:3000`, comma-separated or repeated.", env="REPLICAS"
+        (), "URLs of the servers, such as `http://10.0.0.7:3000`, comma-separated or repeated.", env="REPLICAS"
     )
     discover: str | None = option(
         None,
-        "`dns:NAME:PORT`: every address of the name is a replica. `ray:NAME`: every replica of `legato ray --name NAME`"
-        " on this Ray cluster. Asked again every two seconds.",
+        "Find replicas: `dns:NAME:PORT` uses every address of the DNS name, `ray:NAME` every replica of `legato ray"
+        " --name NAME` on this Ray cluster. Refreshed every two seconds.",
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which replica has the beginning of which prompt in its cache, by the bytes of the prompts that were sent to it.
+"""Estimates which prompt prefixes each replica has cached, from the bytes of the prompts that were sent to it.
 
 The balancer has no tokenizer and needs none: a prompt is cut into chunks of bytes, and a chunk is named by a hash of
 everything up to its end, as a block of the prefix tree is named by its path. What a replica was sent is what its tree

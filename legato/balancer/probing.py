@@ -1,4 +1,4 @@
-"""Asks every replica how it is."""
+"""Probes the state of every replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the balancer reads of a request's body: the text that a prefix cache would see, in the order of the prompt.
+"""Extracts the prompt text from a request body, in the order in which the prefix cache sees it.
 
 Everything else of the body is passed on unread. A body that is not JSON is passed on, too: the server says what is
 wrong with it.

@@ -1,4 +1,4 @@
-"""The servers behind the balancer: what each of them has to do, and whether it may get requests.
+"""The servers behind the balancer: the load of each, and whether it gets requests.
 
     joining ──state or health answers──► up ──draining──► draining
        ▲                                 │ connection lost, no answer to a probe, errors in a row
@@ -136,7 +136,7 @@ class Replica:
             self._pause = min(LONGEST_PAUSE, self._pause * 2 or FIRST_PAUSE)
             self._paused_until = now + self._pause
             fields = {"replica": str(self.url), "seconds": self._pause}
-            logger.warning("Replica answers with errors and gets no requests for a while", extra={"fields": fields})
+            logger.warning("Replica responds with errors and gets no requests for a while", extra={"fields": fields})
 
     def begin(self, num_tokens: int) -> None:
         self.num_requests += 1
@@ -151,7 +151,7 @@ class Replica:
 
 
 class ReplicaSet:
-    """Who is there. Numbers are used again, so that there are never more than replicas at once."""
+    """The known replicas. Their numbers are reused, so there are never more numbers than replicas."""
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
@@ -175,7 +175,7 @@ class ReplicaSet:
         """These, and no others."""
         wanted = dict.fromkeys(urls)
         for url in [url for url in self._replicas if url not in wanted]:
-            logger.info("Replica left", extra={"fields": {"replica": str(url)}})
+            logger.info("Replica removed", extra={"fields": {"replica": str(url)}})
             self.on_leave(self._replicas.pop(url))
         for url in wanted:
             if url not in self._replicas:

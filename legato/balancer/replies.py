@@ -1,4 +1,4 @@
-"""The balancer's end of an exchange with a client: what a replica answers goes out here, once, in order."""
+"""The balancer's response to a client: writes the parts of a replica's response once and in order."""
 
 from __future__ import annotations
 

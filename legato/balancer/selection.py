@@ -1,4 +1,4 @@
-"""Which replica gets a request next, by the policy that was asked for (`choosing.py`, `prefixes.py`)."""
+"""Selects the replica for a request by the configured policy (`choosing.py`, `prefixes.py`)."""
 
 from __future__ import annotations
 

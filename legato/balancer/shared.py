@@ -210,7 +210,7 @@ class SharedConnection(asyncio.Protocol):
 
 
 class SharedConnections:
-    """Of one replica. They are used when there is one to every worker: else one worker would have all requests."""
+    """The shared connections to one replica. Used once every worker has one, so that requests are spread evenly."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         self._address = (host, port)

@@ -1,1 +1,1 @@
-"""Measures a shard or a server."""
+"""Benchmarks of a shard or a server."""

@@ -24,7 +24,7 @@ SHAPE_NAMES = ", ".join(f"`{name}`" for name in SHAPES)
 class OutputOptions(Options):
     """Results"""
 
-    json: str | None = flag(None, "Write all figures to this file.")
+    json: str | None = flag(None, "Write all measurements to this file, as JSON. Default: none.")
 
 
 # ---- text-generation-benchmark --------------------------------------------------------------------------------------
@@ -36,12 +36,13 @@ class BatchOptions(Options):
 
     tokenizer_name: str | None = option(
         None,
-        "Folder or Hub id of the model whose tokenizer makes the prompts. Default: prompts are random token ids.",
+        "Folder or Hub id of the model whose tokenizer is used for text prompts. Default: prompts are random token"
+        " ids.",
         short="t",
     )
     revision: str = option("main", "Branch, tag or commit of the tokenizer's Hub repository.")
     batch_size: tuple[int, ...] = option(
-        BATCH_SIZES, "Requests in a batch; repeat the flag or separate values by commas.", short="b"
+        BATCH_SIZES, "Batch sizes; repeat the flag or separate values by commas.", short="b"
     )
     sequence_length: int = option(10, "Prompt length in tokens.", short="s", minimum=1)
     decode_length: int = option(8, "Tokens to generate for each prompt.", short="d", minimum=1)
@@ -69,8 +70,12 @@ class SamplingOptions(Options):
     typical_p: float | None = option(
         None, "Sample from the most typical tokens whose probabilities add up to this.", minimum=0, maximum=1
     )
-    repetition_penalty: float | None = option(None, "Penalty for tokens that occurred before. 1 is none.", minimum=0)
-    frequency_penalty: float | None = option(None, "Penalty for tokens by how often they occurred before. 0 is none.")
+    repetition_penalty: float | None = option(
+        None, "Penalty for tokens that occurred before. 1 means no penalty.", minimum=0
+    )
+    frequency_penalty: float | None = option(
+        None, "Penalty for tokens by how often they occurred before. 0 means no penalty."
+    )
     watermark: bool = option(False, "Watermark the generated text.")
     do_sample: bool = option(False, "Sample. Default: greedy decoding.")
     top_n_tokens: int | None = option(None, "Also return the n most probable tokens at every step.")
@@ -85,7 +90,7 @@ class BenchmarkOptions(BatchOptions, SamplingOptions, OutputOptions):
     )
     spawn: str | None = flag(
         None,
-        "Start a shard for this model instead, with the arguments after `--`, and stop it afterwards. Takes what"
+        "Start a shard for this model instead, with the arguments after `--`, and stop it afterwards: any model that"
         f" text-generation-server serves, or one of {SHAPE_NAMES} for random weights of that shape.",
     )
     no_tui: bool = flag(False, "Print plain lines even on a terminal.")
@@ -106,7 +111,7 @@ class WorkloadOptions(Options):
     repeat: int = flag(3, "Runs of each workload; the fastest is reported.", minimum=1)
     duration: int | None = flag(
         None,
-        "Repeat the workloads for this many seconds instead, and fail if the shard's memory has grown. Finds leaks.",
+        "Repeat the workloads for this many seconds instead, and fail if the shard's memory has grown, to find leaks.",
         minimum=1,
     )
     scale: int = flag(1, "Divide the workloads' counts and lengths by this, for small machines.", minimum=1)
@@ -130,7 +135,7 @@ class EngineOptions(WorkloadOptions, OutputOptions):
     )
     socket: str | None = flag(None, "Measure the shard on this unix socket instead of starting one.")
     max_rows: int = flag(512, "Maximum requests running at once.", minimum=1)
-    max_total_tokens: int = flag(4096, "Maximum tokens of a prompt and its answer together.", minimum=2)
+    max_total_tokens: int = flag(4096, "Maximum tokens of a prompt and its output together.", minimum=2)
     step_tokens: int | None = flag(None, "Maximum tokens of one step. Default: the router's default.", minimum=1)
 
 
@@ -145,8 +150,10 @@ class TargetOptions(Options):
     api: Literal["tgi", "completions", "chat"] = flag(
         "tgi", "Route: `tgi` is /generate_stream, `completions` and `chat` are OpenAI's."
     )
-    model: str | None = flag(None, "Model name for OpenAI's routes. Default: the first that the server lists.")
-    api_key: str | None = option(None, "Sent as a bearer token.", env="LEGATO_API_KEY", secret=True)
+    model: str | None = flag(None, "Model name for OpenAI's routes. Default: the first model that the server lists.")
+    api_key: str | None = option(
+        None, "API key, sent as a bearer token. Default: none.", env="LEGATO_API_KEY", secret=True
+    )
     extra_body: str | None = flag(
         None, 'Fields to add to every request or to replace in it, as a JSON object: `{"top_p": 0.9}`.'
     )
@@ -159,8 +166,8 @@ class LoadOptions(Options):
 
     concurrency: tuple[int, ...] = flag(
         (),
-        "Closed loop: concurrent requests; each answer is followed by the next request. Several values, separated by"
-        f" commas, are measured one after the other. Default, without `--rate`: {DEFAULT_CONCURRENCY}.",
+        "Closed loop: number of concurrent requests; the next request is sent when a response ends. Several values,"
+        f" separated by commas, are measured one after the other. Default, without `--rate`: {DEFAULT_CONCURRENCY}.",
         short="c",
     )
     rate: tuple[float, ...] = flag(
@@ -184,14 +191,14 @@ class LoadOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(Options):
-    """Prompts and answers"""
+    """Prompts and outputs"""
 
     input_len: int = flag(128, "Prompt length in tokens; prompts are random words.", minimum=1)
     input_spread: float = flag(
-        0.0, "Vary the prompt length by this share: 0.5 is from 0.5 to 1.5 times.", minimum=0, maximum=1
+        0.0, "Vary the prompt length by this fraction: 0.5 means 0.5 to 1.5 times the length.", minimum=0, maximum=1
     )
     output_len: int = flag(128, "Tokens to generate.", minimum=1)
-    output_spread: float = flag(0.0, "Vary the output length by this share.", minimum=0, maximum=1)
+    output_spread: float = flag(0.0, "Vary the output length by this fraction.", minimum=0, maximum=1)
     dataset: str | None = flag(
         None,
         'Read prompts from this JSON Lines file instead: `{"prompt": "...", "output_len": 200}` on each line.'
@@ -200,9 +207,9 @@ class PromptOptions(Options):
     tokenizer: str | None = flag(
         None,
         "Folder, GGUF file or Hub id of the model, to use only words that are a single token. Default: common words,"
-        " which mostly are; `tgi` truncates prompts to their length in any case.",
+        " most of which are; with `--api tgi` the server truncates prompts to the exact length in any case.",
     )
-    ignore_eos: bool = flag(True, "Generate all tokens that were asked for.")
+    ignore_eos: bool = flag(True, "Ignore end-of-sequence tokens, so that every request generates its full length.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +217,10 @@ class ServeOptions(TargetOptions, LoadOptions, PromptOptions, OutputOptions):
     """Goodput and progress"""
 
     slo_ttft: float | None = flag(
-        None, "A request is good if its first token comes within this many milliseconds.", minimum=0
+        None, "Maximum time to the first token of a good request, in milliseconds. Default: no limit.", minimum=0
     )
     slo_itl: float | None = flag(
-        None, "A request is good if its mean time between tokens is at most this in milliseconds.", minimum=0
+        None, "Maximum mean inter-token latency of a good request, in milliseconds. Default: no limit.", minimum=0
     )
     no_tui: bool = flag(False, "Print plain lines even on a terminal.")
 
@@ -230,8 +237,8 @@ class CpuWorkloadOptions(Options):
         "`W1` one stream, `W2` 16 streams, `W3` a prompt of 1,024 tokens, `W4` 8 streams that share a prefix, `W5` 8"
         " streams; repeat the flag or separate values by commas.",
     )
-    repeat: int = flag(2, "Runs of each workload; the better one is reported.", minimum=1)
-    scale: int = flag(1, "Divide the workloads' requests and lengths by this, for a quick look.", minimum=1)
+    repeat: int = flag(2, "Runs of each workload; the best one is reported.", minimum=1)
+    scale: int = flag(1, "Divide the workloads' requests and lengths by this, for a quick run.", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +255,7 @@ class CpuOptions(CpuWorkloadOptions, OutputOptions):
         "Engines to measure, in this order: `legato`, `llama.cpp`, `openvino`, `vllm`; repeat the flag or separate"
         " values by commas. Default: all that are installed.",
     )
-    peers: str = flag(".peers", "Folder with the environments of the other engines, as `make bench-peers` makes it.")
+    peers: str = flag(".peers", "Folder with the environments of the other engines, which `make bench-peers` creates.")
     neighbour: int | None = flag(
         None,
         "Keep one core busy with another process of this `nice` value while an engine is measured. Default: none.",

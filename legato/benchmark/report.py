@@ -82,7 +82,7 @@ def check_writable(flag: str, path: str | None) -> None:
         return
     folder = Path(path).resolve().parent
     if Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise OptionError(f"--{flag} {path}: no such file can be written in {folder}")
+        raise OptionError(f"--{flag} {path}: cannot write a file in {folder}")
 
 
 def write_json(path: str | None, data: dict[str, Any]) -> None:

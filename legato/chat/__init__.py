@@ -1,4 +1,4 @@
-"""Chats: templates that make a prompt of messages, and tools."""
+"""Chats: chat templates, tool calls and reasoning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one model writes its answers: reasoning, text and calls, found out once and used by every chat.
+"""The output format of the model: reasoning, text and tool calls. Determined once and used by every chat.
 
 text of the tokens ──► TagParser ──content──► CallParser ──► Thought, Content, CallBegins, CallGoesOn
                   └──► HarmonyParser, which does both ───►

@@ -1,4 +1,4 @@
-"""Whether a template wants the content of a message as a string or as a list of parts.
+"""Detects whether a template expects the content of a message as a string or as a list of parts.
 
 OpenAI's clients send either. A template of a text model adds strings up and prints a list as Python would; one of a
 vision model may know lists only and print nothing for a string; most recent ones take both. Reading that off the
@@ -25,7 +25,7 @@ QUESTION = {"role": "user", "content": "Hi"}
 
 
 class UnfitContent(Exception):
-    """There is no way to say this to this template."""
+    """Content that this chat template cannot represent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The language of chat templates: Jinja in its immutable sandbox, with what transformers adds to it.
+"""The Jinja environment of chat templates: the immutable sandbox, with the extensions of transformers.
 
 Templates come with models, and models come from anywhere. The sandbox keeps templates away from Python's internals;
 time and memory are limited by the process that they run in (`worker.py`). Operators that make much of little are

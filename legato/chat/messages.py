@@ -1,4 +1,4 @@
-"""A conversation as chat templates take it, put together from the items of another API.
+"""Builds the messages for a chat template from the items of another API.
 
 Templates are particular: one system message, the first; user and assistant in turns; a call in the message of the
 assistant that made it. Other APIs have a list of blocks or items in any order.
@@ -43,7 +43,7 @@ class MessageList:
         """Of a call. Templates know results that are texts, so images follow them. `place` is the client's name for
         it."""
         if call_id not in self._calls:  # the model would see the result of a call that was never made
-            raise InvalidRequest(f"`{place}` has the result of {call_id!r}, and no call before it has that id", place)
+            raise InvalidRequest(f"`{place}` has the result of {call_id!r}, but no earlier call has that id", place)
         text = "\n".join(part["text"] for part in parts if part["type"] == "text")
         content = f"Error: {text}" if is_error else text
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})

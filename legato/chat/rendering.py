@@ -1,4 +1,4 @@
-"""From messages to the prompt, byte for byte as transformers' `apply_chat_template` has it.
+"""Renders messages to a prompt, byte for byte like transformers' `apply_chat_template`.
 
 Runs inside a template process (`worker.py`), because what a template does may take forever or all the memory.
 """
@@ -45,7 +45,7 @@ class Conversation:
             if things is not None and not all(isinstance(thing, dict) for thing in things):
                 raise BadConversation(f"`{name}` must be a list of objects")
         if self.continue_final_message and self.add_generation_prompt:
-            raise BadConversation("`continue_final_message` and `add_generation_prompt` exclude each other")
+            raise BadConversation("`continue_final_message` and `add_generation_prompt` are mutually exclusive")
 
 
 class RenderTemplate:
@@ -119,7 +119,7 @@ def _with_reasoning(message: Message) -> Message:
 def _cut_at_mark(prompt: str, last_text: str) -> str:
     mark = END_MARK.strip()
     if last_text.strip() not in prompt or mark not in prompt:
-        raise BadConversation("the chat template does not print the last message as it is, so it cannot be continued")
+        raise BadConversation("the chat template does not render the last message unchanged, so it cannot be continued")
     end = prompt.rindex(mark)
     untrimmed = prompt.startswith(END_MARK, end)
     return prompt[:end] if untrimmed else prompt[:end].rstrip()

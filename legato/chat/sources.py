@@ -1,4 +1,4 @@
-"""Where a chat template comes from.
+"""Finds the chat template among the model's files and options.
 
     --tokenizer-config-path      a file that replaces the model's own
     chat_template.jinja          with additional_chat_templates/NAME.jinja beside it

@@ -1,4 +1,4 @@
-"""`AsyncClient`: on asyncio's streams, with the part of HTTP/1.1 that servers use to answer our requests."""
+"""`AsyncClient`: built on asyncio streams, with the part of HTTP/1.1 that servers use in their responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both ends of a connection between machines: who may come in, and how one gets there."""
+"""Both ends of a connection between machines: accepting with authentication, and connecting."""
 
 from __future__ import annotations
 
@@ -104,16 +104,14 @@ class GuardedListener:
             self._log.warning(f"A connection to the cluster's port was refused: {error}")
             connection.close()
         except (WrongKey, ForeignProtocol):
-            self._log.warning("A connection to the cluster's port was refused: it does not know the cluster key")
+            self._log.warning("A connection to the cluster's port was refused: wrong cluster key")
             connection.close()
         except (BrokenLink, OSError, TimeoutError):
             hint = "" if self._tls is None else "; --cluster-certfile must be given on all machines or on none"
-            self._log.warning(
-                f"A connection to the cluster's port ended before it had proven that it knows the key{hint}"
-            )
+            self._log.warning(f"A connection to the cluster's port ended before it was authenticated{hint}")
             connection.close()
         except asyncio.CancelledError:
-            self._log.warning("Too many connections to the cluster's port have not proven that they know the key")
+            self._log.warning("Too many unauthenticated connections to the cluster's port")
             connection.close()
         else:
             await self._welcome(connection)
@@ -167,7 +165,7 @@ async def connect(target: LinkTarget) -> socket.socket:
                 await prove_to_listener(connection, target.key)
         except TimeoutError:
             hint = "" if target.tls is not None else "; perhaps it expects TLS (--cluster-certfile)"
-            raise TimeoutError(f"the other end says nothing for {PROOF_SECONDS:g} s{hint}") from None
+            raise TimeoutError(f"the other end sent nothing for {PROOF_SECONDS:g} s{hint}") from None
         return connection
     except BaseException:
         connection.close()

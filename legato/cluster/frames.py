@@ -1,4 +1,4 @@
-"""Messages on a link whose ends have proven that they know the key: a header of fixed size, then the payload.
+"""Messages on an authenticated connection: a header of fixed size, then the payload.
 
 Payloads are JSON objects or the bytes of a tensor whose shape the receiver knows. Nothing is unpickled. A message of
 another version, out of order, or longer than what is expected ends the link.
@@ -52,11 +52,11 @@ def parse_header(received: bytes | bytearray | memoryview, sequence: int | None,
     """Kind and length of the payload."""
     magic, version, kind, found, length = _HEADER.unpack(received)
     if magic != _MAGIC or version != VERSION:
-        raise BrokenLink("what arrived on a cluster link is no message of this version")
+        raise BrokenLink("received data on a connection between machines that is not a message of this version")
     if sequence is not None and found != sequence & 0xFFFFFFFF:
-        raise BrokenLink(f"message {found} arrived on a cluster link, {sequence} was expected")
+        raise BrokenLink(f"message {found} arrived on a connection between machines, {sequence} was expected")
     if length > longest or kind not in FrameKind._value2member_map_:
-        raise BrokenLink(f"a message of kind {kind} with {length} bytes arrived on a cluster link")
+        raise BrokenLink(f"a message of kind {kind} with {length} bytes arrived on a connection between machines")
     return FrameKind(kind), length
 
 
@@ -82,9 +82,9 @@ async def receive_message(sock: socket.socket) -> tuple[FrameKind, dict[str, Any
     try:
         fields = json.loads(await receive_exactly(sock, length))
     except ValueError:
-        raise BrokenLink("a message on a cluster link is no JSON") from None
+        raise BrokenLink("a message on a connection between machines is not JSON") from None
     if not isinstance(fields, dict):
-        raise BrokenLink("a message on a cluster link is no JSON object")
+        raise BrokenLink("a message on a connection between machines is not a JSON object")
     return kind, fields
 
 
@@ -108,5 +108,5 @@ async def prove_to_listener(sock: socket.socket, key: bytes) -> None:
     try:
         received = await receive_exactly(sock, secret.PROOF_SIZE)
     except BrokenLink:
-        raise secret.WrongKey("the other end refused our proof: is --cluster-key the same there?") from None
+        raise secret.WrongKey("the other end refused the authentication: is --cluster-key the same there?") from None
     secret.check_proof(expected, received)

@@ -117,7 +117,7 @@ async def _tunnel(connection: socket.socket, target: LinkTarget, hello: dict[str
         await pipe(connection, there)
 
 
-COMMAND = command(RelayOptions, run, "legato-relay", "Unix sockets in place of shards on other machines.")
+COMMAND = command(RelayOptions, run, "legato-relay", "Unix sockets that forward to shards on other machines.")
 
 if __name__ == "__main__":
     sys.exit(run_program(COMMAND))

@@ -79,9 +79,9 @@ def read_key(given: str | None, file: str | None) -> str | None:
 def _check_hello(received: bytes) -> None:
     magic, version = _HELLO.unpack_from(received)
     if magic != _MAGIC:
-        raise ForeignProtocol("the other end is not a Legato")
+        raise ForeignProtocol("the other end is not a Legato server")
     if version != VERSION:
-        raise ForeignProtocol(f"the other end speaks version {version} of the cluster's protocol, this is {VERSION}")
+        raise ForeignProtocol(f"the other end uses version {version} of the cluster protocol, this machine {VERSION}")
 
 
 def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""TLS on connections between machines: both ends show a certificate of one authority, before the proof of the key.
+"""Mutual TLS on connections between machines, before the authentication with the cluster key.
 
 Whoever uses a connection gets one end of a pair of local sockets, which behaves as the connection would; a thread
 carries bytes between its other end and the network. So links, tunnels and messages are the same with and without TLS,

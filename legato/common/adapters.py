@@ -13,27 +13,27 @@ class AdapterOptions(Options):
 
     lora_adapters: str | None = option(
         None,
-        "LoRA adapters to load, comma-separated: `id`, `id@revision`, `name=/path`. Requests choose one by its id or"
+        "LoRA adapters to load, comma-separated: `id`, `id@revision`, `name=/path`. Requests select one by its id or"
         " name, with `adapter_id` or, on `/v1` routes, with `model`.",
     )
     lora_device_ranks: int | None = option(
         None,
-        "Device memory for adapters, in ranks: adapters whose ranks add up to this many are on the device at once, the"
-        " others wait in host memory until a request needs them. Default: the ranks of all `--lora-adapters`, but from"
-        " 256 to 1024.",
+        "Device memory for adapters, as a total rank: adapters with this total rank are on the device at once; the"
+        " others stay in host memory until a request needs them. Default: the total rank of `--lora-adapters`, limited"
+        " to the range 256 to 1024.",
         minimum=8,
     )
     lora_max_rank: int | None = option(
         None,
-        "Largest rank that an adapter may have. Default: that of `--lora-adapters`, but at least 64.",
+        "Maximum rank of an adapter. Default: the highest rank of `--lora-adapters`, at least 64.",
         minimum=1,
         maximum=256,
     )
     lora_target_modules: tuple[str, ...] = option(
         (),
         "Layers that adapters may change, by the last part of their names, comma-separated: `q_proj,v_proj,lm_head`;"
-        " `experts` are those of a mixture. Fewer take less memory. Default: what `--lora-adapters` change and, with"
-        " `--lora-allow-runtime`, all linear layers except experts and `lm_head`.",
+        " `experts` means MoE experts. Fewer layers take less memory. Default: the layers that `--lora-adapters`"
+        " change and, with `--lora-allow-runtime`, all linear layers except experts and `lm_head`.",
     )
 
 
@@ -43,11 +43,12 @@ class RuntimeAdapterOptions(Options):
 
     lora_allow_runtime: bool = option(
         False,
-        "Load and unload adapters while the server runs: `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`,"
-        " for API keys whose line in `--api-key-file` has `adapters`; without API keys for programs on this machine.",
+        "Allow loading and unloading adapters while the server runs, with `POST /v1/load_lora_adapter` and"
+        " `/v1/unload_lora_adapter`, for API keys whose line in `--api-key-file` has `adapters`; without API keys, for"
+        " programs on this machine.",
     )
     lora_allow: tuple[str, ...] = option(
         (),
-        "Where adapters may come from at run time, comma-separated: folders, and Hub repositories as `owner/name` or"
-        " `owner/*`. Default: nowhere.",
+        "Allowed sources of adapters at run time, comma-separated: folders, and Hub repositories as `owner/name` or"
+        " `owner/*`. Default: none.",
     )

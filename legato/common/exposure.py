@@ -1,4 +1,4 @@
-"""What an operator should know about who can reach the server, said once at the start."""
+"""Warnings at start-up about who can reach the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the HTTP side: what a request may ask for, and who may connect."""
+"""HTTP options: limits of requests, and access to the server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RequestOptions(Options):
     max_top_n_tokens: int = option(5, "Maximum `top_n_tokens`.")
     max_client_batch_size: int | None = option(
         None,
-        "Maximum prompts per completions request, or texts per embeddings request. Default: 4, or 2048.",
+        "Maximum prompts per completions request, or inputs per embeddings request. Default: 4 prompts, 2048 inputs.",
         minimum=1,
     )
     max_image_fetch_size: int = option(1 << 30, "Maximum size of a fetched image, in bytes.")
@@ -57,7 +57,7 @@ class RequestOptions(Options):
         "gpt_oss",
     ] = option("auto", "Format of the model's reasoning. `auto` derives it from the chat template.")
     reasoning_budget: int | None = option(
-        None, "Maximum reasoning tokens of requests that do not say. Default: no limit.", minimum=0
+        None, "Maximum reasoning tokens for requests that set no limit themselves. Default: no limit.", minimum=0
     )
     response_store: str | None = option(
         None,
@@ -65,8 +65,8 @@ class RequestOptions(Options):
     )
     response_store_size: int = option(
         32 << 20,
-        "Maximum size of the stored responses, in bytes; the oldest of the API key that has most make room. 0 stores"
-        " none.",
+        "Maximum total size of stored responses, in bytes; beyond it, the oldest responses of the API key that uses"
+        " the most space are dropped. 0 stores none.",
         minimum=0,
     )
     tokenizer_config_path: str | None = option(
@@ -78,22 +78,24 @@ class RequestOptions(Options):
 class HttpOptions(Options):
     """HTTP"""
 
-    hostname: str = option("0.0.0.0", "IP address to listen on. Other names mean 0.0.0.0, with a warning.")
+    hostname: str = option(
+        "0.0.0.0", "IP address to listen on, or `localhost`. Other host names mean 0.0.0.0, with a warning."
+    )
     port: int = option(3000, "Port to listen on.", short="p", minimum=1, maximum=65535)
     http_workers: int | None = option(
         None,
-        "HTTP worker processes, which also tokenize and detokenize. Default: half the CPU cores, at most 8.",
+        "Number of HTTP worker processes, which also tokenize and detokenize. Default: half the CPU cores, at most 8.",
         minimum=1,
     )
     prometheus_port: int = option(
         9000,
-        "Port that serves the Prometheus metrics alone, besides `/metrics` on the main port; 0 disables it. If it is"
-        " in use, the server starts without it, with a warning.",
+        "Separate port for Prometheus metrics, in addition to `/metrics` on the main port; 0 disables it. If the port"
+        " is in use, the server logs a warning and starts without it.",
         minimum=0,
         maximum=65535,
     )
     cors_allow_origin: tuple[str, ...] = option(
-        (), "Origins of web pages that may use the server (CORS), comma-separated or repeated. Default: any."
+        (), "Origins of web pages that may call the server (CORS), comma-separated or repeated. Default: any."
     )
     api_key: tuple[str, ...] = option(
         (),
@@ -102,24 +104,26 @@ class HttpOptions(Options):
     )
     api_key_file: str | None = option(
         None,
-        "File with API keys, one per line, `#` for comments. `KEY priority=N` lets requests with that key ask for"
-        " priority N and worse ones; default: 5 and worse, so that no key overtakes the others. `KEY adapters` lets its"
-        " holder load and unload LoRA adapters (`--lora-allow-runtime`).",
+        "File with API keys, one per line, `#` for comments. `KEY priority=N` allows that key priority N (0 is the"
+        " highest) and lower ones; default: 5 and lower, so that no key overtakes others. `KEY adapters` allows that"
+        " key to load and unload LoRA adapters (`--lora-allow-runtime`).",
     )
     route_key: str | None = option(
         None,
-        "Secret shared with `legato route`, at least 16 characters: streams of a replica that is lost go on at another."
-        " Default: they end with an error.",
+        "Secret shared with `legato route`, at least 16 characters. With it, streams of a lost replica continue on"
+        " another. Default: none, and such streams end with an error.",
         secret=True,
     )
     kv_events: bool = option(
         False,
-        "Record which blocks enter and leave the prefix cache, for routers: `GET /replica/events`, with the route key.",
+        "Record which blocks enter and leave the prefix cache, for routers that read `GET /replica/events` with the"
+        " route key.",
     )
     kv_events_endpoint: str | None = option(
         None,
-        "Also publish these events over ZeroMQ in vLLM's format, such as `tcp://10.0.0.7:5557`. They have the tokens of"
-        " all prompts, and whoever reaches the address can read them. Default: they are not published.",
+        "Also publish these events over ZeroMQ in vLLM's format at this address, such as `tcp://10.0.0.7:5557`. They"
+        " contain the tokens of all prompts, and anyone who can reach the address can read them. Default: not"
+        " published.",
     )
     ssl_certfile: str | None = option(
         None, "TLS certificate, with its chain, in PEM format. Default: connections are not encrypted."
@@ -128,7 +132,7 @@ class HttpOptions(Options):
         None, "Private key of `--ssl-certfile`, not encrypted. Default: in the same file as the certificate."
     )
     graceful_termination_timeout: int = option(
-        90, "Seconds that running requests get to finish after a stop signal.", short="g"
+        90, "Time for running requests to finish after a stop signal, in seconds.", short="g"
     )
     ngrok: bool = option(False, "Expose the server through an ngrok tunnel.", later="ngrok tunnels")
     ngrok_authtoken: str | None = option(None, "ngrok auth token.", later="ngrok tunnels")
@@ -144,7 +148,7 @@ class HttpOptions(Options):
             raise OptionError("--api-key is empty: give a key, or omit the flag to serve without authentication")
         check_route_key(self.route_key)
         if self.kv_events and self.route_key is None:
-            raise OptionError("--kv-events needs --route-key: events have the tokens of all prompts")
+            raise OptionError("--kv-events needs --route-key: events contain the tokens of all prompts")
 
 
 def check_route_key(key: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What a request gets at random, ids and seeds, and when it was created.
+"""Random ids and seeds of requests, and their creation time.
 
 A balancer may send one request to two servers in turn, the second of which goes on where the first has stopped. Both
 must then draw the same ids and seeds, which clients have seen already. So they draw from the number that the balancer

@@ -95,7 +95,7 @@ def parse(line: str) -> logging.LogRecord | None:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Ignores a closed stream and a full disk: there is nowhere to report it, and the program goes on."""
+    """Ignores a closed stream and a full disk, because there is nowhere to report them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):

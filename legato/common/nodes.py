@@ -13,41 +13,45 @@ class RendezvousOptions(Options):
 
     master_addr: str = option(
         "localhost",
-        "Address of the first machine, at which the shards find each other. It listens on this address only.",
+        "Address of machine 0, where the shards rendezvous. It listens on this address only.",
     )
     master_port: int = option(
         29500,
-        "Port of the first machine at which the shards find each other. With several machines or pipeline stages, shard"
-        " R listens on the R + 1st port behind it.",
+        "Rendezvous port of machine 0. With several machines or pipeline stages, the shard of rank R listens on this"
+        " port + 1 + R.",
         maximum=65535,
     )
     nnodes: int = option(
         1,
-        "Machines that run the model together, each with `--num-shard` shards. All of them are started with the same"
-        " command and their own `--node-rank`. Default: LWS_GROUP_SIZE, or torchrun's WORLD_SIZE, or 1.",
+        "Number of machines that run the model together, each with `--num-shard` shards. Run the same command on"
+        " every machine, each with its own `--node-rank`. Default: LWS_GROUP_SIZE, or torchrun's WORLD_SIZE, or 1.",
         minimum=1,
         env=None,
     )
     pipeline_parallel_size: int = option(
         1,
-        "Stages that the layers are divided into. The shards of a stage share its products (tensor parallelism); with"
-        " as many stages as machines each stage is within one machine.",
+        "Number of pipeline stages that the layers are divided into. The shards of a stage use tensor parallelism;"
+        " with as many stages as machines, each stage is within one machine.",
         minimum=1,
     )
     cluster_key: str | None = option(
         None,
-        "Shared secret of the machines, at least 16 characters; required with `--nnodes`. Nothing is read from a"
-        " connection that does not prove that it knows it.",
+        "Secret shared by the machines, at least 16 characters; required with `--nnodes`. Connections are"
+        " authenticated with it before anything else is read from them.",
         secret=True,
     )
     cluster_certfile: str | None = option(
         None,
-        "File with the certificate of this machine, PEM: connections between machines use TLS 1.3, and both ends show a"
-        " certificate. On all machines or on none.",
+        "Certificate file of this machine, in PEM format. Connections between machines then use mutual TLS 1.3; set"
+        " it on all machines or on none. Default: connections are authenticated but not encrypted.",
     )
-    cluster_keyfile: str | None = option(None, "File with the private key of `--cluster-certfile`, PEM, unencrypted.")
+    cluster_keyfile: str | None = option(
+        None, "Private key file of `--cluster-certfile`, in PEM format, not encrypted."
+    )
     cluster_cafile: str | None = option(
-        None, "File with the authority that signed the certificates of all machines, PEM; of no others."
+        None,
+        "CA certificate file, in PEM format. The CA must have signed the certificates of all machines of this"
+        " cluster, and no others.",
     )
 
 
@@ -57,14 +61,17 @@ class MachineOptions(Options):
 
     node_rank: int = option(
         0,
-        "Number of this machine, from 0. Machine 0 serves HTTP. Default: LWS_WORKER_INDEX, or torchrun's RANK, or 0.",
+        "Rank of this machine, from 0. Machine 0 serves HTTP. Default: LWS_WORKER_INDEX, or torchrun's RANK, or 0.",
         env=None,
     )
     node_addr: str | None = option(
         None,
-        "Address of this machine that its shards listen on. Default: the one from which it reaches `--master-addr`.",
+        "Address that the shards of this machine listen on. Default: the address from which it reaches"
+        " `--master-addr`.",
     )
-    cluster_key_file: str | None = option(None, "File with the shared secret of the machines, instead of the secret.")
+    cluster_key_file: str | None = option(
+        None, "File with the shared secret of the machines, instead of `--cluster-key`."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

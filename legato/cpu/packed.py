@@ -110,7 +110,7 @@ class PackedMatrix:
         out = torch.empty(len(ids), self.in_features)
         ids = ids.contiguous()
         if self._library.rows(self.address, ids.data_ptr(), len(ids), self.in_features, out.data_ptr()):
-            raise IndexError(f"a token id is not below {self.out_features}")
+            raise IndexError(f"a token id is not less than {self.out_features}")
         return out
 
 

@@ -1,4 +1,4 @@
-"""How many threads compute: not more than this process may use at a time."""
+"""The number of compute threads: at most as many CPUs as this process may use."""
 
 from __future__ import annotations
 

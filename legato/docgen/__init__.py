@@ -1,1 +1,1 @@
-"""Writes the generated pages of docs/."""
+"""Generates the reference pages of docs/."""

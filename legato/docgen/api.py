@@ -1,4 +1,4 @@
-"""docs/api.md, written from the OpenAPI document: `legato api > docs/api.md`."""
+"""Generates docs/api.md from the OpenAPI document: `legato api > docs/api.md`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ INTRODUCTION = """\
 
 <!-- Written by `legato api > docs/api.md`. Edit legato/http/operations.py and the structs that it lists instead. -->
 
-A running server has the same reference as a page at `/docs`, and as an OpenAPI document at `/api-doc/openapi.json`.
+A running server serves the same reference as a web page at `/docs` and as an OpenAPI document at
+`/api-doc/openapi.json`.
 
 Bodies are JSON in UTF-8; the content type is not checked. Unknown fields are ignored, and `null` means the default
 everywhere. Streams are server-sent events: a line `data: {{...}}` and an empty line for each event, and a comment line
 `:` after {keep_alive:g} seconds without an event. Closing the connection cancels the request.
 
-Differences from text-generation-inference: [compatibility.md](compatibility.md).
+[compatibility.md](compatibility.md) lists the differences from text-generation-inference.
 """
 EMBEDDING = """\
-## Routes of servers that embed texts
+## Routes of embedding servers
 
-With `--task embed` ([embeddings.md](embeddings.md)) a server has these instead of the routes that generate; those for
-health, metrics, models and tokens are the same. `POST /` is `/embed`, `/rerank` or `/predict`, whichever the model is
-for, and `GET /info` has the fields of [EmbeddingServerInfo](#embeddingserverinfo).
+With `--task embed` ([embeddings.md](embeddings.md)) a server has these routes instead of the generation routes; the
+routes for health, metrics, models and tokenization are the same. `POST /` is `/embed`, `/rerank` or `/predict`,
+depending on the model, and `GET /info` has the fields of [EmbeddingServerInfo](#embeddingserverinfo).
 """
 _REFERENCE = re.compile(r'"#/components/schemas/(\w+)"')
 # Bounds of JSON Schema for the reader.

@@ -1,4 +1,4 @@
-"""docs/models.md, written from the catalogue of architectures: `legato models > docs/models.md`."""
+"""Generates docs/models.md from the catalogue of architectures: `legato models > docs/models.md`."""
 
 from __future__ import annotations
 
@@ -12,72 +12,72 @@ INTRODUCTION = """\
 
 <!-- Written by `legato models > docs/models.md`. Edit legato/models/catalogue.py instead. -->
 
-The architecture is `model_type` in a model's config.json. Those in this table run on Legato's own code. A tick means
-that a test compares tokens and logits with transformers: for 1, 2 and 4 shards 48 greedy tokens for each of eight
-prompts of different lengths in one batch, for GGUF a file that was converted from the same weights. Other numbers of
-shards work as well. The checkpoints are examples; any with the same `model_type` runs.
+The architecture is `model_type` in a model's config.json. Legato has its own code for the architectures in this table.
+A tick means that a test compares tokens and logits with transformers: for 1, 2 and 4 shards, 48 greedy tokens for each
+of eight prompts of different lengths in one batch; for GGUF, a file converted from the same weights. Other numbers of
+shards work as well. The checkpoints are examples; any checkpoint with the same `model_type` runs.
 
-Weights are safetensors. PyTorch's files (`*.bin`, else `*.pt`) are converted before a model is served, those of a local
-folder too: once, beside them, and by `torch.load(weights_only=True)`, which runs no code. GGUF files and quantized
-checkpoints: [docs/quantization.md](quantization.md). LoRA adapters: [docs/lora.md](lora.md). `--rope-scaling` is
-refused for models without rotary embeddings.
+Weights are safetensors. PyTorch files (`*.bin`, else `*.pt`) are converted once before a model is served, with
+`torch.load(weights_only=True)`, which runs no code; for a local folder, the result is written into that folder. See
+[docs/quantization.md](quantization.md) for GGUF files and quantized checkpoints, [docs/lora.md](lora.md) for LoRA
+adapters. `--rope-scaling` is refused for models without rotary embeddings.
 """
 
 IMAGES = """\
 ## Images
 
-Architectures with a tick in the last column take images in chats, in native prompts and in chunks of the unary
-`Prefill` call. All others take text alone, and so do GGUF files. Videos are not read.
+Architectures with a tick in the last column accept images in chats, in native prompts and in chunks of the unary
+`Prefill` call. All others, and all GGUF files, accept only text. Videos are not supported.
 
-The tokens that Gemma 3, Idefics2, Idefics3, Llama 4 and SmolVLM have around an image or between its parts count as
-tokens of the image.
+For Gemma 3, Idefics2, Idefics3, Llama 4 and SmolVLM, the tokens around an image and between its parts count as image
+tokens.
 
-Images of Llama 3.2 Vision and of Idefics are not in the text: layers of their own attend to them. They have slots in
-the KV cache all the same (one for each patch of each tile, or 64 for an image), before the text and up to a multiple of
-128, which count as tokens of the prompt. Decodes of these models run without CUDA graphs. Tokens that no image precedes
-see none, as in Meta's code for Llama 3.2 Vision; in transformers they see all images.
+Images of Llama 3.2 Vision and Idefics are not part of the text; separate cross-attention layers attend to them. They
+still have slots in the KV cache (one per patch of each tile, or 64 per image), before the text and padded to a multiple
+of 128, which count as prompt tokens. These models decode without CUDA graphs. Tokens before the first image attend to
+no image, as in Meta's code for Llama 3.2 Vision; in transformers they attend to all images.
 
-The tokens of an image in Gemma 3 see each other, and so do all tokens of a prompt in PaliGemma: one step computes them.
-PaliGemma's prompts are therefore limited by `--max-batch-prefill-tokens` and not kept in the prefix cache. A prompt of
-PaliGemma is written as in its training: images, `<bos>`, text, the end of a line. Gemma 3's crops of very wide or tall
-images (`do_pan_and_scan`) are not made.
+The tokens of an image in Gemma 3, and all tokens of a prompt in PaliGemma, attend to each other and are computed in one
+step. PaliGemma's prompts are therefore limited by `--max-batch-prefill-tokens` and not kept in the prefix cache. A
+PaliGemma prompt has the format of its training: images, `<bos>`, text, newline. Gemma 3's crops of very wide or tall
+images (`do_pan_and_scan`) are not supported.
 """
 
 ENCODER_DECODERS = """\
 ## Encoder-decoder models
 
-T5 and mT5 take 4,096 tokens of prompt and answer together, BART and Pegasus as many as config.json says for either of
-them (`max_position_embeddings`). The answer begins with `decoder_start_token_id`; `forced_bos_token_id` is not applied,
+T5 and mT5 accept up to 4,096 tokens of prompt and output together, BART and Pegasus up to `max_position_embeddings` of
+config.json for each of the two. The output begins with `decoder_start_token_id`; `forced_bos_token_id` is not applied,
 as in TGI.
 """
 
 EMBEDDINGS = """\
 ## Embeddings and classifiers
 
-With `--task embed` ([docs/embeddings.md](embeddings.md)): BERT (`bert`), RoBERTa (`roberta`), XLM-RoBERTa
-(`xlm-roberta`), ModernBERT (`modernbert`), and decoders that embed (`qwen3`, `qwen2`, `mistral`, `llama`), such as
-Qwen3-Embedding; each with or without a head for sequence classification.
+`--task embed` ([docs/embeddings.md](embeddings.md)) supports BERT (`bert`), RoBERTa (`roberta`), XLM-RoBERTa
+(`xlm-roberta`), ModernBERT (`modernbert`), and decoder-based embedding models (`qwen3`, `qwen2`, `mistral`, `llama`)
+such as Qwen3-Embedding, each with or without a sequence classification head.
 """
 
 TOKENIZERS = """\
 ## Tokenizers
 
-A model without `tokenizer.json` has its tokenizer made from other files when it is loaded, by the class that
-tokenizer_config.json names or that its `model_type` has:
+If a model has no `tokenizer.json`, its tokenizer is built from other files on load, for the class named in
+tokenizer_config.json or the default class of its `model_type`:
 
 | files | classes |
 |---|---|
 | `vocab.json` and `merges.txt` | BYTE_LEVEL |
-| `tokenizer.model`, `spiece.model` (SentencePiece) | SENTENCEPIECE; without a class as SentencePiece does |
-| `tokenizer.model`, `tiktoken.model`, `*.tiktoken` (tiktoken) | all; text is split as Llama 3 does |
+| `tokenizer.model`, `spiece.model` (SentencePiece) | SENTENCEPIECE; without a class, SentencePiece's own behaviour |
+| `tokenizer.model`, `tiktoken.model`, `*.tiktoken` (tiktoken) | all; text is split as in Llama 3 |
 
-`make test-tokenizers` compares the tokens of 10,000 strings each with transformers, or with SentencePiece where the two
-differ (merges of published Mistral and Llama files, which transformers 5 orders by number instead of score). Classes
-that are not in this table are refused by name.
+`make test-tokenizers` compares the tokens of 10,000 strings per tokenizer with transformers, or with SentencePiece
+where the two differ (merges of published Mistral and Llama files, which transformers 5 orders by number instead of
+score). Classes that are not in this table are refused by name.
 
-A tokenizer that is Python code in the model's repository runs once, with `--trust-remote-code`, in a process of its
-own: what it makes of the vocabulary is compared with a tokenizer of the library and stored in the cache. If no such
-tokenizer gives the same tokens, it is refused.
+A tokenizer that is Python code in the model's repository runs once, with `--trust-remote-code`, in a separate process:
+its tokens for the vocabulary are compared with those of a built-in tokenizer, which is then stored in the cache. If no
+built-in tokenizer gives the same tokens, the model is refused.
 
 Galactica's sequences (`[START_SMILES]`, `[START_I_SMILES]`, `[START_DNA]`, `[START_AMINO]`) are split into characters,
 as in its training.
@@ -89,33 +89,35 @@ LONG_CONTEXTS = """\
 Llama 4 attends in chunks of 8,192 tokens (`attention_chunk_size`) in most of its layers. Legato serves it up to that
 length.
 
-Phi-3 and other models with rope of the type `longrope` have two sets of factors, one for sequences within the original
-context and one for longer ones. transformers chooses by the length of each sequence. A server cannot: cached keys are
-shared by sequences, and a sequence that grows would need its keys rotated again. So all sequences use one set, chosen
-by `--max-total-tokens`: the short factors if it is at most the original context, else the long ones. For short
-sequences alone, set that limit: results are those of transformers then.
+Phi-3 and other models with RoPE of type `longrope` have two sets of factors, one for sequences within the original
+context and one for longer ones. transformers chooses by the length of each sequence. A server cannot: sequences share
+cached keys, and a growing sequence would need its keys rotated again. So all sequences use one set, chosen by
+`--max-total-tokens`: the short factors if it is at most the original context, otherwise the long ones. If you need only
+short sequences, set `--max-total-tokens` accordingly; the results then equal those of transformers.
 """
 
 STATES = """\
-## States
+## Mamba
 
-Mamba has no attention: a token reads and changes a state of fixed size. A block of the cache, which holds the keys and
-values of its tokens elsewhere, has the state after its last token here, and is 256 tokens long. So prefixes are shared
-in steps of 256 tokens, and preemption, shards and `--kv-offload-gb` are as for all other models. There are no
-drafts: `--speculate` is refused, and so is `--kv-cache-dtype`. Sequences may have up to 32,768 tokens.
+Mamba has no attention: each token reads and updates a state of fixed size. Instead of keys and values, a cache block
+holds the state after its last token, and is 256 tokens long. So prefixes are shared in units of 256 tokens; preemption,
+shards and `--kv-offload-gb` work as for all other models. There are no drafts;
+`--speculate` and `--kv-cache-dtype` are refused.
+Sequences may have up to 32,768 tokens.
 """
 
 OTHERS = """\
-## All others
+## Other architectures
 
-Any other `model_type` runs through transformers if that is installed (`pip install 'legato[transformers]'`): everything
-but attention is transformers' own code, keys and values are in Legato's cache. It is slower, without CUDA graphs, and
-on one shard. EXAONE 4, GLM, Granite MoE, OLMoE, Persimmon and StableLM are tested like the architectures above.
+Any other `model_type` runs through transformers if it is installed (`pip install 'legato[transformers]'`): everything
+except attention is transformers' code; keys and values are in Legato's KV cache. Such models are slower, run without
+CUDA graphs, and on one shard only. EXAONE 4, GLM, Granite MoE, OLMoE, Persimmon and StableLM are tested like the
+architectures above.
 
-Refused with the reason: models with state besides keys and values (state spaces, linear attention, convolutions), with
-bidirectional attention, and with windows that attention does not know of. Of TGI's models this is none.
+Models with state other than keys and values (state spaces, linear attention, convolutions), with bidirectional
+attention, or with unsupported attention windows are refused with the reason. None of TGI's models is among them.
 
-Code that comes with a model is fetched and run only with `--trust-remote-code`.
+Code in a model repository is downloaded and run only with `--trust-remote-code`.
 """
 
 

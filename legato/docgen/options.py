@@ -36,8 +36,8 @@ One endpoint for several servers: [scaling.md](scaling.md).
 RAY = """\
 # Options of legato ray
 
-Replicas on a Ray cluster behind one endpoint: [scaling.md](scaling.md#ray). Beside these it has the options of `legato
-route` except `--replica` and `--discover`; arguments after `--` are the launcher's, for every replica.
+Replicas on a Ray cluster behind one endpoint: [scaling.md](scaling.md#ray). It also has the options of `legato route`
+except `--replica` and `--discover`; arguments after `--` are passed to the launcher of every replica.
 """
 HEAD = "| flag | variable | default | meaning |\n|---|---|---|---|\n"
 

@@ -1,1 +1,1 @@
-"""`legato doctor`: whether this machine can serve, and what to do where it cannot."""
+"""`legato doctor`: checks whether this machine can serve, and says how to fix what it finds."""

@@ -1,4 +1,4 @@
-"""The GPU's driver, torch and Triton."""
+"""Checks of the GPU driver, torch and Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`legato doctor [MODEL]`: looks at the machine and at a model's files, and says what to do."""
+"""`legato doctor [MODEL]`: checks the machine and a model's files, and says how to fix what it finds."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("ok", "green"), "warning": ("!",
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(ModelOptions):
-    """What to look at"""
+    """What to check"""
 
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
     hostname: str = option("0.0.0.0", "Address that the server would listen on.")
     port: int = option(3000, "Port that the server would listen on.", short="p", maximum=65535)
-    prometheus_port: int = option(9000, "Port for metrics alone; 0 does not look at it.", maximum=65535)
+    prometheus_port: int = option(9000, "Separate port for metrics; 0 skips the check.", maximum=65535)
     master_port: int = option(29500, "Rendezvous port of the shards.", maximum=65535)
     json: bool = option(False, "Print the findings as JSON.", env=None)
 
@@ -92,8 +92,10 @@ def show(findings: list[Finding], console: Console) -> None:
         if finding.remedy:
             console.print(Text(f"   {'':<{width}}  → {finding.remedy}"), soft_wrap=True)
     counts = Counter(finding.verdict for finding in findings)
-    verdict = "This machine serves." if not counts["problem"] else "Solve the problems (X) first."
+    verdict = "This machine is ready to serve." if not counts["problem"] else "Fix the problems (X) first."
     console.print(f"{counts['problem']} problems, {counts['warning']} warnings. {verdict}")
 
 
-COMMAND = command(DoctorOptions, run, "doctor", "Look at this machine and a model's files; say what to do.")
+COMMAND = command(
+    DoctorOptions, run, "doctor", "Check this machine and a model's files, and say how to fix what is wrong."
+)

@@ -1,4 +1,4 @@
-"""What an examination comes to: one finding for each thing looked at."""
+"""The results of `legato doctor`: one finding per check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python, memory, disks, ports and limits of the machine or container."""
+"""Checks of Python, memory, disks, ports and limits of the machine or container."""
 
 from __future__ import annotations
 

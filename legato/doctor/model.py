@@ -1,4 +1,4 @@
-"""The files of a model on this machine: complete, readable, of a type that is served, and not too large."""
+"""Checks of a model's files: complete, readable, of a supported type, and not too large."""
 
 from __future__ import annotations
 

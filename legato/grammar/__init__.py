@@ -1,1 +1,1 @@
-"""What a text must look like: grammars, compiled to masks over the vocabulary. No torch here; the router imports it."""
+"""Constrained output: grammars compiled to masks over the vocabulary. Without torch, because the router imports it."""

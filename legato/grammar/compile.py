@@ -1,4 +1,4 @@
-"""From a grammar to something that can follow a text: the one place that knows how llguidance wants to be asked.
+"""Compiles a grammar to a matcher. All calls of llguidance's compiler are here.
 
 Every limit on a grammar is here, too. llguidance counts its own work ("fuel") and gives up when a limit is reached;
 what it does not count is watched by the process that checks grammars first (`checker.py`).

@@ -1,4 +1,4 @@
-"""Why a grammar cannot be enforced, in words for its author. llguidance's messages are translated here.
+"""Error messages for grammars that cannot be enforced. llguidance's messages are translated here.
 
 GrammarError              malformed, contradictory or too large
 ├── UnsupportedKeyword    well-formed, but asks for something that is not enforced: named, so that it can be removed

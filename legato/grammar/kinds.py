@@ -1,4 +1,4 @@
-"""A grammar as a value: what both programs mean by it. The router checks it, the shard follows it."""
+"""A grammar as a value, shared by router and shards: the router checks it, the shard enforces it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where texts stand in their grammars, and what may follow: many at once, because that is how a batch asks."""
+"""The matchers of a batch: the state of each row in its grammar, and the masks of the allowed tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from legato.grammar.vocabulary import Bitmask, TokenTrie
 
 
 class Matcher:
-    """One text. Not for two threads at once. An error is for ever: the text cannot go on."""
+    """The matcher of one row. Not thread-safe. After an error the row cannot continue."""
 
     def __init__(self, compiled: LLMatcher, *, has_json: bool) -> None:
         self.position = compiled.deep_copy()

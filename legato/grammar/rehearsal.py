@@ -1,4 +1,4 @@
-"""A grammar takes its first steps before anybody depends on it.
+"""Runs the first steps of a grammar before a request uses it, to find errors and excessive cost early.
 
 Some grammars compile and then fail at the first token, or allow nothing at all. Better that their author hears so at
 once than in the middle of an answer.

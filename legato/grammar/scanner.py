@@ -1,4 +1,4 @@
-"""Follows a JSON text byte by byte: whether it is inside a string, and how long its last number is.
+"""Scans JSON byte by byte: whether the position is inside a string, and the length of the last number.
 
 Small models like zeros: asked for a number, they write `0.000` until `max_tokens`. So after `MAX_DIGITS` digits the
 text must go on with something else, unless its schema leaves no other way.

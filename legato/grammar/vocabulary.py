@@ -21,7 +21,7 @@ class TokenTrie:
     def __init__(self, tokenizer_json: str, tokenizer_size: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """From `Tokenizer.to_str()` and `get_vocab_size()`. GrammarError where the tokenizer is of no known kind."""
         if not eos_token_ids:
-            raise GrammarError("the model has no end-of-sequence token, so nothing could end a text in time")
+            raise GrammarError("the model has no end-of-sequence token, so constrained output could not end")
         try:
             self.tokenizer = LLTokenizer(
                 tokenizer_json, n_vocab=max(vocab_size, tokenizer_size), eos_token=list(eos_token_ids)

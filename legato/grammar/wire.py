@@ -1,4 +1,4 @@
-"""Grammars in messages: TGI's two kinds under TGI's numbers, ours under our own."""
+"""Grammars in protobuf messages: TGI's two kinds with TGI's numbers, additional kinds with new numbers."""
 
 from __future__ import annotations
 

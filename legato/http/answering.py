@@ -1,4 +1,4 @@
-"""How every generating route answers: check, validate, run the sequences, then one body or a stream of events.
+"""The response path of all generation routes: check, validate, run the sequences, then one body or a stream of events.
 
 A route brings a `Job`, which knows the fields of its API, and a `StreamErrors`, which knows its errors.
 """

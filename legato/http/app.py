@@ -1,4 +1,4 @@
-"""The ASGI application: which route does what, and what every answer has in common."""
+"""The ASGI application: the table of routes, and what all responses have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: the check that every request passes before any route sees it.
+"""API keys: the check before every route.
 
 Nothing is reachable without a key unless it is listed as open here, so a new route is closed by default.
 """

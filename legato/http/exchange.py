@@ -195,7 +195,9 @@ class Exchange:
         """A client who takes nothing would keep its permit for ever. One timer is cheaper than one for each write."""
         since = self._writing_since
         if since is not None and self._loop.time() - since >= WRITE_PATIENCE and self._abort is not None:
-            logger.warning("A client reads too slowly: a write waited %.0f s for it, its request ends", WRITE_PATIENCE)
+            logger.warning(
+                "A client reads too slowly: a write waited %.0f s for it; its request is cancelled", WRITE_PATIENCE
+            )
             self._abort()
         else:
             self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)

@@ -1,4 +1,4 @@
-"""Grammars of requests, before anything is scheduled: refused with a reason, or ready to be followed.
+"""Checks the grammars of requests before they are scheduled: a grammar is refused with a reason, or prepared.
 
 read_grammar       what the client wrote                                           (shapes.py)
 GrammarCompiler    compiles it once, and has the shards compile it, so that no step waits for that

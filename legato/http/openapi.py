@@ -1,4 +1,4 @@
-"""The OpenAPI document of the routes in `operations.py`: schemas come from the structs that parse and answer them."""
+"""The OpenAPI document of the routes in `operations.py`, with schemas from the request and response structs."""
 
 from __future__ import annotations
 
@@ -38,31 +38,38 @@ _TOO_LONG = "The request took longer than 60 seconds (--request-timeout)"
 # status -> (description, error_type, message)
 _ERRORS = {
     400: ("The body is not JSON", "validation", "Failed to parse the request body as JSON: ..."),
-    401: ("No API key, or a wrong one", "unauthorized", "The API key is not valid"),
-    403: ("The server has no API keys, and another machine asks", "unauthorized", str(health.LocalOnly())),
-    404: ("No such file or adapter", "not_found", "`adapter_id` is unknown: no adapter 'french' is loaded"),
+    401: ("Missing or invalid API key", "unauthorized", "The API key is not valid"),
+    403: (
+        "The server has no API keys, and the request is from another machine",
+        "unauthorized",
+        str(health.LocalOnly()),
+    ),
+    404: ("Unknown file or adapter", "not_found", "`adapter_id` is unknown: no adapter 'french' is loaded"),
     413: ("The body is too large", "validation", "The request body is larger than the limit of 2000000 bytes"),
     415: ("The body is compressed", "validation", str(CompressedBody("gzip"))),
-    422: ("The request cannot be served", "validation", "Input validation error: `inputs` cannot be empty"),
+    422: ("The request is invalid", "validation", "Input validation error: `inputs` cannot be empty"),
     424: ("Generation failed", "generation", "Request failed during generation: ..."),
-    429: ("Too many requests; try again", "overloaded", "Model is overloaded"),
+    429: ("Too many requests; retry later", "overloaded", "Model is overloaded"),
     503: ("The model cannot be reached", "healthcheck", "unhealthy"),
-    504: ("Took longer than the server allows", "timeout", _TOO_LONG),
+    504: ("A time limit was exceeded", "timeout", _TOO_LONG),
 }
 # status -> (description, an error that has it)
 _OPENAI_ERRORS = {
-    400: ("The request cannot be served", InvalidRequest("`n` must be >= 1 and <= 8. Given: 9", "n")),
-    401: ("No API key, or a wrong one", Unauthorized("The API key is not valid")),
+    400: ("The request is invalid", InvalidRequest("`n` must be >= 1 and <= 8. Given: 9", "n")),
+    401: ("Missing or invalid API key", Unauthorized("The API key is not valid")),
     403: ("Not allowed", AdapterForbidden("This API key may not change LoRA adapters")),
-    404: ("No such model or response", UnknownModel("other")),
-    409: ("The adapter is loaded already, or changing", AdapterForbidden("an adapter 'french' is loaded already")),
+    404: ("Unknown model or response", UnknownModel("other")),
+    409: (
+        "The adapter is already loaded, or being loaded or unloaded",
+        AdapterForbidden("an adapter 'french' is already loaded"),
+    ),
     413: ("The body is too large", PayloadTooLarge(2_000_000)),
     415: ("The body is compressed", CompressedBody("gzip")),
-    422: ("The chat template refuses", TemplateError("...")),
-    429: ("Too many requests; try again", Overloaded()),
+    422: ("The chat template refused the messages", TemplateError("...")),
+    429: ("Too many requests; retry later", Overloaded()),
     500: ("Generation failed", GenerationFailed("...")),
     503: ("The shards are restarting", Unhealthy("the shards were lost: the adapter was not loaded")),
-    504: ("Took longer than the server allows", TimedOut(_TOO_LONG)),
+    504: ("A time limit was exceeded", TimedOut(_TOO_LONG)),
 }
 
 

@@ -1,4 +1,4 @@
-"""The table of routes for the OpenAPI document: what each takes, what it answers, and what may go wrong."""
+"""The table of routes for the OpenAPI document: request, response and errors of each route."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ OPERATIONS = [
         "post",
         "/generate",
         "Generate text",
-        "Answers when the text is complete. Timings are in the x-* headers, in milliseconds.",
+        "Responds when generation is complete. The x-* headers have the times, in milliseconds.",
         GenerateRequest,
         _GENERATE_EXAMPLE,
         {_JSON: GenerateResponse},
@@ -95,9 +95,9 @@ OPERATIONS = [
         "post",
         "/generate_stream",
         "Generate text and stream its tokens",
-        "Server-sent events, one per token; the last one has the whole text. Errors after the body was parsed come as "
-        "an event too, with status 200, except when the server is overloaded. `best_of` and `decoder_input_details` "
-        "need the whole answer and are refused here.",
+        "Server-sent events, one per token; the last one has the whole text. Errors after the body was parsed are"
+        " sent as an event with status 200, except when the server is overloaded (429). `best_of` and"
+        " `decoder_input_details` are refused here.",
         GenerateRequest,
         _GENERATE_EXAMPLE,
         {_EVENTS: (StreamResponse, ErrorResponse)},
@@ -107,8 +107,8 @@ OPERATIONS = [
         "post",
         "/",
         "Generate text, streamed or not",
-        "With `stream` like /generate_stream, otherwise a list with the answer of /generate. `return_full_text` is "
-        "true unless the model's pipeline tag says that it does something else than text generation.",
+        "With `stream`, the same as /generate_stream; otherwise a list with the response of /generate."
+        " `return_full_text` defaults to true if the model's pipeline tag is text generation.",
         CompatGenerateRequest,
         {**_GENERATE_EXAMPLE, "stream": False},
         {_JSON: list[GenerateResponse], _EVENTS: (StreamResponse, ErrorResponse)},
@@ -118,7 +118,7 @@ OPERATIONS = [
         "post",
         "/tokenize",
         "Tokenize text",
-        "Every token with its place in the text, in bytes.",
+        "Returns every token with its position in the text, in bytes.",
         TokenizeRequest,
         {"inputs": "The capital of France is"},
         {_JSON: list[SimpleToken]},
@@ -128,7 +128,7 @@ OPERATIONS = [
         "post",
         "/chat_tokenize",
         "Tokenize a conversation",
-        "What the chat template makes of the messages, and the tokens of that.",
+        "Returns the text that the chat template renders from the messages, and its tokens.",
         ChatRequest,
         _CHAT_EXAMPLE,
         {_JSON: ChatTokenizeResponse},
@@ -138,8 +138,8 @@ OPERATIONS = [
         "post",
         "/v1/chat/completions",
         "Chat, as in OpenAI's API",
-        "With `stream` server-sent events that end with [DONE]. What is wrong with a request is said before a stream "
-        "begins; an error after that is its last event.",
+        "With `stream`, server-sent events that end with [DONE]. Invalid requests are refused with an error status"
+        " before the stream begins; a later error is the last event.",
         ChatRequest,
         _CHAT_EXAMPLE,
         {_JSON: ChatCompletion, _EVENTS: (ChatCompletionChunk, OpenAIError, _Done)},
@@ -149,7 +149,8 @@ OPERATIONS = [
         "post",
         "/v1/completions",
         "Complete text, as in OpenAI's API",
-        "Several prompts are answered together; with `n` answers each, choice i*n+j is the jth to the ith prompt.",
+        "Several prompts are processed together; with `n` choices each, choice i*n+j is the jth choice of the ith"
+        " prompt.",
         CompletionRequest,
         {"prompt": "The capital of France is", "max_tokens": 20},
         {_JSON: Completion, _EVENTS: (CompletionChunk, OpenAIError, _Done)},
@@ -158,9 +159,9 @@ OPERATIONS = [
     Operation(
         "post",
         "/v1/responses",
-        "A response, as in OpenAI's API",
-        "With `stream` server-sent events whose names are their types, the last of them `response.completed`, "
-        "`response.incomplete` or `response.failed`. A response is stored unless `store` is false.",
+        "Create a response, as in OpenAI's API",
+        "With `stream`, server-sent events named by their type; the last one is `response.completed`,"
+        " `response.incomplete` or `response.failed`. A response is stored unless `store` is false.",
         ResponsesRequest,
         {"input": "What is the capital of France?", "max_output_tokens": 20},
         {_JSON: ResponseObject, _EVENTS: (AnyResponseEvent,)},
@@ -169,7 +170,7 @@ OPERATIONS = [
     Operation(
         "post",
         "/v1/responses/input_tokens",
-        "The tokens of the prompt of a response",
+        "Count the prompt tokens of a response",
         "",
         ResponsesRequest,
         {"input": "What is the capital of France?"},
@@ -179,41 +180,41 @@ OPERATIONS = [
     Operation(
         "get",
         _RESPONSE,
-        "A stored response",
-        "With `?stream=true` the events of one that was created with `background` and `stream`, those after number "
-        "`starting_after` if that is given.",
+        "Get a stored response",
+        "With `?stream=true`, returns the events of a response that was created with `background` and `stream`, from"
+        " number `starting_after` + 1 on if that is given.",
         response={_JSON: ResponseObject, _EVENTS: (AnyResponseEvent,)},
         errors=(400, 404),
     ),
     Operation(
         "delete",
         _RESPONSE,
-        "Forget a stored response",
-        "One that is being generated is cancelled.",
+        "Delete a stored response",
+        "A response that is being generated is cancelled.",
         response={_JSON: DeletedResponse},
         errors=(404,),
     ),
     Operation(
         "post",
         f"{_RESPONSE}/cancel",
-        "Cancel a response in the background",
-        "One that is complete stays as it is.",
+        "Cancel a background response",
+        "A complete response does not change.",
         response={_JSON: ResponseObject},
         errors=(400, 404),
     ),
     Operation(
         "get",
         f"{_RESPONSE}/input_items",
-        "The items that a stored response was created with",
+        "Get the input items of a stored response",
         response={_JSON: InputItemList},
         errors=(404,),
     ),
     Operation(
         "post",
         "/v1/messages",
-        "A message, as in Anthropic's API",
-        "With `stream` server-sent events whose names are their types, from `message_start` to `message_stop`; "
-        "`ping` may come in between, and `error` instead of the end.",
+        "Create a message, as in Anthropic's API",
+        "With `stream`, server-sent events named by their type, from `message_start` to `message_stop`, with `ping`"
+        " in between; a stream that fails ends with `error`.",
         MessagesRequest,
         _MESSAGES_EXAMPLE | {"max_tokens": 20},
         {_JSON: AssistantMessage, _EVENTS: (MessageEvent,)},
@@ -222,7 +223,7 @@ OPERATIONS = [
     Operation(
         "post",
         "/v1/messages/count_tokens",
-        "The tokens of a prompt, as in Anthropic's API",
+        "Count the tokens of a prompt, as in Anthropic's API",
         "",
         CountTokensRequest,
         _MESSAGES_EXAMPLE,
@@ -233,7 +234,7 @@ OPERATIONS = [
         "post",
         "/v1/load_lora_adapter",
         "Load a LoRA adapter",
-        "With --lora-allow-runtime. Answers when requests may name the adapter; others do not wait.",
+        "Needs --lora-allow-runtime. Responds when requests can use the adapter; other requests are not delayed.",
         LoadAdapterRequest,
         {"lora_name": "french", "lora_path": "/srv/adapters/french"},
         {_JSON: AdapterChange},
@@ -243,20 +244,22 @@ OPERATIONS = [
         "post",
         "/v1/unload_lora_adapter",
         "Unload a LoRA adapter",
-        "New requests are refused at once. Answers when the last one that uses it has ended.",
+        "New requests for the adapter are refused at once. Responds when the last request that uses it has ended.",
         UnloadAdapterRequest,
         {"lora_name": "french"},
         {_JSON: AdapterChange},
         (400, 403, 404, 409, 413, 415),
     ),
-    Operation("get", "/v1/models", "The model and its LoRA adapters, as in OpenAI's API", response={_JSON: ModelList}),
-    Operation("get", "/v1/models/{model}", "One model by its name", response={_JSON: ModelObject}, errors=(404,)),
+    Operation(
+        "get", "/v1/models", "List the model and its LoRA adapters, as in OpenAI's API", response={_JSON: ModelList}
+    ),
+    Operation("get", "/v1/models/{model}", "Get a model by name", response={_JSON: ModelObject}, errors=(404,)),
     Operation(
         "post",
         "/invocations",
         "Generate text on SageMaker",
-        "The request of /, of /v1/chat/completions or of /v1/completions, told apart by `inputs`, `messages` and "
-        "`prompt`, and answered like there.",
+        "Accepts the requests of /, /v1/chat/completions and /v1/completions, distinguished by `inputs`, `messages`"
+        " and `prompt`, with the same responses.",
         (CompatGenerateRequest, ChatRequest, CompletionRequest),
         _GENERATE_EXAMPLE,
         {
@@ -268,45 +271,51 @@ OPERATIONS = [
     Operation(
         "post",
         "/vertex",
-        "Generate texts on Vertex AI",
-        "Instances are requests of /generate or of /v1/chat/completions. One that fails fails all of them.",
+        "Generate text on Vertex AI",
+        "Instances are requests of /generate or /v1/chat/completions. If one fails, the whole request fails with its"
+        " status and message.",
         VertexRequest,
         {"instances": [_GENERATE_EXAMPLE, _CHAT_EXAMPLE]},
         {_JSON: VertexResponse},
         _GENERATION_ERRORS,
     ),
-    Operation("get", "/v2", "The server, as in KServe's protocol", response={_JSON: kserve.ServerMetadata}),
-    Operation("get", "/v2/health/live", "Does the server answer?", response={_JSON: kserve.Live}),
+    Operation("get", "/v2", "Server metadata, as in KServe's protocol", response={_JSON: kserve.ServerMetadata}),
+    Operation("get", "/v2/health/live", "Liveness, as in KServe's protocol", response={_JSON: kserve.Live}),
     Operation(
-        "get", "/v2/health/ready", "Health", "Can the model compute?", response={_JSON: kserve.Ready}, errors=(503,)
+        "get",
+        "/v2/health/ready",
+        "Health",
+        "200 while the model is healthy.",
+        response={_JSON: kserve.Ready},
+        errors=(503,),
     ),
-    Operation("get", _KSERVE_MODEL, "The model, as in KServe's protocol", response={_JSON: kserve.ModelMetadata}),
+    Operation("get", _KSERVE_MODEL, "Model metadata, as in KServe's protocol", response={_JSON: kserve.ModelMetadata}),
     Operation(
         "get",
         f"{_KSERVE_MODEL}/ready",
         "Health",
-        "Can the model compute?",
+        "200 while the model is healthy.",
         response={_JSON: kserve.ModelReady},
         errors=(503,),
     ),
     Operation(
         "post",
         f"{_KSERVE_MODEL}/infer",
-        "Generate texts, as in KServe's protocol",
-        "A prompt is a tensor of UTF-8 bytes, or a string in one. The answers come in the form of the prompts.",
+        "Generate text, as in KServe's protocol",
+        "A prompt is a tensor of UTF-8 bytes, or a string in a tensor. Outputs have the form of the prompts.",
         kserve.InferRequest,
         {"id": "1", "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["The capital of"]}]},
         {_JSON: kserve.InferResponse},
         _GENERATION_ERRORS,
     ),
-    Operation("get", "/", "Health", "Can the model compute? Browsers are sent to /ui.", errors=(503,)),
-    Operation("get", "/health", "Health", "Can the model compute?", errors=(503,)),
-    Operation("get", "/ping", "Health", "Can the model compute?", errors=(503,)),
+    Operation("get", "/", "Health", "200 while the model is healthy. Browsers are redirected to /ui.", errors=(503,)),
+    Operation("get", "/health", "Health", "200 while the model is healthy.", errors=(503,)),
+    Operation("get", "/ping", "Health", "200 while the model is healthy.", errors=(503,)),
     Operation(
         "get",
         "/livez",
         "Liveness",
-        "Do steps advance? Also yes while shards are replaced, and while the server is busy.",
+        "200 while steps advance, and while shards are replaced.",
         response={_JSON: health.Liveness},
         errors=(503,),
     ),
@@ -314,46 +323,48 @@ OPERATIONS = [
         "get",
         "/readyz",
         "Readiness",
-        "Can requests be admitted? Not while shards are replaced, and not when the server drains.",
+        "200 while requests can be admitted; 503 while shards are replaced and while the server drains.",
         response={_JSON: health.Readiness},
         errors=(503,),
     ),
-    Operation("get", "/startupz", "Start-up", "Is the model loaded?", response={_JSON: health.Startup}, errors=(503,)),
+    Operation(
+        "get", "/startupz", "Start-up", "200 when the model is loaded.", response={_JSON: health.Startup}, errors=(503,)
+    ),
     Operation(
         "post",
         "/drain",
-        "Admit no more requests",
-        "Running requests finish; new ones get 503. The server stays up until it is stopped. Without API keys only"
-        " programs on the server's machine may ask for it.",
+        "Drain the server",
+        "Running requests finish; new ones get 503. The process keeps running until it is stopped. Without API keys,"
+        " only programs on the server's machine may call this route.",
         response={_JSON: health.DrainResponse},
         errors=(403,),
     ),
     Operation(
         "get",
         STATE_PATH,
-        "Load, for a balancer",
-        "Whether requests can be admitted, how many there are, and how much of the KV cache is free.",
+        "Load of this server, for a balancer",
+        "Whether requests can be admitted, how many are running and queued, and how many KV cache blocks are free.",
         response={_JSON: ReplicaState},
     ),
     Operation(
         "get",
         EVENTS_PATH,
-        "What entered and left the prefix cache",
-        "With `--kv-events`, for who knows the route key. `?after=NUMBER` asks for what came after that number of an"
-        " earlier answer; without it, or if that is too long ago, the answer is all that the cache holds.",
+        "Events of the prefix cache",
+        "Needs `--kv-events` and the route key. `?after=NUMBER` returns the events after that number of an earlier"
+        " response; without it, or if the number is too old, the response is the whole content of the cache.",
         response={_JSON: KvEventPage},
         errors=(403, 404, 422),
     ),
-    Operation("get", "/info", "The model and the limits of this server", response={_JSON: Info}),
+    Operation("get", "/info", "Model and limits of this server", response={_JSON: Info}),
     Operation("get", "/metrics", "Metrics in Prometheus' text format", response={"text/plain": str}),
-    Operation("get", "/docs", "This documentation as a page", response={"text/html": str}),
-    Operation("get", "/ui", "A page to try the model: chats and completions", response={"text/html": str}),
-    Operation("get", "/dashboard", "A page that shows the batch as it runs", response={"text/html": str}),
+    Operation("get", "/docs", "This reference as a web page", response={"text/html": str}),
+    Operation("get", "/ui", "Web page to try the model: chats and completions", response={"text/html": str}),
+    Operation("get", "/dashboard", "Web page that shows the running batch", response={"text/html": str}),
     Operation(
         "get",
         "/dashboard/data",
-        "The batch as it runs",
-        "Rows, queue, KV blocks, recent steps and counters. Numbers only.",
+        "Data of the running batch",
+        "Rows, queue, KV blocks, recent steps and counters; no text.",
         response={_JSON: DashboardData},
     ),
     Operation(

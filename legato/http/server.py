@@ -94,5 +94,5 @@ class HttpServer(uvicorn.Server):
     def _arrived(self, arriving: asyncio.Task[Any], protocol: HttpProtocol) -> None:
         if arriving.cancelled() or arriving.exception() is not None:
             self.context.open.discard(protocol)
-            self.context.log.warning("A connection ended before it was established, in its TLS handshake perhaps")
+            self.context.log.warning("A connection ended before it was established, possibly in its TLS handshake")
         self._arriving.discard(arriving)

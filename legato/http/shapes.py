@@ -1,4 +1,4 @@
-"""How requests say what their text must look like: `grammar` in the native API, `response_format` in OpenAI's.
+"""Parses the format constraints of requests: `grammar` in the native API, `response_format` in OpenAI's.
 
     OpenAI   {"type": "text"}   {"type": "json_object"}   {"type": "json_schema", "json_schema": {"schema": {...}}}
     TGI      {"type": "json", "value": {...}}   {"type": "json_schema", "value": {"schema": {...}}}

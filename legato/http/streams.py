@@ -1,4 +1,4 @@
-"""The text of one generation: a Transcript turns outputs into tokens with text, a Stream brings them to a reader.
+"""The text of one generation: a Transcript converts outputs to tokens with text, a Stream delivers them to a reader.
 
 A StreamGroup is for an answer that several generations make together: one reader, woken by whichever has news.
 """
@@ -171,7 +171,7 @@ class Wakeup:
 
 
 class Stream:
-    """One sequence on its way: the scheduler's outputs arrive at one end, a reader takes text from the other."""
+    """One sequence in progress: the scheduler adds outputs, a reader takes text."""
 
     def __init__(
         self, scheduler: SchedulerClient, request: GenerationRequest, transcript: Transcript, seed: int | None = None
@@ -226,7 +226,9 @@ class Stream:
 
     def _overrun(self) -> None:
         if not self._cancelled:
-            logger.warning("A client reads too slowly: %d tokens wait for it, its request ends", len(self._arrived))
+            logger.warning(
+                "A client reads too slowly: %d tokens wait for it; its request is cancelled", len(self._arrived)
+            )
             self.cancel()
             if self.on_overrun is not None:
                 self.on_overrun()

@@ -1,4 +1,4 @@
-"""Every limit on a request, checked before it costs anybody anything. Order and wording are TGI's.
+"""Validates requests before they use resources. Order and wording of the checks are TGI's.
 
 Where we differ: `top_p` and `typical_p` of 1.0 mean "off" instead of an error, an unknown adapter is an error instead
 of the base model, and numbers that a float32 cannot hold are refused.
@@ -199,7 +199,7 @@ class Validator:
             raise InvalidRequest("`inputs` cannot be empty")
         if parameters.truncate is not None and len(input_ids) > parameters.truncate:
             if images:
-                raise InvalidRequest("`truncate` cannot cut `inputs` with images")
+                raise InvalidRequest("`truncate` cannot be used for `inputs` with images")
             input_ids = input_ids[-parameters.truncate :]
         return input_ids, images
 
@@ -258,7 +258,9 @@ class Validator:
         strangers = [token_id for token_id in ids if token_id >= self.limits.vocab_size and token_id != known]
         if strangers:
             token = self._tokenizer.id_to_token(strangers[0])
-            raise InvalidRequest(f"`inputs` holds {token!r}, a token of the tokenizer that the model does not have")
+            raise InvalidRequest(
+                f"`inputs` holds {token!r}, a token of the tokenizer that is not in the model's vocabulary"
+            )
 
     def _check_counts(self, parameters: GenerateParameters) -> None:
         if parameters.max_new_tokens == 0:

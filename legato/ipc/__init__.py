@@ -1,1 +1,1 @@
-"""How our own processes talk: framed messages over socket pairs."""
+"""Communication between Legato's processes: framed messages over socket pairs."""

@@ -1,4 +1,4 @@
-"""Processes for work that untrusted input can make endless: chat templates and grammars.
+"""Resource-limited processes for work on untrusted input: chat templates and grammars.
 
 A thread cannot be stopped, a process can: the kernel ends it when it takes more processor time or memory than it may
 have, the request is answered with an error, and the next one gets a new process. A process inherits no file, no secret

@@ -33,7 +33,7 @@ class KvEvent(Struct, frozen=True, omit_defaults=True):
 
 
 class KvEventPage(Struct, frozen=True):
-    """The answer to GET /replica/events."""
+    """Response of GET /replica/events."""
 
     # The number to ask with the next time.
     last: int

@@ -50,7 +50,7 @@ class SentTokens(Struct, array_like=True):
 
 
 class ReplicaState(Struct, kw_only=True):
-    """The answer to GET /replica/state."""
+    """Response of GET /replica/state."""
 
     ready: bool
     draining: bool

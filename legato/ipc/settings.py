@@ -1,4 +1,4 @@
-"""What a person configured about the HTTP side. The defaults are TGI's."""
+"""The settings of the HTTP workers. The defaults are TGI's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How several programs of one launch hand their parts to the one that finishes last, sparing a second launch.
+"""Reduction within one launch: the program that finishes last adds up the parts of the others, without a second launch.
 
 Every program of a group stores its part and then arrives at the group's counter. The last to arrive reads all parts.
 It also sets the counter back to zero, so the counters are zeroed once, when they are made, and never per launch.

@@ -1,4 +1,4 @@
-"""What kernels need to know about a GPU to choose tiles, stages and features.
+"""The properties of a GPU by which kernels choose tiles, stages and features.
 
 Tests replace `DEFAULT` to compile for cards that are not there.
 """

@@ -1,4 +1,4 @@
-"""A linear layer for 2 to 16 rows: the matrix units multiply, and weights are on their way before the rows are there.
+"""A linear layer for 2 to 16 rows on the matrix units; weights are prefetched before the rows are ready.
 
 Reading the weights is all the cost, as for one row (`small_linear`), but every weight meets several rows. So a program
 takes more rows of the weight than there, or reading the rows of x again and again would take as long.

@@ -1,4 +1,4 @@
-"""Gate and up projections of steps with prompts on Hopper GPUs, with the activation behind them in one kernel.
+"""Gate and up projections of steps with prefill on Hopper GPUs, fused with the activation.
 
 A program stays on its multiprocessor and computes one tile after the other: 128 rows, and 128 columns of gate and the
 same of up, which meet in the registers of one thread. One warp asks the copy unit for blocks of both matrices, some

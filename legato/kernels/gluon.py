@@ -1,4 +1,4 @@
-"""Gluon, where Triton has it: the same compiler for those who say themselves which warp does what, and where data lies.
+"""Gluon, if Triton has it: kernels with explicit warp roles and data layouts, in the same compiler.
 
 As in `language.py`, kernels are defined in any case, so that every module imports.
 """

@@ -1,4 +1,4 @@
-"""A linear layer whose rows go to different matrices: the experts of a mixture.
+"""A grouped linear layer, whose rows use different matrices: MoE experts.
 
 Rows are put into the order of their experts, and a tile of the product has rows of one expert only. How many rows an
 expert has is known on the device alone, so the grid is the most tiles there can be and every tile finds its expert

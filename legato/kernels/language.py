@@ -1,4 +1,4 @@
-"""Triton, where it is installed. Elsewhere the kernels are still defined, so that every module imports, but never run.
+"""Triton, if it is installed. Otherwise kernels are defined, so that every module can be imported, but never run.
 
 Kernels take their names from here. Their parameters are annotated with three words: Triton reads the text of an
 annotation, acts on "constexpr" (a value known when the kernel is compiled) and ignores "Pointer" and "Scalar".

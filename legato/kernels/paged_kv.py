@@ -1,4 +1,4 @@
-"""What decode and chunk attention share: the paged context they read, how a dot product becomes a score, the reference.
+"""Shared parts of decode and chunk attention: reading the paged context, computing scores, and the reference.
 
 `ragged_attention_torch` defines the result of both.
 """

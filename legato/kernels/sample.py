@@ -1,4 +1,4 @@
-"""The likeliest token of each row and its log probability, in one pass over the logits."""
+"""The most likely token of each row and its log probability, in one pass over the logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear layer for a handful of rows, where reading the weights once at full bandwidth is all that counts."""
+"""A linear layer for a few rows, limited by the bandwidth of reading the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A matrix product in two halves of its inputs, not yet added up: for some dozens of rows, of long matrices.
+"""A split-K matrix product with two parts that are not yet added: for a few dozen rows and long matrices.
 
 With so few rows a product has too few tiles of the result for the multiprocessors of a large chip. cuBLAS then splits
 the sums by itself, and adds them up with a launch of its own. The norm behind the product can do that on the way

@@ -1,4 +1,4 @@
-"""text-generation-launcher: download, start shards and router, supervise them, stop them in order."""
+"""text-generation-launcher: downloads the model, then starts, supervises and stops shards and router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports and sockets: checked before anything starts, polled until they answer, removed at the end."""
+"""Ports and sockets: checked before anything starts, polled until they respond, removed at the end."""
 
 from __future__ import annotations
 

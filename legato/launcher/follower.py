@@ -92,7 +92,7 @@ class Follower:
             logger.error("%s: not restarted, because %s", dead.describe_exit(), self._budget.described)
             return False
         dead.show_stderr()
-        logger.error("%s: joining again%s", dead.describe_exit(), f" in {delay:g} s" if delay else "")
+        logger.error("%s: rejoining%s", dead.describe_exit(), f" in {delay:g} s" if delay else "")
         await asyncio.sleep(delay)
         return True
 

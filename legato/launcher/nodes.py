@@ -1,4 +1,4 @@
-"""The launchers of several machines: the first one gathers the others, and all start their shards together.
+"""The launchers of several machines: the others join machine 0, and all start their shards together.
 
     other machine ──JOIN: rank, version, options, address──► first machine, once all are there
                   ◄──START: name of the group, addresses────
@@ -157,7 +157,7 @@ class NodeHub:
         self._started, self._joined, self.loss = self._joined, {}, None
         for link in self._started.values():
             await link.send(FrameKind.START, group=assembly.group, addresses=addresses)
-        logger.info("All machines are here", extra={"fields": {"machines": ",".join(addresses)}})
+        logger.info("All machines have joined", extra={"fields": {"machines": ",".join(addresses)}})
         return assembly
 
     async def stop(self) -> None:
@@ -186,7 +186,7 @@ class NodeHub:
                 await old.close("this machine has joined again")
         link = self._joined[rank] = NodeLink(connection, str(fields.get("address")))
         link.ended.add_done_callback(lambda ended: self._lose(rank, link, ended.result()))
-        logger.info("Machine %d is here", rank, extra={"fields": {"address": link.address}})
+        logger.info("Machine %d has joined", rank, extra={"fields": {"address": link.address}})
         self._changed.set()
 
     def _lose(self, rank: int, link: NodeLink, reason: str) -> None:

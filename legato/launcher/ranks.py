@@ -1,4 +1,4 @@
-"""Which machine this is: by flags, or by the variables that LeaderWorkerSet and torchrun set."""
+"""The rank of this machine, from flags or the variables of LeaderWorkerSet and torchrun."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def link_tls(options: LauncherOptions) -> LinkTls | None:
 def layout_of(options: LauncherOptions, num_local: int) -> RankLayout:
     layout = RankLayout(options.nnodes, num_local, options.pipeline_parallel_size)
     if layout.needs_links and options.master_port + 1 + layout.world_size > 65536:
-        raise OptionError(f"--master-port ({options.master_port}) leaves no room for the ports of the shards behind it")
+        raise OptionError(
+            f"--master-port ({options.master_port}) leaves no room for the ports of the shards, which follow it"
+        )
     if layout.needs_links and options.task == "embed":
         raise OptionError("--task embed runs on one device: leave out --nnodes and --pipeline-parallel-size")
     if options.pipeline_parallel_size > 1:

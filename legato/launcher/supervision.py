@@ -1,4 +1,4 @@
-"""The processes of a server and who of them is started anew: the shards together, the router alone.
+"""Supervises the processes of a server and restarts them: the shards together, the router alone.
 
     a shard ends    the others of its group are killed, all are started again; the router keeps its requests and replays
                     them on the new shards

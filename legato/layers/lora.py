@@ -1,4 +1,4 @@
-"""LoRA adapters in the layers of a model: what is on the device, which rows of a forward have which, and the sum.
+"""LoRA adapters in the layers of a model: the adapters on the device, their rows in a forward pass, and the sum.
 
 A layer that adapters may change has a `LoraDelta` (`attach`, in `models/targets.py`). In a forward none of whose rows
 has an adapter it does nothing.

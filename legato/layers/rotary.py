@@ -57,7 +57,7 @@ class Rotary:
         if self._config.is_long:
             self.cos_sin.copy_(_table(self._config, len(self.cos_sin), longest))
             logger.info(
-                "Sequences of up to %d tokens: the rope has its %s factors", longest, self._config.chosen(longest)
+                "Sequences of up to %d tokens: using the %s RoPE factors", longest, self._config.chosen(longest)
             )
 
     def turn(self, x: torch.Tensor, step: Step) -> torch.Tensor:

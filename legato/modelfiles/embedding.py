@@ -1,4 +1,4 @@
-"""What the files of an embedding model or a classifier say, in the layout of sentence-transformers.
+"""Reads the configuration of an embedding model or classifier, in the layout of sentence-transformers.
 
     modules.json                         the modules behind the transformer: pooling, dense layers, normalisation
     1_Pooling/config.json                how the vectors of a text's tokens become one

@@ -1,4 +1,4 @@
-"""A LoRA adapter in place of a model: its base model with the adapter merged into the weights when they are read.
+"""A LoRA adapter as the model: its base model, with the adapter merged into the weights on load.
 
 Everything but the weights is the base model's, except the tokenizer and the chat template, which adapters may bring.
 """

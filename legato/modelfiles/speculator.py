@@ -1,4 +1,4 @@
-"""Speculators: checkpoints that guess what a base model says next, and name that model.
+"""Speculator checkpoints, which name their base model and propose draft tokens for it.
 
     Medusa            config.json has medusa_num_heads and no architectures; medusa_lm_head.safetensors
     MLP speculator    config.json has model_type mlp_speculator; model.safetensors

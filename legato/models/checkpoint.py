@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read by name: this shard's part of each and no more.
+"""Reads the tensors of a checkpoint by name, only this shard's part of each.
 
 Keeps account: a tensor that is missing, left over or of the wrong shape is an error that names it.
 """

@@ -1,4 +1,4 @@
-"""What the server must know of a model: its sizes, and how config.json says that positions and windows are meant.
+"""The model configuration that the server needs: sizes, positions and attention windows from config.json.
 
 Only what every causal model has is a field. What one architecture has, its own file reads from `keys`.
 """

@@ -115,7 +115,7 @@ class ParallelLayer:
 
 
 class StateTap:
-    """Hands what enters some layers to whoever reads it: the states of all tokens of a forward, and their slots."""
+    """Gives a reader the inputs of some layers: the hidden states of all tokens of a forward pass, and their slots."""
 
     def __init__(self, layers: Sequence[int], keep: Callable[[list[torch.Tensor], torch.Tensor], None]) -> None:
         self._layers, self._keep = tuple(layers), keep

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: one Llama layer that guesses on from states of three layers of its base model.
+"""EAGLE-3 heads: one Llama layer that proposes tokens from the hidden states of three layers of its base model.
 
     fused      fc(states of three layers, side by side)                                 of every token, by its slot
     layer      attention over cat(norm(embedding of the next token), norm(state)); residual stream, MLP as in Llama

@@ -1,4 +1,4 @@
-"""Any causal model that transformers can build, on our paged cache: for architectures that have no file of their own.
+"""Runs causal models of transformers on the paged KV cache, for architectures without their own implementation.
 
 transformers computes everything but attention, which its models look up by name. Ours stores keys and values in the
 KV cache and attends over blocks, so a step of many sequences is to the model one sequence whose positions jump. That
@@ -94,7 +94,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls as its attention `legato`."""
     if attention_mask is not None:
-        raise UnsupportedModel("it uses an attention mask of its own")
+        raise UnsupportedModel("it uses its own attention mask")
     if is_causal is False or not getattr(module, "is_causal", True):
         raise UnsupportedModel("its attention is not causal")
     if others.get("s_aux") is not None:

@@ -45,7 +45,7 @@ def check(files: ModelFiles, trust_remote_code: bool, known: Container[str]) -> 
             f"model_type '{kind}' is not supported without the Python code that comes with the model; "
             "--trust-remote-code runs it"
         )
-    raise unsupported(kind, "transformers does not know it either")
+    raise unsupported(kind, "transformers does not support it either")
 
 
 def unsupported(model_type: str, reason: str) -> UnsupportedModel:

@@ -1,4 +1,4 @@
-"""Giving back the pages of mapped files.
+"""Releases the pages of memory-mapped files.
 
 What was read through a mapping counts as memory of the process for as long as it is mapped: after loading, a whole
 checkpoint. The pages stay in the page cache, where the next process finds them; only the way to them is taken away,

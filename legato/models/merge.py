@@ -77,7 +77,9 @@ class MergedSource:
             if sizes not in ((b, a), (a, b)):
                 continue
             if a == b:
-                raise UnsupportedModel(f"{self._tensors.file}: the shapes of '{pair.module}' do not say what is input")
+                raise UnsupportedModel(
+                    f"{self._tensors.file}: the shapes of '{pair.module}' do not determine which side is the input"
+                )
             found = True
             self._tensors.parameters[pair] = "down_proj" if match["part"] in ("down_proj", "w2") else "gate_up_proj"
             number = None if single is None else (int(single["number"]), _GATE_UP.get(single["part"], 0))

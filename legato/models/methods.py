@@ -1,4 +1,4 @@
-"""Which quantization method a model has: what its files say, and what `--quantize` asks for."""
+"""Determines the quantization method of a model, from its files and `--quantize`."""
 
 from __future__ import annotations
 

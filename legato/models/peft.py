@@ -177,8 +177,8 @@ class PageWriter:
             )
         missing = ", ".join(sorted(layout.known[key].modules))
         raise UnsupportedModel(
-            f"{self._tensors.file}: it changes '{module}', for which this server has no room: start it with"
-            f" --lora-target-modules that include {missing}"
+            f"{self._tensors.file}: it changes '{module}', which is not one of this server's --lora-target-modules:"
+            f" start it with --lora-target-modules that include {missing}"
         )
 
     def _key(self, pair: LoraPair) -> str:
@@ -220,8 +220,8 @@ class PageWriter:
                 return fits[0]
         if fused:
             raise UnsupportedModel(
-                f"{self._tensors.file}: the shapes of '{fused[0].module}' do not say which sides are inputs; save it"
-                " with one matrix for each expert"
+                f"{self._tensors.file}: the shapes of '{fused[0].module}' do not determine which sides are inputs;"
+                " save it with one matrix for each expert"
             )
         return False
 

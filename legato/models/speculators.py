@@ -1,4 +1,4 @@
-"""Heads that guess the tokens behind the next one from the state that the next one was sampled from.
+"""Medusa and MLP heads: they propose further tokens from the hidden state of the last sampled token.
 
 Medusa has a head for each token, independent of the others. An MLP speculator is a small recurrent network: it goes on
 from the state and the token that was sampled, one token at a time. Both see the state as the model's own head does,
@@ -36,7 +36,7 @@ class Speculator(Protocol):
 
 
 class CheckpointTensors:
-    """By name and shape. All of them must be asked for: one that is left over is a layout that is not understood."""
+    """Tensors by name and shape. All of them must be read: an unread tensor means that the layout is unknown."""
 
     def __init__(self, files: SpeculatorFiles, dtype: torch.dtype, device: torch.device) -> None:
         self._files = files

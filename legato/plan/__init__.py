@@ -1,1 +1,1 @@
-"""`legato plan`: whether and how a model fits, before anything is loaded."""
+"""`legato plan`: computes whether a model fits and on how many shards, before anything is loaded."""

@@ -1,4 +1,4 @@
-"""`legato plan MODEL`: whether and how a model fits, before anything is loaded."""
+"""`legato plan MODEL`: computes whether a model fits and on how many shards, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -43,36 +43,37 @@ class PlanOptions(ModelOptions):
 
     memory: str | None = option(
         None,
-        "Memory of each GPU, such as `80GiB`. Default: that of the GPU of this machine, or of the machine.",
+        "Memory of each GPU, such as `80GiB`. Default: the memory of this machine's GPU; without a GPU, its main"
+        " memory.",
         env=None,
     )
     dtype: Literal["float16", "bfloat16", "float32"] | None = option(
-        None, "Data type of weights and activations. Default: the one that a shard would choose.", env=None
+        None, "Data type of weights and activations. Default: the dtype that a shard would choose.", env=None
     )
     quantize: Literal[Checkpoints, OnLoad] | None = option(
-        None, "Quantization method of the weights. Default: what the checkpoint says.", env=None
+        None, "Quantization method of the weights. Default: the checkpoint's method.", env=None
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = option(
-        None, "Data type of the KV cache. Default: that of the model.", env=None
+        None, "Data type of the KV cache. Default: the model's dtype.", env=None
     )
     max_concurrent_requests: int = option(128, "Maximum requests running at once.", env=None, minimum=1)
     max_batch_prefill_tokens: int | None = option(
         None, "Maximum tokens of one step. Default: the router's default.", env=None, minimum=1
     )
     lora_device_ranks: int | None = option(
-        None, "Device memory for LoRA adapters, in ranks. Default: no adapters.", env=None, minimum=8
+        None, "Device memory for LoRA adapters, as a total rank. Default: no adapters.", env=None, minimum=8
     )
     lora_target_modules: tuple[str, ...] = option(
         (), "Layers that LoRA adapters may change. Default: all linear layers except experts and `lm_head`.", env=None
     )
-    machines: int = option(1, "Machines to lay the model out over.", env=None, minimum=1)
-    gpus_per_machine: int = option(8, "GPUs of each machine, with `--machines`.", env=None, minimum=1)
+    machines: int = option(1, "Number of machines to spread the model over.", env=None, minimum=1)
+    gpus_per_machine: int = option(8, "Number of GPUs per machine, with `--machines`.", env=None, minimum=1)
     network_gbit: float = option(
-        200.0, "Speed of the network between machines, in Gbit/s, with `--machines`.", env=None, minimum=0.001
+        200.0, "Network bandwidth between machines, in Gbit/s, with `--machines`.", env=None, minimum=0.001
     )
     fabric_gbyte: float = option(
         450.0,
-        "Speed at which a GPU sends to the others of its machine (NVLink, PCIe), in GB/s, with `--machines`.",
+        "Bandwidth between the GPUs of a machine (NVLink, PCIe), in GB/s per GPU, with `--machines`.",
         env=None,
         minimum=0.001,
     )
@@ -250,4 +251,6 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
-COMMAND = command(PlanOptions, run, "plan", "Say whether and how a model fits, before anything is loaded.")
+COMMAND = command(
+    PlanOptions, run, "plan", "Compute whether a model fits and on how many shards, before anything is loaded."
+)

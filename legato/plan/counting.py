@@ -1,4 +1,4 @@
-"""What a model takes of memory, counted by building it on torch's meta device: real shapes, no storage.
+"""Counts the memory of a model by building it on torch's meta device: real shapes, no storage.
 
 Of weight files only the headers are read. Models that run through transformers are not built; their files are counted.
 """

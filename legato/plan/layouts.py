@@ -1,4 +1,4 @@
-"""How to lay a model out over machines: shards of a stage (tensor parallelism), stages (pipeline) and replicas.
+"""Layouts of a model over machines: tensor-parallel shards, pipeline stages and replicas.
 
 What each GPU holds, and what a token costs on the links: arithmetic on what `memory.py` counts for one machine.
 

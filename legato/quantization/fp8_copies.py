@@ -1,4 +1,4 @@
-"""fp8 copies of 4-bit matrices, where device memory is plentiful.
+"""fp8 copies of 4-bit matrices, if device memory allows (`--fp8-copy-fraction`).
 
 With few rows a product takes as long as its matrix is read, and 4 bits are best. With more rows the matrix units
 decide, and unpacking costs as much as multiplying: on an H200 256 rows take 1.8 times as long with 4-bit weights as

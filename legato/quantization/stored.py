@@ -1,4 +1,4 @@
-"""What a reader of a checkpoint's layout gets to see: named tensors, of which it reads what a shard needs."""
+"""The checkpoint as a layout reader sees it: named tensors, of which it reads the shard's part."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def read_packed(
     values in a word, where they are not in order."""
     values, words = word_unit(bits)
     if shape[dim] % values:
-        raise tensors.fault(name, f"packs {shape[dim]} values of {bits} bits, which are no multiple of {values}")
+        raise tensors.fault(name, f"packs {shape[dim]} values of {bits} bits, which is not a multiple of {values}")
     stored = list(shape)
     stored[dim] = shape[dim] * bits // WORD
     ranges = cut.get(dim, [(0, shape[dim])])

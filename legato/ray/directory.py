@@ -1,4 +1,4 @@
-"""The replicas that are there, in an actor of Ray: each announces itself once a second, balancers ask.
+"""The directory of replicas, a Ray actor: replicas register once a second, balancers query it.
 
 An entry that is not announced again for a while is dropped: its replica is dead, or cut off. An actor that Ray started
 anew knows everybody again after a second.

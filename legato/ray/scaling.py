@@ -1,4 +1,4 @@
-"""How many replicas there should be, from their queues and from what of their KV caches and rows is in use.
+"""Computes the number of replicas from their queues and the use of their KV caches and rows.
 
 Queues say that requests wait now, use says that they will soon. Both are shared by all replicas, so the number that is
 wanted is the sum over the replicas divided by what each should have; whichever is more counts. Ray asks once a second,

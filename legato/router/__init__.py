@@ -1,1 +1,1 @@
-"""Everything about requests: HTTP, validation, text, and the scheduler that decides what runs. Never imports torch."""
+"""The router process: the scheduler, and the connections to shards and HTTP workers. Never imports torch."""

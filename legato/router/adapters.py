@@ -121,7 +121,7 @@ class AdapterRegistry:
         rules = self._check(name)
         rules.check(source)
         if name in self._names:
-            raise AdapterRefused(f"`lora_name`: an adapter {name!r} is loaded already; unload it first", 409)
+            raise AdapterRefused(f"`lora_name`: an adapter {name!r} is already loaded; unload it first", 409)
         if not name or name in self._reserved or len(name) > 256:
             raise AdapterRefused(f"`lora_name`: {name!r} cannot be the name of an adapter")
         self._changing.add(name)
@@ -172,7 +172,7 @@ class AdapterRegistry:
                 if found is None or found.path != info.path:
                     found = await shards.load_adapter(info.name, info.path)
                 if found.num_pages != info.num_pages:
-                    raise AdapterFailed(f"{info.path} is not what it was")
+                    raise AdapterFailed(f"{info.path} has changed since it was loaded")
             except AdapterFailed as error:
                 self._lose(info, str(error))
 

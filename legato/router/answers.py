@@ -1,4 +1,4 @@
-"""Whether the shards answer what they were asked: every step once, in order, and all of them with the same tokens.
+"""Checks the responses of the shards: every step once, in order, and the same tokens from all shards.
 
 All shards of a model sample from the same gathered logits. One that has another token feeds it to its next step, and
 from then on computes something else than the others.

@@ -68,7 +68,9 @@ def run(options: RouterOptions) -> None:
     listeners = Listeners(options.hostname, options.port, num_workers(options))
     api_keys = read_keys(options.api_key, options.api_key_file)
     if adapter_rules(options) and api_keys and not any(rights.adapters for rights in api_keys.values()):
-        raise OptionError("--lora-allow-runtime: no API key may do it; write `adapters` behind one in --api-key-file")
+        raise OptionError(
+            "--lora-allow-runtime: no API key may change adapters; write `adapters` after a key in --api-key-file"
+        )
     tls = tls_context(options.ssl_certfile, options.ssl_keyfile)  # the workers read the files again
     for warning in (*command_line_warnings(), *exposure_warnings(options)):
         logger.warning(warning)
@@ -238,8 +240,8 @@ def whole_prompt_tokens(sizes: StepSizes, options: RouterOptions) -> int:
     longest, given = (options.max_input_tokens or 1) + 1, options.max_batch_prefill_tokens
     if given is not None and given < longest:
         raise OptionError(
-            f"--max-batch-prefill-tokens is {given}: this model computes prompts whole, which takes up to {longest},"
-            " one more than --max-input-tokens"
+            f"--max-batch-prefill-tokens is {given}: this model computes a prompt in one step, which needs up to"
+            f" {longest}, one more than --max-input-tokens"
         )
     return max(sizes.max_prompt_tokens or sizes.max_tokens, longest)
 

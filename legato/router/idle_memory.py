@@ -1,4 +1,4 @@
-"""Gives memory back while nothing runs: of KV blocks that no request and no cached prefix uses.
+"""Returns the memory of unused KV blocks to the system while no request is running.
 
 Only where shards ask for it by a limit of unused blocks, which those on a CPU do: their memory is everybody's.
 """
@@ -49,6 +49,6 @@ class IdleMemory:
         try:
             await shards.release(blocks)
         except ShardsLost as error:
-            logger.warning("The memory of %d KV blocks was not given back: %s", len(blocks), error)
+            logger.warning("The memory of %d KV blocks was not returned to the system: %s", len(blocks), error)
         else:
             pool.free(blocks)

@@ -1,4 +1,4 @@
-"""What `/info` says of the model and of this build. The Hub is not asked: offline servers say the same."""
+"""The model and build information of `/info`. It does not query the Hub, so it also works offline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model_sha(model: Path) -> str | None:
 
 def pipeline_tag(model: Path, *, from_hub: bool, has_encoder: bool, cache: Path | None = None) -> str | None:
     """The Hub's name for what the model does, by its configuration. `POST /` repeats the prompt in its answer only for
-    text generation, so that pictures in prompts do not come back."""
+    text generation, so that images in prompts are not returned."""
     if has_encoder:
         return "text2text-generation"
     if image_rules(ModelFiles.open(model, cache)) is not None:

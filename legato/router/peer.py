@@ -1,4 +1,4 @@
-"""The process at the other end of a unix socket, to be killed if it hangs.
+"""Identifies the process at the other end of a unix socket, to kill it if it hangs.
 
 Its number comes from the kernel, not from the process, and is turned into a handle at once, so that no other process
 that gets the same number later is hit.
@@ -19,7 +19,7 @@ CONNECT_SECONDS = 1.0
 
 
 class PeerProcess:
-    """Who listens on `path`. Elsewhere than on Linux nobody can be told, and `kill` does nothing."""
+    """The process that listens on `path`. On systems other than Linux it is unknown, and `kill` does nothing."""
 
     def __init__(self, path: str) -> None:
         self.pid = _listener(path)
@@ -28,7 +28,7 @@ class PeerProcess:
             try:
                 self._handle = os.pidfd_open(self.pid)
             except OSError as error:  # it has ended, or runs in another container
-                logger.debug("No handle of the process on %s: %s", path, error.strerror)
+                logger.debug("Cannot identify the process that listens on %s: %s", path, error.strerror)
 
     def kill(self) -> None:
         if self._handle is not None:

@@ -1,4 +1,4 @@
-"""What follows the loss of the shards: they are killed, whoever started them starts others, and requests go on there.
+"""Recovery after the loss of shards: they are killed, new ones are started by their launcher, and requests continue.
 
 step loop   ShardsLost ──► Recovery: kill what is left, wait, warm up, load adapters, compile grammars ──► resume
 launcher    sees the shards end ──► starts the group anew (`launcher/supervision.py`)
@@ -73,7 +73,7 @@ class Recovery:
                 continue
             self._steps.resume(connected.shards, connected.scheduler_limits, connected.limits)
             seconds = asyncio.get_running_loop().time() - started
-            logger.info("Connected to new shards after %.1f s: requests go on", seconds)
+            logger.info("Connected to new shards after %.1f s: requests continue", seconds)
             return
 
     async def close(self) -> None:

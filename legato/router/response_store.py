@@ -1,4 +1,4 @@
-"""Where the HTTP workers keep the responses of `/v1/responses`: in a file that a person named, or in memory.
+"""The store of `/v1/responses`, shared by the HTTP workers: a file (`--response-store`), or memory.
 
 Workers are processes, and the next request may reach another one. Their memory in common is a folder of a file system
 without a disk, which is gone when the router is.

@@ -1,4 +1,4 @@
-"""The scheduler's process once the model is ready: steps and workers side by side, until a signal or a loss."""
+"""Runs the scheduler process after start-up: steps and HTTP workers, until a signal or a failure."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class RouterProcess:
         if not self._stopping.is_set():
             self._signalled_at = now
         elif now - self._signalled_at > SAME_SIGNAL_SECONDS:
-            logger.warning("Second %s: requests end now", number.name)
+            logger.warning("Second %s: ending all requests", number.name)
             self._end_requests()
             asyncio.get_running_loop().call_later(LAST_WORDS, self._workers.kill)
         self._stopping.set()

@@ -1,4 +1,4 @@
-"""A step on its way, and its figures when it is done."""
+"""A step in flight, and its measurements when it is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shards behind their sockets: every plan goes to all of them, the answers of the first are used.
+"""The connections to the shards: every plan is sent to all of them, and the responses of the first are used.
 
 All shards of a model compute the same step and sample the same token from the same gathered logits, so one answer is
 as good as another; the others are read and compared (`answers.py`): one that differs or falls silent has failed.
@@ -41,7 +41,7 @@ CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_se
 
 
 class ShardsLost(LegatoError):
-    """A shard ended, cannot be reached, or answers what nobody asked."""
+    """A shard exited, cannot be reached, or sent an unexpected response."""
 
 
 class AdapterFailed(LegatoError):
@@ -87,7 +87,7 @@ class GrpcShards:
                     shards.kill()
                     await shards.close()
         except TimeoutError:
-            raise ShardsLost(f"no shard answers on {master_path} after {timeout:.0f} s") from None
+            raise ShardsLost(f"no shard responds on {master_path} after {timeout:.0f} s") from None
 
     @classmethod
     async def _connect(cls, master_path: str, hang_timeout: float) -> GrpcShards:
@@ -169,7 +169,7 @@ class GrpcShards:
         try:
             while not (await asyncio.wait([answers], timeout=HEALTH_INTERVAL))[0]:
                 if not math.isinf(self._hang_timeout) and not await self.healthy(self._hang_timeout):
-                    raise ShardsLost(f"the shards do not answer for {self._hang_timeout:g} s (--hang-timeout)")
+                    raise ShardsLost(f"the shards have not responded for {self._hang_timeout:g} s (--hang-timeout)")
             return await answers
         finally:
             answers.cancel()

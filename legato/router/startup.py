@@ -1,4 +1,4 @@
-"""The port before the workers have it: everything is answered with 503 and how far the start has come.
+"""Serves the port during start-up: every request gets 503 with the progress.
 
 Orchestrators ask `GET /startupz` while a model loads, which may take minutes. A client that comes too early learns that
 it should try again.
@@ -60,7 +60,7 @@ class StartupResponder:
                     writer.write(self._answer())
                     await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            logger.debug("A client left while the server starts: %s", error)
+            logger.debug("A client disconnected during start-up: %s", error)
         finally:
             self._num_connections -= 1
             writer.close()

@@ -1,4 +1,4 @@
-"""The HTTP workers: started together, watched, replaced when they die, told to finish at the end."""
+"""Starts, monitors, replaces and stops the HTTP workers."""
 
 from __future__ import annotations
 

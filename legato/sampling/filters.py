@@ -1,4 +1,4 @@
-"""Which tokens may still be drawn: top_k, top_p, typical_p, min_p.
+"""Filters of the sampled tokens: top_k, top_p, typical_p, min_p.
 
 Each takes weights [m, V] (probabilities; their sum is less than 1 once some are out, that is, 0) and sets more of them
 to 0 in place, never all of them. Their meanings are those of the warpers of the same names in transformers, except for

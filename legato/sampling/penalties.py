@@ -1,4 +1,4 @@
-"""The tokens that a row has already, and the penalties on choosing them again.
+"""Penalties on tokens that a row already contains.
 
 Two tables over (row, token), each made when the first request needs it: whether a token occurred in the prompt or the
 text so far, for the repetition penalty, and how often it was generated, for the frequency and presence penalties.

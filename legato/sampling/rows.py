@@ -97,7 +97,7 @@ class BatchPart:
 
 
 class Composition:
-    """Who needs what in one batch. Consecutive steps mostly have the same one, so it is made once for all of them."""
+    """Which rows of a batch need which operations. It is reused while consecutive steps have the same rows."""
 
     def __init__(self, table: RowTable, rows: list[int], vocab_size: int) -> None:
         self.rows = list(rows)

@@ -1,4 +1,4 @@
-"""The watermark of Kirchenbauer et al. (arXiv 2301.10226): after each token, half of the vocabulary is made likelier.
+"""The watermark of Kirchenbauer et al. (arXiv 2301.10226): after each token, a part of the vocabulary gets a bias.
 
 Which half is a function of the previous token, so that who knows the function can count how many tokens of a text are
 "green". Detectors exist for TGI's function, hence ours is the same to the bit: a CPU generator seeded with the

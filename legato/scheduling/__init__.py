@@ -1,1 +1,1 @@
-"""Decides what runs: queue, rows, KV blocks, prefix tree and step budget. Pure Python, no I/O."""
+"""The scheduler: queue, rows, KV blocks, prefix tree and step budget. Pure Python, no I/O."""

@@ -67,7 +67,7 @@ def step_sizes(device_type: str, given: int | None) -> StepSizes:
 
 @dataclass(slots=True)
 class PromptRoom:
-    """What prompts may still take of one step, each told how many tokens are before its own."""
+    """The part of a step's budget that is left for prompt tokens, given the number of tokens before them."""
 
     tokens: int
     # In tokens without a context; None: only `tokens` counts.

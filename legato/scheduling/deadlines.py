@@ -1,4 +1,4 @@
-"""When requests have waited or run long enough."""
+"""Deadlines of queued and running requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which drafts a step verifies: guesses from texts that are there, as many as are worth their time.
+"""Chooses the draft tokens of a step: guesses from earlier text, as many as increase throughput.
 
 How likely a guess is right is learned from all guesses, whether they are drafted or not: every token of a request shows
 whether the match that it followed had it right. So nothing is tried out to learn that, and a text without

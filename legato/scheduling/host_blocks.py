@@ -1,4 +1,4 @@
-"""Which blocks of evicted prefixes are in host memory (`--kv-offload-gb`), and which copies a plan asks for.
+"""Tracks which evicted blocks are in host memory (`--kv-offload-gb`), and plans their copies.
 
 The router owns the slots there as it owns blocks; the shards own the bytes. A block that the prefix tree evicts is
 copied out before anything overwrites it, and a request that needs it again gets a block of its own into which it is

@@ -1,4 +1,4 @@
-"""What enters and leaves the prefix tree, in order, for routers outside that want to know what this server has cached.
+"""The events of the prefix tree, in order, for external routers.
 
 A block is named by the digest of all tokens up to its end and of whose they are (`host_blocks.digest_of`). Blocks that
 follow each other on a path are one entry. Nothing is recorded unless somebody asked for it (`--kv-events`).

@@ -1,4 +1,4 @@
-"""What the scheduler may hand out: blocks, rows, tokens of a step, time."""
+"""The scheduler's limits: blocks, rows, tokens per step, time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that wait for a row, and who of them is next.
+"""The queue: requests that wait for a row, and their order.
 
 Priority first. A level of priority is worth `AGING_SECONDS` of waiting, so whatever has waited long enough comes before
 newcomers of any priority. Among equals the tenant who was served the fewest tokens, and of a tenant who came first.
@@ -27,7 +27,7 @@ def rank(now: float, priority: int, arrival: int) -> Rank:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One who shares the server with others, as a rule the holder of an API key."""
+    """A tenant: usually one API key."""
 
     name: str
     # Tokens, or what it would have had by now if it had come earlier. Never falls.

@@ -1,4 +1,4 @@
-"""When a request that was refused is worth sending again."""
+"""Estimates when a refused request should be retried (`Retry-After`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may take how much of what runs out: permits, or tokens of the queue."""
+"""Fair shares of limited resources between API keys: request slots, and tokens of the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's vocabulary on one screen: what a request asks for, what comes back, and what a step is."""
+"""The scheduler's data types: requests, outputs and steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_PRIORITY = 5
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended, in TGI's words."""
+    """Why generation ended, as TGI's values."""
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"

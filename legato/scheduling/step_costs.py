@@ -1,4 +1,4 @@
-"""How long steps take by their rows and tokens, and so how many drafts are worth their time.
+"""Learns step times by rows and tokens, to decide how many drafts increase throughput.
 
 A step with drafts takes longer for its tokens, and the next one waits for its result. Both are measured, not assumed:
 on a device that reads its weights for every step a few tokens more cost nothing, at many rows they cost what rows cost.

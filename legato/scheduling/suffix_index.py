@@ -1,4 +1,4 @@
-"""Where the last tokens of a text occurred before: the longest such match is the guess at what comes next.
+"""Finds earlier occurrences of the last tokens of a text; the longest match gives the draft tokens.
 
 What a suffix automaton would find for suffixes of two tokens and more, at a twentieth of its memory: a table from pairs
 of tokens to where they occurred, the most recent first, of which a few are compared backwards. A match that goes on to
@@ -128,7 +128,7 @@ class RecentAnswers:
 
 
 class TenantAnswers:
-    """Recent answers by tenant: nobody's drafts come from another's text. The least recently used are forgotten."""
+    """Recent outputs by tenant, so that no drafts come from another tenant's text. LRU eviction."""
 
     def __init__(self) -> None:
         self._by_tenant: OrderedDict[str, RecentAnswers] = OrderedDict()

@@ -1,1 +1,1 @@
-"""Everything about tensors: one gRPC service around one engine that runs the steps it is given. Never speaks HTTP."""
+"""The model server: a gRPC service around an engine that runs the steps it is given. Never imports an HTTP library."""

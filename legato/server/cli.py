@@ -41,7 +41,7 @@ def serve(options: ServerOptions) -> None:
     if not options.fake and (options.fake_step_ms or options.fake_token_ms or options.fake_script):
         raise OptionError("--fake-step-ms, --fake-token-ms and --fake-script are for a fake shard: add --fake")
     if options.fake and options.task == "embed":
-        raise OptionError("--fake generates made-up tokens: it does not go together with --task embed")
+        raise OptionError("--fake generates made-up tokens: it cannot be combined with --task embed")
     claim_socket(f"{options.uds_path}-{options.rank}", "--uds-path")
     files = open_model(options)
     files.config()
@@ -51,7 +51,7 @@ def serve(options: ServerOptions) -> None:
         run_fake(files, options)
         return
     if options.task == "generate" and (kind := str(files.config().get("model_type"))) in ENCODERS_ONLY:
-        raise UnsupportedModel(f"{files.path}: model_type '{kind}' does not generate text: --task embed serves it")
+        raise UnsupportedModel(f"{files.path}: model_type '{kind}' does not generate text: use --task embed")
     if options.load_format == "auto":
         files.check_weights()
     let_openmp_sleep(os.environ)

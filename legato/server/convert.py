@@ -1,4 +1,4 @@
-"""PyTorch's pickles become safetensors, once, before a model is served: `download-weights` does it, nothing else does.
+"""Converts PyTorch pickles to safetensors, once, before a model is served. Called only by `download-weights`.
 
 A pickle is a program. `torch.load(weights_only=True)` runs the few words of it that make tensors and refuses all
 others. What was written is read back and compared before it gets its name, so a file is either right or not there.
@@ -57,7 +57,7 @@ def convert(folder: Path) -> list[Path]:
         raise
     if shared:
         kept, name = next(iter(shared.values())), next(iter(shared))
-        logger.info("%d tensors share their memory with another and were left out: %s is %s", len(shared), name, kept)
+        logger.info("%d tensors share memory with others and were omitted: %s is %s", len(shared), name, kept)
     logger.info("Converted", extra={"fields": {"files": len(written), "bytes": total, "path": str(folder)}})
     return written
 
@@ -109,8 +109,8 @@ def read_pickle(file: Path) -> Tensors:
         if blocked is None:
             raise ModelFileError(f"{file} is not a file of tensors; download it again") from None
         raise ModelFileError(
-            f"{file} is a pickle with more in it than tensors ({blocked.rstrip('.')}), and Legato runs no code from "
-            "model files; ask its authors for safetensors"
+            f"{file} is a pickle that contains more than tensors ({blocked.rstrip('.')}), and Legato runs no code from"
+            " model files; ask its authors for safetensors"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = (str(error).splitlines() or [""])[0]

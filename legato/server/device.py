@@ -1,4 +1,4 @@
-"""Errors after which a device is of no more use to this process.
+"""Errors after which this process can no longer use its device.
 
 An illegal memory access, a failed assertion in a kernel or a lost GPU corrupts the CUDA context: every later call of
 the process fails with the same error. So the shard ends, and the launcher starts another, which replays the requests.
@@ -31,7 +31,7 @@ def end_if_device_failed(doing: str, error: BaseException) -> None:
     """End this process if `error` leaves it without a device."""
     if is_device_failure(error):
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        logger.error("The device failed in %s: this shard ends", doing, exc_info=error)
+        logger.error("The device failed in %s: this shard exits", doing, exc_info=error)
         sys.stdout.flush()
         print(f"error: the device failed in {doing}: {reason}", file=sys.stderr, flush=True)
         os._exit(EXIT_DEVICE_FAILED)

@@ -1,4 +1,4 @@
-"""Errors of a call become a status with a message and a log line; the shard goes on."""
+"""Converts errors of a call to a status with a message and a log line; the shard keeps running."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestRefused(LegatoError):
 
 
 class ExceptionInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the unary methods. The step stream reports a failed step in its own answer and goes on."""
+    """Wraps the unary methods. The step stream reports a failed step in its response and continues."""
 
     async def intercept_service(
         self,

@@ -109,7 +109,7 @@ def _speculator(
         raise OptionError(problem)
     if (options.speculate or 0) > files.num_tokens:
         raise OptionError(
-            f"--speculate {options.speculate}: the speculator {files.path} guesses {files.num_tokens} tokens at most"
+            f"--speculate {options.speculate}: the speculator {files.path} proposes at most {files.num_tokens} tokens"
         )
     return load_speculator(files, model, dtype, device)
 

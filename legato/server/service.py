@@ -166,7 +166,9 @@ class TextGenerationService(StepStreamService):
 
     def _adapters(self) -> ShardAdapters:
         if self._model.adapters is None:
-            raise RequestRefused("this shard takes no adapters: start it with --lora-adapters or --lora-allow-runtime")
+            raise RequestRefused(
+                "this shard does not accept adapters: start it with --lora-adapters or --lora-allow-runtime"
+            )
         return self._model.adapters
 
     def _begin_stream(self) -> None:

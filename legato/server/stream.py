@@ -1,4 +1,4 @@
-"""What the service of every shard has, whatever computes its steps: discovery, health, and the stream of one router."""
+"""The common part of all shard services: discovery, health, and the stream of one router."""
 
 from __future__ import annotations
 
@@ -108,5 +108,6 @@ class StepStreamService(pb_grpc.TextGenerationServiceServicer):
     def _refuse_while_streaming(self, method: str) -> None:
         if self._answers is not None:
             raise RequestRefused(
-                f"{method} is not possible while a router drives this shard", grpc.StatusCode.FAILED_PRECONDITION
+                f"{method} is not possible while a router is connected to this shard",
+                grpc.StatusCode.FAILED_PRECONDITION,
             )

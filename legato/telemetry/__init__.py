@@ -1,1 +1,1 @@
-"""What operators watch: metrics and traces."""
+"""Metrics and traces."""

@@ -80,9 +80,9 @@ REQUESTS = (
     _counter("tgi_request_success", "Successes", "Requests completed."),
     _counter("tgi_request_failure", "Failures", "Requests refused or failed, by reason.", err=FAILURES),
     _seconds("tgi_request_duration", "Duration", "Seconds from arrival to the end of the response."),
-    _seconds("tgi_request_validation_duration", "Validation", "Seconds of validation and tokenization."),
+    _seconds("tgi_request_validation_duration", "Validation", "Seconds for validation and tokenization."),
     _seconds("tgi_request_queue_duration", "Queue time", "Seconds in the queue."),
-    _seconds("tgi_request_inference_duration", "Inference", "Seconds from leaving the queue to the end."),
+    _seconds("tgi_request_inference_duration", "Inference", "Seconds from leaving the queue to the end of generation."),
     _seconds(
         "tgi_request_mean_time_per_token_duration", "Time per token", "Seconds of inference per generated token."
     ),
@@ -92,17 +92,16 @@ REQUESTS = (
     _seconds(
         "legato_inter_token_seconds",
         "Inter-token gaps",
-        "Seconds between two tokens of a request, as they reach the scheduler; pauses by preemption are not among"
-        " them.",
+        "Seconds between two tokens of a request, as they reach the scheduler; pauses due to preemption are excluded.",
     ),
     _tokens("tgi_request_input_length", "Prompt length", "Prompt tokens of a request.", "input"),
-    _tokens("tgi_request_max_new_tokens", "Requested tokens", "Limit of generated tokens of a request.", "total"),
+    _tokens("tgi_request_max_new_tokens", "Requested tokens", "Maximum generated tokens of a request.", "total"),
     _tokens("tgi_request_generated_tokens", "Generated tokens", "Tokens generated for a request.", "total"),
     Metric(
         "tgi_request_skipped_tokens",
         "histogram",
         "Speculated tokens",
-        "Tokens that a step brought a request beyond the first.",
+        "Tokens of a request per step after the first (accepted drafts).",
         "tokens",
         buckets="skipped",
     ),
@@ -110,28 +109,36 @@ REQUESTS = (
 
 BATCHES = (
     _gauge("tgi_queue_size", "Queue", "Requests in the queue."),
-    _gauge("legato_queue_oldest_seconds", "Oldest in the queue", "Age of the oldest request in the queue.", "seconds"),
+    _gauge(
+        "legato_queue_oldest_seconds", "Oldest in the queue", "Age of the oldest request in the queue, in seconds.",
+        "seconds",
+    ),
     _gauge("tgi_batch_current_size", "Running", "Requests running."),
-    _gauge("tgi_batch_current_max_tokens", "Tokens of the batch", "Maximum tokens of the running requests.", "tokens"),
+    _gauge(
+        "tgi_batch_current_max_tokens", "Tokens of the batch", "Sum of the maximum tokens of the running requests.",
+        "tokens",
+    ),
     _gauge("tgi_batch_max_total_tokens", "KV capacity", "Capacity of the KV cache in tokens.", "tokens"),
-    _gauge("legato_kv_usage", "KV cache in use", "Fraction of KV blocks used by running requests.", "fraction"),
-    _gauge("legato_adapters_loaded", "LoRA adapters", "LoRA adapters that requests may name.", ""),
+    _gauge("legato_kv_usage", "KV cache in use", "Fraction of KV blocks used by running requests, 0 to 1.", "fraction"),
+    _gauge("legato_adapters_loaded", "LoRA adapters", "LoRA adapters that are loaded.", ""),
     _counter(
-        "legato_adapter_placements", "Adapters placed", "Adapters brought from host memory to the device.", ""
+        "legato_adapter_placements", "Adapters placed", "LoRA adapters copied from host memory to the device.", ""
     ),
     _counter("legato_prompt_tokens", "Prompt tokens", "Prompt tokens of admitted requests.", "tokens"),
     _counter("legato_prefix_hit_tokens", "Prefix hits", "Prompt tokens found in the prefix cache.", "tokens"),
-    _counter("legato_generated_tokens", "Throughput", "Tokens generated, as they come.", "tokens"),
-    _counter("legato_draft_tokens", "Drafts", "Drafts that steps verified (speculation).", "tokens"),
-    _counter("legato_accepted_draft_tokens", "Accepted drafts", "Drafts that were what was sampled.", "tokens"),
+    _counter("legato_generated_tokens", "Throughput", "Tokens generated, counted at every step.", "tokens"),
+    _counter("legato_draft_tokens", "Drafts", "Draft tokens verified by steps (speculative decoding).", "tokens"),
     _counter(
-        "legato_preemptions", "Preemptions", "Requests that released their blocks and were resumed later."
+        "legato_accepted_draft_tokens", "Accepted drafts", "Draft tokens that equalled the sampled token.", "tokens"
+    ),
+    _counter(
+        "legato_preemptions", "Preemptions", "Preemptions: requests that released their blocks, to be resumed later."
     ),
     _counter(
         "tgi_batch_concat",
         "Joins",
-        "Steps that admitted requests beside running ones: `chunking`; `backpressure` for models that compute prompts"
-        " whole; `wait_exceeded` never occurs, because no request waits for others to decode.",
+        "Steps that admitted requests while others were running: `chunking`, or `backpressure` for models without"
+        " chunked prefill; `wait_exceeded` never occurs, because no request waits for others to decode.",
         "",
         reason=CONCAT_REASONS,
     ),
@@ -146,12 +153,12 @@ STEPS = (
     _counter("tgi_batch_inference_success", "Steps done", "Steps that succeeded.", "", method=METHODS),
     _counter("tgi_batch_inference_failure", "Steps failed", "Steps that failed.", "", method=METHODS),
     _seconds(
-        "tgi_batch_inference_duration", "Step time", "Seconds from sending a step to having its tokens.",
+        "tgi_batch_inference_duration", "Step time", "Seconds from sending a step to receiving its tokens.",
         method=METHODS,
     ),
     _seconds("tgi_batch_forward_duration", "Forward pass", "Seconds of a step on the device.", method=METHODS),
     _seconds(
-        "tgi_batch_decode_duration", "Token decode", "Seconds of a step in the shard beside the forward pass.",
+        "tgi_batch_decode_duration", "Token decode", "Seconds of a step in the shard, without the forward pass.",
         method=METHODS,
     ),
     _seconds(
@@ -159,19 +166,19 @@ STEPS = (
         method=METHODS,
     ),
     _seconds(
-        "tgi_batch_concat_duration", "Concatenate", "Seconds to plan a step that admits requests beside running ones.",
+        "tgi_batch_concat_duration", "Concatenate", "Seconds to plan a step that admits requests while others run.",
         method=("decode",),
     ),
 )  # fmt: skip
 
 PROCESSES = (
     _counter("legato_restarts", "Restarts", "Processes restarted after they died or hung.", "", process=RESTARTED),
-    _counter("legato_replayed_requests", "Replays", "Requests that went on in a restarted shard."),
+    _counter("legato_replayed_requests", "Replays", "Requests continued after shards were restarted."),
     _seconds(
-        "legato_event_loop_lag_seconds", "Event loop lag", "How much later than asked for an event loop runs a timer.",
+        "legato_event_loop_lag_seconds", "Event loop lag", "Seconds by which an event loop runs a timer too late.",
         process=LOOPS,
     ),
-    _counter("legato_trace_spans_exported", "Spans exported", "Spans that the collector has taken.", ""),
+    _counter("legato_trace_spans_exported", "Spans exported", "Spans that the collector has accepted.", ""),
     _counter(
         "legato_trace_spans_dropped", "Spans dropped", "Spans lost because the collector is down or slow.", ""
     ),
@@ -180,11 +187,11 @@ PROCESSES = (
 PROTOCOL = (
     _gauge("vllm:num_requests_waiting", "", "Requests in the queue."),
     _gauge("vllm:num_requests_running", "", "Requests running."),
-    _gauge("vllm:kv_cache_usage_perc", "", "Fraction of KV blocks used by running requests; 1 is all.", "fraction"),
+    _gauge("vllm:kv_cache_usage_perc", "", "Fraction of KV blocks used by running requests, 0 to 1.", "fraction"),
     _gauge(
         "vllm:lora_requests_info",
         "",
-        "Adapters of running and waiting requests, and how many can be loaded, as labels; the value is the time.",
+        "Labels: LoRA adapters of running and queued requests, and how many can be loaded; the value is a timestamp.",
         "",
     ),
 )

@@ -1,4 +1,4 @@
-"""Spans on their way to the collector: a bounded queue and a thread. Whoever adds spans never waits.
+"""Exports spans to the collector with a bounded queue and a thread. Adding spans never blocks.
 
 Only this module imports OpenTelemetry, and only when `--otlp-endpoint` is set.
 """
@@ -96,7 +96,9 @@ class SpanExport:
         now = time.monotonic()
         if now - self._warned_at >= WARNING_INTERVAL:
             self._warned_at = now
-            logger.warning("The collector (--otlp-endpoint) does not take spans: they are dropped, requests go on")
+            logger.warning(
+                "The collector (--otlp-endpoint) does not accept spans: they are dropped; requests are not affected"
+            )
 
 
 def open_export(endpoint: str, service_name: str, process: str) -> SpanExport:

@@ -1,4 +1,4 @@
-"""How late an event loop is: a timer that is due ten times a second, and when it really fires."""
+"""Measures the lag of an event loop with a timer that is due ten times a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes count, and how it is written for Prometheus. `catalogue.py` says what each metric means.
+"""The metrics of all processes, and their Prometheus text format. `catalogue.py` describes each metric.
 
 Recorded per request and per step, never per token.
 """

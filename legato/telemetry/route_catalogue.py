@@ -32,19 +32,27 @@ _METRICS = (
     RouteMetric(
         "legato_route_requests",
         "counter",
-        "Requests, by how they ended; dropped: the client hung up.",
+        "Requests, by outcome; `dropped`: the client disconnected.",
         "`outcome`: " + ", ".join(f"`{outcome}`" for outcome in OUTCOMES),
     ),
-    RouteMetric("legato_route_duration_seconds", "histogram", "Seconds from arrival to the end of the answer."),
-    RouteMetric("legato_route_retries", "counter", "Requests sent to another replica: refused, or its replica lost."),
-    RouteMetric("legato_route_moves", "counter", "Streams that went on at another replica after tokens were sent."),
-    RouteMetric("legato_route_losses", "counter", "Connections to replicas that broke under a request."),
+    RouteMetric("legato_route_duration_seconds", "histogram", "Seconds from arrival to the end of the response."),
+    RouteMetric(
+        "legato_route_retries", "counter", "Requests sent to another replica because one refused them or was lost."
+    ),
+    RouteMetric(
+        "legato_route_moves", "counter", "Streams that continued on another replica after tokens had been sent."
+    ),
+    RouteMetric("legato_route_losses", "counter", "Connections to replicas that broke during a request."),
     RouteMetric("legato_route_prompt_tokens", "counter", "Prompt tokens, estimated from bytes."),
-    RouteMetric("legato_route_matched_tokens", "counter", "Of those, tokens expected in the chosen replica's cache."),
-    RouteMetric("legato_route_replicas", "gauge", "Replicas that are known."),
-    RouteMetric("legato_route_replicas_available", "gauge", "Replicas that get requests."),
+    RouteMetric(
+        "legato_route_matched_tokens",
+        "counter",
+        "Prompt tokens expected in the chosen replica's cache, estimated from bytes.",
+    ),
+    RouteMetric("legato_route_replicas", "gauge", "Known replicas."),
+    RouteMetric("legato_route_replicas_available", "gauge", "Replicas that currently get requests."),
     RouteMetric("legato_route_replica_requests", "counter", "Requests sent to a replica.", _URL),
-    RouteMetric("legato_route_replica_active", "gauge", "Requests that a replica is answering.", _URL),
+    RouteMetric("legato_route_replica_active", "gauge", "Requests in progress on a replica.", _URL),
     RouteMetric("legato_route_replica_losses", "counter", "Failed probes and broken connections of a replica.", _URL),
 )
 ROUTE = {metric.name: metric for metric in _METRICS}

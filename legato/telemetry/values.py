@@ -33,7 +33,7 @@ class Counter:
 
 
 class Gauge:
-    """Read when it is asked for."""
+    """A gauge whose value is read when metrics are rendered."""
 
     def __init__(self) -> None:
         self._read: Callable[[], float] = float

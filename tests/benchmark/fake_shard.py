@@ -47,7 +47,9 @@ class FakeService(fake.FakeService):
         self.calls.append(method)
         self.requests.setdefault(method, []).append(request)
         if self.driven_by_router and method in ("Warmup", "Prefill", "Decode"):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{method} is not possible while a router drives")
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"{method} is not possible while a router is connected"
+            )
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         await self._receive("Warmup", request, context)

@@ -294,7 +294,7 @@ class TestErrors:
             ({"messages": ["hello"]}, "`messages` must be a list of objects"),
             ({"messages": [user()], "tools": ["f"]}, "`tools` must be a list of objects"),
             ({"messages": [user()], "documents": [1]}, "`documents` must be a list of objects"),
-            ({"messages": [user()], "continue_final_message": True}, "exclude each other"),
+            ({"messages": [user()], "continue_final_message": True}, "are mutually exclusive"),
         ],
     )
     def test_a_request_that_makes_no_sense_is_refused(

@@ -155,7 +155,7 @@ async def _is_closed(reader: asyncio.StreamReader) -> bool:
 def test_another_version_is_named() -> None:
     challenge = bytearray(secret.challenge())
     challenge[4] += 1
-    with pytest.raises(secret.ForeignProtocol, match=r"speaks version 2 .* this is 1"):
+    with pytest.raises(secret.ForeignProtocol, match=r"uses version 2 .* this machine 1"):
         secret.reply_to(KEY, bytes(challenge))
 
 

@@ -263,6 +263,7 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     longer = Tokenizer.from_str(tokenizer().to_str())
     longer.add_tokens(["<late>"])
     validator = Validator(longer, replace(LIMITS, vocab_size=longer.get_vocab_size() - 1), SETTINGS)
-    with pytest.raises(InvalidRequest, match="'<late>', a token of the tokenizer that the model does not have"):
+    message = "'<late>', a token of the tokenizer that is not in the model's vocabulary"
+    with pytest.raises(InvalidRequest, match=message):
         asyncio.run(validator.input_ids("hello <late>"))
     assert asyncio.run(validator.input_ids("hello"))

@@ -148,7 +148,7 @@ def test_a_collector_that_is_down_costs_no_request_anything(tmp_path: Path, mode
         for _ in range(5):
             server.client.generate("hi", max_new_tokens=20)
         until(lambda: server.client.metric("legato_trace_spans_dropped") > 0, "lost spans are counted", 60)
-        assert server.log.count("does not take spans") <= 2, "once for each process"
+        assert server.log.count("does not accept spans") <= 2, "once for each process"
         assert server.client.metric("tgi_request_success") == 5
         collector = Collector()
         with collecting(collector, port):

@@ -130,7 +130,7 @@ def test_a_machine_without_the_key_is_refused_and_ends(caplog: pytest.LogCapture
 
     with caplog.at_level(logging.WARNING):
         gathered(test)
-    assert sum("does not know the cluster key" in record.getMessage() for record in caplog.records) == 1
+    assert sum("wrong cluster key" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_machine_that_is_not_there_yet_is_waited_for() -> None:

@@ -116,7 +116,7 @@ def test_what_cannot_be_loaded_says_why_and_harms_nobody(server: Launched, root:
     cases = {
         ("x", str(tmp_path)): (403, "--lora-allow"),
         ("x", "other/repository"): (403, "--lora-allow"),
-        ("french", str(root / "german")): (409, "loaded already"),
+        ("french", str(root / "german")): (409, "already loaded"),
         ("tgi", str(root / "german")): (422, "cannot be the name"),
         ("x", str(root / "nothing")): (422, "no such folder"),
         ("x", str(root / "base")): (422, "adapter_config.json is missing"),

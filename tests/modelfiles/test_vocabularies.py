@@ -201,10 +201,10 @@ def test_without_any_vocabulary_every_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("tokenizer.model", b"", "neither of SentencePiece nor of tiktoken|cannot be made"),
+        ("tokenizer.model", b"", "neither a SentencePiece nor a tiktoken file|cannot be converted"),
         ("tokenizer.model", b"\n\xff\xff\xff", "is not a SentencePiece model"),
         ("tokenizer.model", b"\n\x03abc", "is not a SentencePiece model"),
-        ("tokenizer.model", b"not base64 at all\n", "neither of SentencePiece nor of tiktoken"),
+        ("tokenizer.model", b"not base64 at all\n", "neither a SentencePiece nor a tiktoken file"),
         ("spiece.model", b"\n" + b"\x80" * 20, "is not a SentencePiece model"),
     ],
 )

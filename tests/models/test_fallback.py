@@ -206,7 +206,7 @@ def test_without_transformers_the_error_names_the_cure(tmp_path: Path, monkeypat
 
 def test_a_type_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "brand_new"}))
-    with pytest.raises(UnsupportedModel, match="'brand_new' is not supported: transformers does not know it either"):
+    with pytest.raises(UnsupportedModel, match="'brand_new' is not supported: transformers does not support it either"):
         fallback(tmp_path)
 
 

@@ -50,7 +50,7 @@ TENSORS: dict[str, tuple[Layout, Change, str]] = {
         rf"model\.safetensors: tensor '{Q}\.qweight' has shape \(8, 128\), the configuration says \(16, 128\)"),
     "gptq with a group that is not there": (
         gptq(desc_act=True), lambda t: t[f"{DOWN}.g_idx"].__setitem__(7, 9),
-        rf"model\.safetensors: tensor '{DOWN}\.g_idx' names groups beyond the 3 that there are"),
+        rf"model\.safetensors: tensor '{DOWN}\.g_idx' refers to groups beyond the last of 3"),
     "gptq in another type": (
         gptq(), lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].long()}),
         rf"model\.safetensors: tensor '{Q}\.qweight' has type torch\.int64, not int32"),
@@ -105,7 +105,7 @@ CONFIGS: dict[str, tuple[Layout, dict[str, Any], type[LegatoError], str]] = {
         awq(), {"group_size": 32}, ModelFileError, rf"'{Q}\.scales' has shape \(2, 128\), .* says \(4, 128\)"),
     "a group size that does not divide": (
         awq(), {"group_size": 48}, ModelFileError,
-        rf"tensor '{Q}\.qweight' has 128 inputs, no multiple of group size 48"),
+        fr"tensor '{Q}\.qweight' has 128 inputs, which is not a multiple of group size 48"),
     "wrong bits": (
         gptq(), {"bits": 8}, ModelFileError, rf"tensor '{Q}\.qweight' has shape \(16, 128\), .* says \(32, 128\)"),
     "bits that nobody has": (

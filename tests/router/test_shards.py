@@ -177,7 +177,7 @@ def test_shards_that_are_out_of_step_are_not_used(tmp_path: Path) -> None:
             assert await shards.are_in_step()
             told[0]._num_steps += 1
             assert not await shards.are_in_step()
-            with pytest.raises(ShardsLost, match="no shard answers"):
+            with pytest.raises(ShardsLost, match="no shard responds"):
                 await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=0.5)
 
     asyncio.run(run())
@@ -225,7 +225,7 @@ def test_shards_that_fall_silent_in_warm_up_are_lost(tmp_path: Path, monkeypatch
             shards = await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=10, hang_timeout=0.1)
             assert (await shards.warmup(LIMITS)).num_blocks == 9
             silent.set()
-            with pytest.raises(ShardsLost, match="do not answer for"):
+            with pytest.raises(ShardsLost, match="have not responded for"):
                 await shards.warmup(LIMITS)
             await shards.close()
 
@@ -246,7 +246,7 @@ def test_a_relative_path_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_shard_that_never_comes_is_given_up(tmp_path: Path) -> None:
-    with pytest.raises(ShardsLost, match="no shard answers on"):
+    with pytest.raises(ShardsLost, match="no shard responds on"):
         asyncio.run(GrpcShards.connect(f"{tmp_path}/shard-0", timeout=0.2))
 
 

@@ -131,7 +131,7 @@ def test_files_from_before_torch_1_6_can_be_read(tmp_path: Path) -> None:
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path, is_zip: bool) -> None:
     pickled(tmp_path, {})
     torch.save({"a": Payload(tmp_path / "ran")}, tmp_path / SINGLE_PICKLE, _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(ModelFileError, match=r"pytorch_model.bin is a pickle with more in it than tensors .*posix"):
+    with pytest.raises(ModelFileError, match=r"pytorch_model.bin is a pickle that contains more than tensors .*posix"):
         convert(tmp_path)
     assert not (tmp_path / "ran").exists()
     assert not list(tmp_path.glob("*.safetensors"))

@@ -88,7 +88,7 @@ def test_the_draft_model_is_loaded_beside_the_model(folder: Path, stranger: Path
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"), [({"speculate": 0}, "disables drafts"), ({"speculate": 40}, "16 tokens at most")]
+    ("words", "problem"), [({"speculate": 0}, "disables drafts"), ({"speculate": 40}, "at most 16 tokens")]
 )
 def test_options_that_contradict_each_other_are_refused(folder: Path, words: dict[str, int], problem: str) -> None:
     options = ServerOptions(model_id=str(folder), speculate_model=str(folder), **words)  # type: ignore[arg-type]

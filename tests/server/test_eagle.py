@@ -131,7 +131,7 @@ def test_a_head_is_given_beside_its_base_model(base: Base, tmp_path: Path) -> No
     files = ModelFiles.open(base.folder)
     loaded = load_server(files, ServerOptions(model_id=str(base.folder), speculate_model=str(path)))
     assert isinstance(loaded.draft, EagleGuesser)
-    with pytest.raises(OptionError, match="16 tokens at most"):
+    with pytest.raises(OptionError, match="at most 16 tokens"):
         load_server(files, ServerOptions(model_id=str(base.folder), speculate_model=str(path), speculate=17))
 
 

@@ -300,7 +300,7 @@ def test_a_shard_has_one_driver_at_a_time(loaded: LoadedModel, tmp_path: Path) -
                 ):
                     code, details = await refusal(call)
                     assert code is grpc.StatusCode.FAILED_PRECONDITION
-                    assert "a router drives this shard" in details
+                    assert "a router is connected to this shard" in details
                 await shard.Health(pb.HealthRequest())
                 await driver.submit(requests(2)[1]).ended
             await shard.Warmup(warmup())

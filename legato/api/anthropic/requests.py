@@ -1,4 +1,4 @@
-"""The JSON that Anthropic's routes take. Unknown fields are ignored, and so are kinds of tools that run elsewhere.
+"""Request bodies of Anthropic's routes. Unknown fields and tools that run on Anthropic's servers are ignored.
 
 Types are checked while parsing, blocks of content where they are translated (`http/routes/anthropic/translation.py`).
 """
@@ -37,7 +37,10 @@ class MessagesTool(Struct, kw_only=True, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
     input_schema: Annotated[
-        dict[str, Any] | None, Meta(description="Of an object. Tools without one run on Anthropic's servers: ignored.")
+        dict[str, Any] | None,
+        Meta(
+            description="JSON schema of an object. Tools without a schema run on Anthropic's servers and are ignored."
+        ),
     ] = None
     type: str | None = None
 
@@ -54,7 +57,7 @@ class MessagesToolChoice(Struct, kw_only=True, frozen=True):
 class ThinkingParam(Struct, kw_only=True, frozen=True):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[
-        Tokens | None, Meta(description="At most this many tokens of reasoning; then the model has to answer.")
+        Tokens | None, Meta(description="Maximum reasoning tokens; after that the end of the reasoning is forced.")
     ] = None
 
 
@@ -66,36 +69,41 @@ class OutputFormat(Struct, kw_only=True, frozen=True):
 class OutputConfig(Struct, kw_only=True, frozen=True):
     effort: Annotated[
         Literal["low", "medium", "high", "xhigh", "max"] | None,
-        Meta(description="How much the model may reason, if it does so at all."),
+        Meta(description="How much a reasoning model reasons."),
     ] = None
-    format: Annotated[OutputFormat | None, Meta(description="What the text must look like.")] = None
+    format: Annotated[OutputFormat | None, Meta(description="Format that the text must have.")] = None
 
 
 class CountTokensRequest(Struct, kw_only=True, frozen=True):
-    """What both routes take: everything that the prompt depends on."""
+    """Fields of both routes: everything that determines the prompt."""
 
-    model: Annotated[str, Meta(description="Any name: there is one model, and the answer repeats it.")]
+    model: Annotated[str, Meta(description="Any name, or the name of a LoRA adapter; the response repeats it.")]
     messages: Annotated[list[MessageParam], Meta(min_length=1, description="The conversation.")]
     system: Annotated[
         str | list[Block] | None,
         Meta(description="The system prompt. Lines that begin with `x-anthropic-billing-header:` are dropped."),
     ] = None
-    tools: Annotated[list[MessagesTool] | None, Meta(description="What the model may call; the client runs it.")] = None
+    tools: Annotated[
+        list[MessagesTool] | None, Meta(description="Tools that the model may call; the client runs them.")
+    ] = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Annotated[
         ThinkingParam | None,
-        Meta(description="Whether a model that can reason does so before it answers. Not if this is not given."),
+        Meta(description="Whether a reasoning model reasons before it answers. Default: it does not."),
     ] = None
     output_config: OutputConfig | None = None
-    thread: Annotated[Any, Meta(description="Not supported: refused unless null, and clients send everything.")] = None
+    thread: Annotated[
+        Any, Meta(description="Not supported: refused unless null; clients then send whole conversations.")
+    ] = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
-    max_tokens: Annotated[Tokens, Meta(description="At most this many tokens, those of the reasoning included.")]
-    stop_sequences: Annotated[list[str] | None, Meta(description="Strings before which the text ends.")] = None
-    stream: Annotated[bool | None, Meta(description="Send server-sent events as the text grows.")] = False
+    max_tokens: Annotated[Tokens, Meta(description="Maximum generated tokens, reasoning included.")]
+    stop_sequences: Annotated[list[str] | None, Meta(description="Stop strings; the text ends before them.")] = None
+    stream: Annotated[bool | None, Meta(description="Stream the text as server-sent events.")] = False
     temperature: Annotated[
-        Annotated[float, Meta(ge=0)] | None, Meta(description="1.0 if not given; 0 takes the most likely token.")
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="Divides the logits before sampling. Default: 1.0; 0 is greedy decoding."),
     ] = None
     top_p: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None,

@@ -1,4 +1,4 @@
-"""The JSON that Anthropic's routes answer with, and the events of their streams."""
+"""Response bodies of Anthropic's routes, and the events of their streams."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class ThinkingDelta(Struct, kw_only=True, tag="thinking_delta"):
 
 
 class SignatureDelta(Struct, kw_only=True, tag="signature_delta"):
-    """Before the end of a block of thinking."""
+    """Sent before the end of a thinking block."""
 
     signature: str
 
 
 class InputJsonDelta(Struct, kw_only=True, tag="input_json_delta"):
-    """All of them, one after the other, are the JSON of the input."""
+    """Concatenated, these parts are the JSON of the input."""
 
     partial_json: str
 
@@ -108,7 +108,7 @@ class MessageStop(Struct, kw_only=True, tag="message_stop"):
 
 
 class Ping(Struct, kw_only=True, tag="ping"):
-    """In silence."""
+    """Sent while there are no other events."""
 
 
 class AnthropicErrorDetails(Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""The JSON that OpenAI's routes take. Unknown fields are ignored, and `null` means the default everywhere.
+"""Request bodies of OpenAI's routes. Unknown fields are ignored, and `null` means the default everywhere.
 
 Types are checked while parsing, values in `terms.py` and with the route that they belong to. Fields below "extensions"
 are not OpenAI's: clients of other engines send them.
@@ -57,30 +57,39 @@ ToolDescription = Annotated[
 class StreamOptions(Struct, kw_only=True, frozen=True):
     include_usage: Annotated[Flag, Meta(description="Send the usage in a last chunk without choices.")] = False
     continuous_usage_stats: Annotated[
-        Flag, Meta(description="Send the usage so far with every chunk, besides `include_usage`.")
+        Flag, Meta(description="With `include_usage`, also send the usage so far with every chunk.")
     ] = False
 
 
 class SharedFields(Struct, kw_only=True, frozen=True):
     """What both routes take."""
 
-    model: Annotated[str | None, Meta(description="Any name: there is one model, and the answer repeats it.")] = None
-    frequency_penalty: Annotated[
-        Penalty, Meta(description="Lowers tokens by this much for every time they were generated.")
+    model: Annotated[
+        str | None, Meta(description="Any name, or the name of a LoRA adapter; the response repeats it.")
     ] = None
-    presence_penalty: Annotated[Penalty, Meta(description="Lowers tokens that were generated at all.")] = None
+    frequency_penalty: Annotated[
+        Penalty, Meta(description="Subtracted from a token's logit for every time it was generated.")
+    ] = None
+    presence_penalty: Annotated[
+        Penalty, Meta(description="Subtracted from the logits of tokens that were generated at least once.")
+    ] = None
     logit_bias: Annotated[
         dict[int, float] | None,
-        Meta(description="Token id to a number between -100 and 100 that is added to its logit."),
+        Meta(description="Maps token ids to values between -100 and 100, which are added to their logits."),
     ] = None
-    n: Annotated[Count, Meta(description="How many answers.")] = None
-    seed: Annotated[int | None, Meta(description="Makes sampling repeatable; random if not given.")] = None
-    stop: Annotated[str | list[str] | None, Meta(description="One or more strings before which the text ends.")] = None
-    stream: Annotated[Flag, Meta(description="Send server-sent events as the text grows.")] = False
+    n: Annotated[Count, Meta(description="Number of choices.")] = None
+    seed: Annotated[int | None, Meta(description="Makes sampling reproducible. Default: random.")] = None
+    stop: Annotated[
+        str | list[str] | None, Meta(description="One or more stop strings; the text ends before them.")
+    ] = None
+    stream: Annotated[Flag, Meta(description="Stream the text as server-sent events.")] = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[
         float | None,
-        Meta(description="1.0 if not given; 0 takes the most likely token.", extra_json_schema={"minimum": 0}),
+        Meta(
+            description="Divides the logits before sampling. Default: 1.0; 0 is greedy decoding.",
+            extra_json_schema={"minimum": 0},
+        ),
     ] = None
     top_p: Annotated[
         float | None,
@@ -89,31 +98,33 @@ class SharedFields(Struct, kw_only=True, frozen=True):
             extra_json_schema={"minimum": 0, "maximum": 1},
         ),
     ] = None
-    user: Annotated[str | None, Meta(description="Accepted, and not used.")] = None
+    user: Annotated[str | None, Meta(description="Accepted and ignored.")] = None
 
     # ---- extensions -----------------------------------------------------------------------------------------------
 
-    top_k: Annotated[int | None, Meta(description="Sample from the k most likely tokens; 0 or -1 is off.")] = None
+    top_k: Annotated[int | None, Meta(description="Sample from the k most likely tokens; 0 or -1 disables it.")] = None
     min_p: Annotated[
-        float | None, Meta(description="Drop tokens less likely than this share of the most likely one.")
+        float | None,
+        Meta(description="Drop tokens whose probability is below this fraction of that of the most likely token."),
     ] = None
     typical_p: Annotated[float | None, Meta(description="Locally typical sampling.")] = None
     repetition_penalty: Annotated[
-        float | None, Meta(description="1.0 is none; divides the positive logits of tokens seen before.")
+        float | None,
+        Meta(description="Divides the positive logits of tokens that occurred before; 1.0 means no penalty."),
     ] = None
-    ignore_eos: Annotated[Flag, Meta(description="Go on after an end-of-sequence token.")] = False
+    ignore_eos: Annotated[Flag, Meta(description="Continue after an end-of-sequence token.")] = False
     min_tokens: Annotated[
-        U32 | None, Meta(description="No end token, stop token or stop string before this many tokens.")
+        U32 | None, Meta(description="Ignore end tokens, stop tokens and stop strings before this many tokens.")
     ] = None
     stop_token_ids: Annotated[
-        list[int] | None, Meta(description="Tokens that end the text, and are no part of it.")
+        list[int] | None, Meta(description="Tokens that end the text and are not included in it.")
     ] = None
     response_format: Annotated[
         Raw,  # decoded when its size is known
         Meta(
             extra_json_schema={"anyOf": [GRAMMAR_SHAPE, {"type": "null"}]},
-            description="What the text must look like: `text`, `json_object`, `json_schema`, `regex`, `choice` or "
-            "`lark`, in OpenAI's shape or in TGI's.",
+            description="Format that the text must have: `text`, `json_object`, `json_schema`, `regex`, `choice` or"
+            " `lark`, in OpenAI's or TGI's shape.",
         ),
     ] = None  # type: ignore[assignment]
     priority: Annotated[
@@ -123,7 +134,7 @@ class SharedFields(Struct, kw_only=True, frozen=True):
             extra_json_schema={"minimum": 0, "maximum": 9},
         ),
     ] = None
-    echo: Annotated[Flag, Meta(description="Put the prompt, or the message that is continued, before the text.")] = (
+    echo: Annotated[Flag, Meta(description="Return the prompt, or the continued message, in front of the text.")] = (
         False
     )
 
@@ -134,30 +145,33 @@ class SharedFields(Struct, kw_only=True, frozen=True):
 class CompletionRequest(SharedFields, kw_only=True, frozen=True):
     prompt: Annotated[
         str | list[str | int | list[int]],
-        Meta(description="A text, or the ids of its tokens; or a list of either."),
+        Meta(description="A text or its token ids, or a list of either."),
     ]
     best_of: Annotated[
-        Count, Meta(description="Generate this many answers and return the `n` with the best mean logprob.")
+        Count, Meta(description="Generate this many choices and return the `n` with the best mean logprob.")
     ] = None
     logprobs: Annotated[
-        int | None, Meta(description="Logprobs of the tokens, and of this many most likely ones (up to 20).")
+        int | None,
+        Meta(description="Return the logprobs of the tokens and of this many most likely tokens (up to 20)."),
     ] = None
     max_tokens: Annotated[
-        U32 | None, Meta(description="At most this many tokens; as many as fit if not given. 0 with `echo` only.")
+        U32 | None,
+        Meta(description="Maximum generated tokens. Default: as many as fit. 0 is allowed only with `echo`."),
     ] = None
     suffix: Annotated[str | None, Meta(description="Not supported: refused unless empty.")] = None
 
 
 class ChatRequest(SharedFields, kw_only=True, frozen=True):
     messages: Annotated[list[Message], Meta(description="The conversation, as the model's chat template takes it.")]
-    logprobs: Annotated[Flag, Meta(description="Logprobs of the tokens.")] = False
+    logprobs: Annotated[Flag, Meta(description="Return the logprobs of the tokens.")] = False
     top_logprobs: Annotated[
-        int | None, Meta(description="Logprobs of this many most likely tokens too (up to 20), with `logprobs`.")
+        int | None,
+        Meta(description="With `logprobs`, also return the logprobs of this many most likely tokens (up to 20)."),
     ] = None
     max_tokens: Annotated[Count, Meta(description="The older name of `max_completion_tokens`.")] = None
-    max_completion_tokens: Annotated[
-        Count, Meta(description="At most this many tokens; as many as fit if not given.")
-    ] = None
+    max_completion_tokens: Annotated[Count, Meta(description="Maximum generated tokens. Default: as many as fit.")] = (
+        None
+    )
     tools: Annotated[
         list[ToolDescription] | None, Meta(description="Functions that the model may call; the client runs them.")
     ] = None
@@ -170,47 +184,51 @@ class ChatRequest(SharedFields, kw_only=True, frozen=True):
         ),
     ] = None
     parallel_tool_calls: Annotated[
-        Flag, Meta(description="Whether one answer may call several tools; if not given, as the model is used to.")
+        Flag, Meta(description="Whether one response may call several tools. Default: the model decides.")
     ] = None
 
     # ---- extensions -----------------------------------------------------------------------------------------------
 
     tool_prompt: Annotated[
-        str | None, Meta(description="What to tell the model about the tools, at the end of the user's last message.")
+        str | None,
+        Meta(
+            description="Instructions about the tools, added to the last user message if the chat template does not"
+            " support tools."
+        ),
     ] = None
     add_generation_prompt: Annotated[
         Flag,
-        Meta(description="Let the model begin a message of its own; by default unless the last one is continued."),
+        Meta(description="Let the model start a new message. Default: true, unless the last message is continued."),
     ] = None
     continue_final_message: Annotated[
-        Flag, Meta(description="Let the model go on with the last message; by default if it is the assistant's.")
+        Flag, Meta(description="Let the model continue the last message. Default: true if it is an assistant message.")
     ] = None
     reasoning_effort: Annotated[
         str | None,
         Meta(
-            description="How much a model that reasons may do so before it answers; `none` switches it off, where the "
-            "chat template can. Templates that do not know efforts get a budget: 512 tokens for `minimal`, 2048 for "
-            "`low`, 8192 for `medium`.",
+            description="How much a reasoning model reasons; `none` turns reasoning off if the chat template supports"
+            " it. For templates without efforts it sets a token budget: 512 for `minimal`, 2048 for `low`, 8192 for"
+            " `medium`.",
             extra_json_schema={"enum": [*EFFORTS, None]},
         ),
     ] = None
     thinking_token_budget: Annotated[
-        U32 | None, Meta(description="At most this many tokens of reasoning; then the model has to answer.")
+        U32 | None, Meta(description="Maximum reasoning tokens; after that the end of the reasoning is forced.")
     ] = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Meta(description="Variables for the chat template, such as `enable_thinking`.")
     ] = None
-    documents: Annotated[list[dict[str, Any]] | None, Meta(description="For chat templates that quote documents.")] = (
-        None
-    )
+    documents: Annotated[
+        list[dict[str, Any]] | None, Meta(description="Documents for chat templates that support them.")
+    ] = None
 
 
 class LoadAdapterRequest(Struct, kw_only=True):
     """vLLM's, and a revision."""
 
-    lora_name: Annotated[str, Meta(description="What requests will call it, as `model` or `adapter_id`.")]
+    lora_name: Annotated[str, Meta(description="Name for requests, as `model` or `adapter_id`.")]
     lora_path: Annotated[
-        str, Meta(description="A folder, absolute, or the id of a Hub repository; within `--lora-allow`.")
+        str, Meta(description="Absolute path of a folder, or id of a Hub repository; must match `--lora-allow`.")
     ]
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of the Hub repository.")] = None
     load_inplace: Annotated[Flag, Meta(description="Not supported: unload the adapter of that name first.")] = None

@@ -1,4 +1,4 @@
-"""The JSON that OpenAI's routes answer with. `chunks.py` writes the chunks; their structs say what it must come to."""
+"""Response bodies of OpenAI's routes. `chunks.py` writes the chunks; their structs say what it must come to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Usage(Struct, kw_only=True):
 
 
 class CompletionLogprobs(Struct, kw_only=True):
-    """Four lists that run in parallel, one entry per token."""
+    """Four parallel lists with one entry per token."""
 
     tokens: list[str]
     # Null for the first token of a prompt, which nothing predicts.
@@ -144,7 +144,7 @@ class FunctionDelta(Struct, kw_only=True):
 
 
 class ToolCallDelta(Struct, kw_only=True):
-    """Id, type and name come once, with the first delta of a call."""
+    """Id, type and name are sent once, with the first delta of a call."""
 
     index: int
     id: str | UnsetType = UNSET

@@ -1,4 +1,4 @@
-"""The JSON that `POST /v1/responses` takes. Unknown fields are ignored, and so are kinds of tools that run elsewhere.
+"""Request body of `POST /v1/responses`. Unknown fields and tools that run on OpenAI's servers are ignored.
 
 Types are checked while parsing, items where they are translated (`http/routes/responses/translation.py`).
 """
@@ -45,10 +45,10 @@ class TextOptions(Struct, kw_only=True, frozen=True):
                     {"type": "null"},
                 ]
             },
-            description="What the text must look like: `text`, `json_object`, or `json_schema` with a `schema`.",
+            description="Format that the text must have: `text`, `json_object`, or `json_schema` with a `schema`.",
         ),
     ] = None  # type: ignore[assignment]
-    verbosity: Annotated[str | None, Meta(description="Accepted, and not used.")] = None
+    verbosity: Annotated[str | None, Meta(description="Accepted and ignored.")] = None
 
     def __post_init__(self) -> None:
         none_for_null(self, "format")
@@ -57,34 +57,37 @@ class TextOptions(Struct, kw_only=True, frozen=True):
 class ReasoningOptions(Struct, kw_only=True, frozen=True):
     effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
-        Meta(description="As `reasoning_effort` of chat completions."),
+        Meta(description="Same as `reasoning_effort` of chat completions."),
     ] = None
     summary: Annotated[
         Literal["auto", "concise", "detailed", "none"] | None,
-        Meta(description="With a summary the reasoning comes as one, unabridged, instead of as `reasoning_text`."),
+        Meta(description="If set, the full reasoning is returned as the summary instead of as `reasoning_text`."),
     ] = None
 
 
 class ResponsesRequest(Struct, kw_only=True, frozen=True):
-    input: Annotated[str | list[InputItem], Meta(description="A text of the user, or the items of a conversation.")]
-    model: Annotated[str | None, Meta(description="Any name: there is one model, and the answer repeats it.")] = None
-    instructions: Annotated[
-        str | None, Meta(description="The system prompt. It is not part of what is continued by the next response.")
+    input: Annotated[str | list[InputItem], Meta(description="A user message as text, or the items of a conversation.")]
+    model: Annotated[
+        str | None, Meta(description="Any name, or the name of a LoRA adapter; the response repeats it.")
     ] = None
-    previous_response_id: Annotated[str | None, Meta(description="A stored response that this one continues.")] = None
+    instructions: Annotated[
+        str | None, Meta(description="The system prompt. A response that continues this one does not inherit it.")
+    ] = None
+    previous_response_id: Annotated[str | None, Meta(description="Id of the stored response to continue.")] = None
     store: Annotated[
         bool | None, Meta(description="Keep the response for `GET` and `previous_response_id`. Default: true.")
     ] = None
     background: Annotated[
-        bool | None, Meta(description="Answer at once, and go on without the client; needs `store`.")
+        bool | None, Meta(description="Respond at once and generate in the background; needs `store`.")
     ] = False
-    stream: Annotated[bool | None, Meta(description="Send server-sent events as the response grows.")] = False
+    stream: Annotated[bool | None, Meta(description="Stream the response as server-sent events.")] = False
     max_output_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=2**32 - 1)] | None,
-        Meta(description="At most this many tokens, those of the reasoning included; as many as fit if not given."),
+        Meta(description="Maximum generated tokens, reasoning included. Default: as many as fit."),
     ] = None
     temperature: Annotated[
-        Annotated[float, Meta(ge=0)] | None, Meta(description="1.0 if not given; 0 takes the most likely token.")
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="Divides the logits before sampling. Default: 1.0; 0 is greedy decoding."),
     ] = None
     top_p: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None,
@@ -92,7 +95,10 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
     ] = None
     top_logprobs: Annotated[
         Annotated[int, Meta(ge=0, le=20)] | None,
-        Meta(description="With `message.output_text.logprobs` in `include`: of this many most likely tokens, too."),
+        Meta(
+            description="With `message.output_text.logprobs` in `include`: also return the logprobs of this many most"
+            " likely tokens."
+        ),
     ] = None
     tools: Annotated[
         list[ResponseTool] | None,
@@ -102,11 +108,11 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
         str | dict[str, Any] | None,
         Meta(
             description='`auto`, `none`, `required`, or the tool to call: `{"type": "function", "name": ...}`; '
-            '`{"type": "allowed_tools", ...}` for some of them. A call that is asked for follows the tool\'s schema.'
+            '`{"type": "allowed_tools", ...}` for some of them. A forced call follows the tool\'s schema.'
         ),
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, Meta(description="Whether one response may call several tools. Default: as the model is used to.")
+        bool | None, Meta(description="Whether one response may call several tools. Default: the model decides.")
     ] = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -114,11 +120,11 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
         list[str] | None,
         Meta(description="`reasoning.encrypted_content`, `message.output_text.logprobs`; others are ignored."),
     ] = None
-    metadata: Annotated[dict[str, str] | None, Meta(description="Kept with the response.")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Stored with the response.")] = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None,
-        Meta(description="Nothing is ever dropped from a conversation that is too long: it is refused."),
+        Meta(description="Conversations that are too long are refused, never truncated."),
     ] = None
-    user: Annotated[str | None, Meta(description="Repeated, and not used.")] = None
+    user: Annotated[str | None, Meta(description="Returned in the response, otherwise ignored.")] = None
     prompt: Annotated[Any, Meta(description="Not supported: refused unless null.")] = None
     conversation: Annotated[Any, Meta(description="Not supported: refused unless null.")] = None

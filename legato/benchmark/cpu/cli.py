@@ -1,4 +1,4 @@
-"""`legato bench cpu`: Legato beside llama.cpp, OpenVINO GenAI and vLLM on the cores of this machine."""
+"""`legato bench cpu`: compares Legato with llama.cpp, OpenVINO GenAI and vLLM on this machine's CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured of every engine, the ratios between them, and the table."""
+"""The measurements of every engine, their ratios, and the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model in the forms that the engines read: the file as it is, or its weights in float32 in a folder."""
+"""The model in the formats that the engines read: the original file, or a folder with float32 weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine runs beside and within: a busy neighbour, and a limit on CPU time.
+"""The environment of an engine under test: a busy process on the same machine, and a limit on CPU time.
 
 A limit is a cgroup of its own where one can be made (usually as root), as for a container. Elsewhere it is rounded up
 to whole cores and set as CPU affinity, which the report then says.

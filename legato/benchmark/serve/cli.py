@@ -48,7 +48,7 @@ def run(options: ServeOptions) -> None:
                 around["command"] = around["command"].replace(options.api_key, "...")
             write_json(options.json, to_json(around, _asked(options, target), results))
     if not any(result.figures.num_succeeded for result in results):
-        raise ServerRefused("not a single request succeeded")
+        raise ServerRefused("no request succeeded")
 
 
 def measure(
@@ -133,7 +133,9 @@ def words_for(tokenizer_name: str | None) -> list[str]:
     tokenizer = ModelFiles.open(path if path.exists() else hub.resolve(tokenizer_name)).tokenizer()
     found = [word for word in words if len(tokenizer.encode(" " + word, add_special_tokens=False).ids) == 1]
     if not found:
-        raise OptionError(f"--tokenizer {tokenizer_name}: it has none of our words as a single token; leave it out")
+        raise OptionError(
+            f"--tokenizer {tokenizer_name}: none of the benchmark's words is a single token; omit the option"
+        )
     return found
 
 
@@ -226,4 +228,4 @@ def _asked(options: ServeOptions, target: Target) -> dict[str, Any]:
     }
 
 
-COMMAND = command(ServeOptions, run, "serve", "Put a server under load over HTTP and measure what its clients see.")
+COMMAND = command(ServeOptions, run, "serve", "Measure a server's latency and throughput under load over HTTP.")

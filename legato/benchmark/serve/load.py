@@ -1,4 +1,4 @@
-"""The client processes that make the load: they start together and report what they measure.
+"""The client processes that generate the load: they start together and report their measurements.
 
 Closed loop: every slot sends its next request when its last one is answered. Open loop: requests are sent when they
 are due, however many are in flight.

@@ -1,4 +1,4 @@
-"""`text-generation-benchmark`: how fast a shard reads prompts and generates tokens, at one batch size after another."""
+"""`text-generation-benchmark`: measures prefill and decode of a shard at a list of batch sizes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What models think before they answer: how they mark it, and how it is told apart from the answer."""
+"""Reasoning: how models mark it, and how it is separated from the answer."""

@@ -1,4 +1,4 @@
-"""How the families of models mark their reasoning.
+"""The reasoning formats of model families.
 
 tag pairs         <think>…</think>                          Qwen3, SmolLM3, GLM; others with other words
 no opening tag    …</think>                                 DeepSeek-R1: the template wrote the tag, or nobody did

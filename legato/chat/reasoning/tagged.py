@@ -1,4 +1,4 @@
-"""Tells reasoning and answer apart while a text is being written, where markers stand between them.
+"""Separates reasoning from the answer in a stream of text, for models that mark reasoning with tags.
 
     BEFORE ──opening──► INSIDE ──closing──► AFTER
        └──anything else────────────────────►

@@ -1,4 +1,4 @@
-"""Tools in chats: how a request names them, how a model's family writes calls, and how calls get out of a text.
+"""Tools in chats: their request fields, the call formats of model families, and parsing of calls.
 
 requests.py     `tools`, `tool_choice` and the like, checked
 dialects.py     how each family of models writes calls, and which family a chat template is of

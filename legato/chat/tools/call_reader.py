@@ -1,4 +1,4 @@
-"""One call, read while it is written: `{"name": "weather", "arguments": {"city": "Oslo"}}`.
+"""Parses one call from a stream of text: `{"name": "weather", "arguments": {"city": "Oslo"}}`.
 
 What is certain can be taken at any time. Nothing is certain before a name that some tool has and the brace that opens
 the arguments; until then the text may turn out to be no call at all.

@@ -1,4 +1,4 @@
-"""How the families of models write calls.
+"""The tool call formats of model families.
 
 hermes    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>        Hermes, Qwen, SmolLM3
 llama3    <|python_tag|>{"name": "f", "parameters": {...}}                    Llama 3.x, mostly without the tag

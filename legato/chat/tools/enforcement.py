@@ -1,4 +1,4 @@
-"""The grammar of an answer that must be a call: the dialect's way of writing, the tool's schema for its arguments.
+"""The grammar for a forced tool call: the call format of the model, with the tool's schema for its arguments.
 
 Where a call is the model's choice and its text has a schema, the answer is either of them.
 """

@@ -1,4 +1,4 @@
-"""Tools, and what has become of earlier calls, as the chat template wants to have them.
+"""Converts tools and earlier calls to the form that the chat template expects.
 
 A template without a word about tools has no place for either. Then the tools go into the last message that the user
 wrote, earlier calls are shown in the words that the model is asked to use, and their results are told by the user.

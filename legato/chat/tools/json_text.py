@@ -1,4 +1,4 @@
-"""Follows the text of one JSON value and knows at every character whether it can still become one.
+"""Incremental parser of one JSON value, which detects at every character whether the text can still be valid.
 
 Arguments are sent to clients while they are written, and what was sent cannot be taken back: so nothing may be sent
 that no JSON begins with. Python's own parser reads complete texts only.

@@ -1,4 +1,4 @@
-"""Takes a text apart into content and calls, while it is being written.
+"""Splits a stream of text into content and tool calls.
 
     TEXT ──opening──► OPENED ──{──► CALL ──}──► AFTER ──{ or opening──► ...
       ▲                 │ no call     │           │ anything else

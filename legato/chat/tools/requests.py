@@ -94,7 +94,7 @@ def _tool(tool: Any, place: str) -> Tool:
         raise InvalidRequest(f"`{place}` must be an object", place)
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"`{place}.name` must be a string that is not empty", f"{place}.name")
+        raise InvalidRequest(f"`{place}.name` must be a non-empty string", f"{place}.name")
     if not isinstance(function.get("description"), str | None):
         raise InvalidRequest(f"`{place}.description` must be a string", f"{place}.description")
     parameters = _parameters(function, place)

@@ -1,4 +1,4 @@
-"""What tools mean for one model: found out once, used by every chat."""
+"""The tool support of the model: determined once, used by every chat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a connection may cost before anybody has checked a key: bytes, headers, seconds, file descriptors."""
+"""Limits of a connection before authentication: bytes, headers, seconds, file descriptors."""
 
 from __future__ import annotations
 

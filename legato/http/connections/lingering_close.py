@@ -1,4 +1,4 @@
-"""Lingering close: the last answer arrives although its client is still sending (RFC 9112, section 9.6).
+"""Lingering close: the client receives the last response although it is still sending (RFC 9112, section 9.6).
 
 Closing a socket that holds unread bytes makes the kernel send a reset, and a reset may destroy what the client has not
 read yet: the answer that says why. So the server half-closes, discards what the client is still sending, and closes

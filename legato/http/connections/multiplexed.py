@@ -121,7 +121,7 @@ class LinkedExchange:
 
 
 class MultiplexedRequests(asyncio.Protocol):
-    """Takes a connection over from its protocol, when the balancer has asked for it and has shown the key."""
+    """Takes over a connection from its protocol, after a balancer has requested it with the route key."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's protocol with limits on what comes in, and an end that loses no answer.
+"""One HTTP connection: uvicorn's protocol with limits on requests, and a lingering close.
 
 The parser keeps half a header until it has the rest, so the bytes that are fed to it are counted from outside.
 """
@@ -170,7 +170,7 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             # Served as if the client had not asked: an upgrade is optional for the server.
             if (b"upgrade", UPGRADE) not in self.headers:
-                self._context.log.warning("A client asked for another protocol (Upgrade), which is ignored")
+                self._context.log.warning("A client requested another protocol (Upgrade), which is ignored")
         except httptools.HttpParserError:
             if self._refusal is None:
                 self._context.log.warning("A client sent something that is not HTTP/1.1")
@@ -279,7 +279,7 @@ class HttpProtocol(HttpToolsProtocol):
     # ---- refusals --------------------------------------------------------------------------------------------------
 
     def refuse_body(self) -> None:
-        self._context.log.warning("Request bodies come too slowly and take too much memory: the oldest are refused")
+        self._context.log.warning("Request bodies arrive too slowly and take too much memory: the oldest are refused")
         self._refuse(RequestTooSlow("The body of the request came too slowly for a busy server"))
 
     def _stop_parsing(self, refusal: RequestError) -> None:

@@ -59,7 +59,7 @@ class PageRoutes:
         name = request.path_params["name"]
         media_type = MEDIA_TYPES.get(name.rpartition(".")[2])
         if media_type is None or name not in self._files:
-            raise NotFound("There is no such file")
+            raise NotFound("File not found")
         return Response(self._files[name], media_type=media_type, headers=HEADERS)
 
     def _page(self, name: str) -> Handler:

@@ -1,4 +1,4 @@
-"""Whether the server is well. Answered from what the scheduler tells every second, so that no queue is in the way.
+"""The health routes. They respond from the state that the scheduler sends every second, so they wait in no queue.
 
 /health, /ping   the model computes: TGI's meaning, false after a failure until a token was generated
 /livez           steps advance; false: restart the server
@@ -40,7 +40,7 @@ class Startup(Struct, kw_only=True):
 
 
 class DrainResponse(Struct, kw_only=True):
-    """How many requests are left."""
+    """Requests that are still running and queued."""
 
     draining: bool
     running: int
@@ -48,7 +48,7 @@ class DrainResponse(Struct, kw_only=True):
 
 
 class LocalOnly(RequestError):
-    """Without keys anybody who reaches the port could ask for it."""
+    """Refused, because without API keys anyone who can reach the port could call it."""
 
     status, error_type = 403, "unauthorized"
 

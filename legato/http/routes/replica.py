@@ -1,4 +1,4 @@
-"""What a balancer wants to know of this server.
+"""The routes for balancers.
 
 GET /replica/state, once a second: can it take requests, how many has it, and how much of its memory is free.
 GET /replica/streams: makes the connection one for many requests (`ipc/multiplexing.py`).

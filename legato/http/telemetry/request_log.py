@@ -1,4 +1,4 @@
-"""What the log says of requests: TGI's success line, which people parse, and an ERROR line for each that fails.
+"""Log lines of requests: TGI's success line, which people parse, and an ERROR line for each failed request.
 
 Neither has text of the client in it: no prompt, no stop string, no grammar, no name of a model or of a user.
 """

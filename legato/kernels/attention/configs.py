@@ -1,4 +1,4 @@
-"""Which variant of decode attention suits a batch and a device."""
+"""Chooses the variant of decode attention for a batch and a device."""
 
 from __future__ import annotations
 

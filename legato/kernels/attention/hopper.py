@@ -1,4 +1,4 @@
-"""Attention of prompt chunks on Hopper GPUs, where the copy unit brings pages and two groups of warps only compute.
+"""Attention of prompt chunks on Hopper GPUs: TMA loads the pages, and two warp groups compute.
 
 The tiles are those of `chunk_attention`, and so are the results but for the last bit. Of the nine warps of a program
 one asks the copy unit for the pages of keys and values, two stages ahead. Two groups of four take 64 rows of the tile

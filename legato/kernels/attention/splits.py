@@ -1,4 +1,4 @@
-"""How the programs of decode attention share contexts of different lengths, without asking the host.
+"""Splits contexts of different lengths among the programs of decode attention, on the device.
 
 All contexts are cut into splits of one length. The first split of every sequence has a program of its own, which knows
 it at once; those behind are numbered in the order of their sequences, and a program of these finds out whose it is.

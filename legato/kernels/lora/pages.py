@@ -1,4 +1,4 @@
-"""Where the matrices of adapters are: pages on the device, and the places of a layer's matrices in a page."""
+"""The pages of LoRA adapters on the device, and the offsets of each layer's matrices in a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows by adapter, in tiles of rows that have the same one: found once for a step, read by the kernels of all layers.
+"""Groups rows into tiles by LoRA adapter: computed once per step, read by the kernels of all layers.
 
 How many tiles there are is known on the device alone. There may be as many as rows or slots; mostly there are far
 fewer. Kernels are launched for some of them, and a program goes on with the next ones until there are no more.

@@ -1,4 +1,4 @@
-"""Small numbers to 16-bit ones, four bytes at a time: left to itself the compiler handles them one by one.
+"""Converts 4- and 8-bit numbers to 16-bit ones, four bytes at a time; the compiler would convert them one by one.
 
 Each function has the same result without assembly, for Triton's interpreter.
 """

@@ -1,4 +1,4 @@
-"""Which kernel multiplies so many rows with a quantized matrix, and in which tiles.
+"""Chooses the kernel and its tiles for a product with a quantized matrix, by the number of rows.
 
 1 row             `one_row`, weight-only
 2 to 16 rows      `tiled` in 16 bits, weight-only

@@ -1,4 +1,4 @@
-"""A row times a quantized matrix: reading the numbers once at full bandwidth is all that counts.
+"""One row times a quantized matrix, limited by memory bandwidth.
 
 A thread reads words of four bytes of some rows of the matrix, and the four columns of x that belong to a word as one
 number of 64 bits. So both have the same layout, and nothing moves between threads before the sums of a group.

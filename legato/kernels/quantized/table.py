@@ -1,4 +1,4 @@
-"""Numbers that codes of 4 bits stand for, found without memory: the table is in constants of the instructions.
+"""Decodes 4-bit codes with a lookup table in instruction constants, without memory accesses.
 
 Hopper's byte permutation picks four bytes of eight by four selectors of 3 bits. So four codes find the upper bytes of
 their 16-bit numbers in a table of sixteen with two permutations, one for codes below 8 and one for others, and the

@@ -1,1 +1,1 @@
-"""Tokenizers of models that have no tokenizer.json: read from the files that were usual before it."""
+"""Tokenizers of models without tokenizer.json, built from older file formats."""

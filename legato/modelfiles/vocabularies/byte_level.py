@@ -132,7 +132,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
     except OSError as error:
         raise ModelFileError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, binascii.Error):
-        raise ModelFileError(f"{file} is neither of SentencePiece nor of tiktoken; download it again") from None
+        raise ModelFileError(f"{file} is neither a SentencePiece nor a tiktoken file; download it again") from None
 
 
 def _splits(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:

@@ -1,4 +1,4 @@
-"""Which of its files a model's tokenizer is made from, and how."""
+"""Chooses the files and the method to build a model's tokenizer."""
 
 from __future__ import annotations
 
@@ -99,4 +99,4 @@ def _build(file: Path, build: Callable[[], Tokenizer]) -> Tokenizer:
     except ModelFileError:
         raise
     except Exception as error:
-        raise ModelFileError(f"{file} cannot be made into a tokenizer: {error}") from None
+        raise ModelFileError(f"{file} cannot be converted to a tokenizer: {error}") from None

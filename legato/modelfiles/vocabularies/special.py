@@ -22,7 +22,7 @@ ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSettings:
-    """What tokenizer_config.json and the files beside it say."""
+    """The settings in tokenizer_config.json and related files."""
 
     path: Path  # of the model, for messages
     config: dict[str, Any]

@@ -1,1 +1,1 @@
-"""Models that make a vector of a text: encoders and decoders without a head, poolings, classification heads."""
+"""Embedding models and classifiers: encoders and decoders without a head, pooling, classification heads."""

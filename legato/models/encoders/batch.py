@@ -1,4 +1,4 @@
-"""Texts of any length in one batch, without padding: their tokens stand behind each other, sorted by length.
+"""Batches of texts of any length without padding: their tokens are concatenated, sorted by length.
 
 Everything but attention works on single tokens. Attention works on groups of texts: on a CPU on those of equal length,
 which stand behind each other and are a view of the batch; on a GPU, where launches cost more than padding, on those of

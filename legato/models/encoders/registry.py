@@ -98,7 +98,7 @@ def load_encoder(
     head: TextHead
     if described.labels is not None:
         if pooling is not None:
-            raise OptionError("--pooling: the model is a classifier, whose head has a pooling of its own")
+            raise OptionError("--pooling: the model is a classifier, whose head has its own pooling")
         chosen: Pooling = encoder.default_pooling
         head = encoder.classifier(weights, len(described.labels))
     else:
@@ -118,7 +118,8 @@ def _chosen_pooling(given: Pooling | None, described: EmbeddingFiles, encoder: E
     if given is not None or described.pooling is not None:
         return given or described.pooling or encoder.default_pooling
     logger.warning(
-        "No file says how the model pools (modules.json, 1_Pooling/config.json): using %s. --pooling chooses another",
+        "The checkpoint does not define its pooling (modules.json, 1_Pooling/config.json): using %s; --pooling"
+        " overrides it",
         encoder.default_pooling,
     )
     return encoder.default_pooling

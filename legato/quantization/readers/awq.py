@@ -32,7 +32,9 @@ class AwqReader:
         num_inputs = wanted.in_features
         size = self.group_size if self.group_size > 0 else num_inputs
         if num_inputs % size:
-            raise tensors.fault(f"{wanted.name}.qweight", f"has {num_inputs} inputs, no multiple of group size {size}")
+            raise tensors.fault(
+                f"{wanted.name}.qweight", f"has {num_inputs} inputs, which is not a multiple of group size {size}"
+            )
         groups = ColumnGroups.regular(num_inputs, size)
         read = self._gemv if self.version == "gemv" else self._gemm
         return wanted.of_columns(read(wanted, num_inputs // size, groups, tensors))

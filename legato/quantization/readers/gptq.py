@@ -76,7 +76,7 @@ class GptqReader:
         if index.is_meta:
             return index if self.has_act_order else None
         if not bool(((index >= 0) & (index < num_groups)).all()):
-            raise tensors.fault(f"{name}.g_idx", f"names groups beyond the {num_groups} that there are")
+            raise tensors.fault(f"{name}.g_idx", f"refers to groups beyond the last of {num_groups}")
         return index if bool(index.any()) else None
 
 

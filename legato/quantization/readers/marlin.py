@@ -49,7 +49,9 @@ class MarlinReader:
         name, num_outputs, num_inputs = wanted.name, wanted.out_features, wanted.in_features
         groups = ColumnGroups.regular(num_inputs, self.group_size)
         if num_inputs % TILE or num_outputs % 64 or num_inputs % groups.size:
-            raise tensors.fault(f"{name}.B", f"cannot be a matrix {num_outputs} x {num_inputs}: no multiple of 64 x 16")
+            raise tensors.fault(
+                f"{name}.B", f"cannot be a matrix {num_outputs} x {num_inputs}: not a multiple of 64 x 16"
+            )
         stored = tensors.raw(f"{name}.B", (num_inputs // TILE, num_outputs * TILE // 8))
         shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=stored.device)
         codes = ((stored[..., None] >> shifts) & 15).to(torch.uint8).reshape(-1, 1024)

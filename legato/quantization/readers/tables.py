@@ -44,7 +44,7 @@ class Fp4Reader:
         size = MX_GROUP if self.global_scale is None else NV_GROUP
         num_outputs, num_inputs, name = wanted.out_features, wanted.in_features, wanted.name
         if num_inputs % size:
-            raise tensors.fault(f"{name}.{self.packed}", f"has {num_inputs} inputs, which is no multiple of {size}")
+            raise tensors.fault(f"{name}.{self.packed}", f"has {num_inputs} inputs, which is not a multiple of {size}")
         scale = tensors.raw(f"{name}.weight_scale", (num_outputs, num_inputs // size), wanted.cut())
         if self.global_scale is None:
             scale = power_of_two(scale)
@@ -70,7 +70,9 @@ class GptOssReader:
         num_experts, num_outputs = tensors.stored_shape(f"{wanted.name}_blocks")[:2]
         num_groups = wanted.in_features // MX_GROUP
         if num_experts * num_outputs != wanted.out_features or wanted.in_features % MX_GROUP:
-            raise tensors.fault(f"{wanted.name}_blocks", f"is no matrix {wanted.out_features} x {wanted.in_features}")
+            raise tensors.fault(
+                f"{wanted.name}_blocks", f"is not a matrix {wanted.out_features} x {wanted.in_features}"
+            )
         blocks = tensors.raw(f"{wanted.name}_blocks", (num_experts, num_outputs, num_groups, MX_GROUP // 2))
         scales = tensors.raw(f"{wanted.name}_scales", (num_experts, num_outputs, num_groups))
         groups = ColumnGroups.regular(wanted.in_features, MX_GROUP)

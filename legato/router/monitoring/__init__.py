@@ -1,1 +1,1 @@
-"""What the router tells about itself: health, metrics, the dashboard and traces."""
+"""Monitoring of the router: health, metrics, dashboard and traces."""

@@ -1,4 +1,4 @@
-"""The data of GET /dashboard: what the scheduler's process knows, put together when somebody looks."""
+"""The data of GET /dashboard, collected from the scheduler process on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class StepHistory:
-    """The last steps. One tuple is kept for each: what nobody looks at should cost nothing."""
+    """The last steps, one tuple each, so that recording costs almost nothing."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, StepFigures]] = deque(maxlen=MAX_STEPS)

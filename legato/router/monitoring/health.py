@@ -1,4 +1,4 @@
-"""How the server is, told to the HTTP workers every second. Their answers say that they are well, too.
+"""Sends the server's health to the HTTP workers every second; their replies serve as heartbeats.
 
 step loop: steps advance ──┐
 idle shards: Health ───────┴─► HealthMonitor ──ServerState──► workers: /health, /livez, /readyz without a question

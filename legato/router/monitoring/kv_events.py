@@ -1,4 +1,4 @@
-"""The prefix cache's events (`--kv-events`): kept for those who ask, and published over ZeroMQ for those who listen."""
+"""The prefix cache's events (`--kv-events`): kept for `GET /replica/events`, and published over ZeroMQ."""
 
 from __future__ import annotations
 

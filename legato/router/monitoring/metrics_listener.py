@@ -1,4 +1,4 @@
-"""`--prometheus-port`: the metrics on a port of their own, so that the port of the API need not be open to Prometheus.
+"""`--prometheus-port`: serves metrics on a separate port, so that Prometheus needs no access to the API's port.
 
 Served by the scheduler's process, which collects them anyway: one answer for each connection, with limits on time, size
 and number, because nobody is known to be friendly here either. Where the API needs a key, this port needs it, too.

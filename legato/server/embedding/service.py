@@ -124,8 +124,8 @@ class EmbeddingService(StepStreamService):
             if not is_out_of_memory(error):
                 raise
             raise RequestRefused(
-                f"a batch of {sum(counts)} tokens does not fit into the device's memory:"
-                " --max-batch-prefill-tokens and --max-input-tokens make it smaller"
+                f"a batch of {sum(counts)} tokens does not fit into the device's memory: lower"
+                " --max-batch-prefill-tokens or --max-input-tokens"
             ) from None
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:

@@ -1,4 +1,4 @@
-"""What a fake shard answers, from a file: programs that use tools can be run against it without a model that can.
+"""The scripted output of a fake shard (`--fake-script`), to test programs that use tools without a model.
 
     [{"prompt": "<tool_response>\\\\nok", "text": "Done."},
      {"prompt": "", "text": "<tool_call>\\\\n{\\"name\\": \\"write\\", \\"arguments\\": {…}}\\\\n</tool_call>"}]

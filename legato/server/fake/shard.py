@@ -135,7 +135,8 @@ class FakeEngine:
         rows, counts, num_new = request.rows, request.num_tokens, request.num_new_blocks
         if not len(rows) == len(counts) == len(num_new):
             raise BrokenContract(
-                f"{len(rows)} rows, {len(counts)} num_tokens, {len(num_new)} num_new_blocks: all must be as many"
+                f"{len(rows)} rows, {len(counts)} num_tokens, {len(num_new)} num_new_blocks: all must have the same"
+                " length"
             )
         if not rows:
             raise BrokenContract("the step has no rows")

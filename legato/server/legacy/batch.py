@@ -70,7 +70,7 @@ class RowAndBlockAllocator:
 
 @dataclass(slots=True)
 class Member:
-    """One request of a batch: what it asked for, where it runs, and how far it is."""
+    """One request of a batch: its parameters, its row, and its progress."""
 
     request: pb.Request
     input_ids: list[int]

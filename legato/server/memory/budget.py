@@ -27,7 +27,7 @@ OUT_OF_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of mem
 
 
 class OutOfMemory(RequestRefused):
-    """A step did not fit. Its requests fail; the shard goes on."""
+    """A step did not fit into memory. Its requests fail; the shard keeps running."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"Out of memory: {message}", grpc.StatusCode.RESOURCE_EXHAUSTED)

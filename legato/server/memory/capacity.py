@@ -51,7 +51,7 @@ class RequestedLimits:
 
     def __post_init__(self) -> None:
         if self.longest < 2:
-            raise RequestRefused(f"max_total_tokens is {self.longest}: a prompt and an answer are at least 2 tokens")
+            raise RequestRefused(f"max_total_tokens is {self.longest}: a prompt and its output have at least 2 tokens")
 
     @property
     def longest(self) -> int:

@@ -50,7 +50,7 @@ class HostBlockStore:
 
     def _check(self, slots: Sequence[int], blocks: Sequence[int], num_blocks: int) -> None:
         if len(slots) != len(blocks):
-            raise RequestRefused("copied blocks and slots: they must be as many")
+            raise RequestRefused("copied blocks and slots: there must be as many blocks as slots")
         if any(slot >= self.num_slots for slot in slots) or any(block >= num_blocks for block in blocks):
             raise RequestRefused(f"copied blocks must be less than {num_blocks}, slots less than {self.num_slots}")
 

@@ -19,7 +19,8 @@ def place_of(options: ServerOptions) -> ShardPlace | None:
         return None
     if len(options.node_addrs) != options.nnodes or not options.cluster_key or not options.group_id:
         raise OptionError(
-            "--nnodes and --pipeline-parallel-size are for text-generation-launcher: it tells shards where others are"
+            "--nnodes and --pipeline-parallel-size are for text-generation-launcher, which passes the addresses to"
+            " the shards"
         )
     key = options.cluster_key.encode()
     tls = LinkTls.of(options.cluster_certfile, options.cluster_keyfile, options.cluster_cafile)

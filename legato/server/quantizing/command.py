@@ -36,7 +36,7 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack",
 def run(options: QuantizeOptions) -> None:
     setup(options.logger_level, options.json_output, "text-generation-server")
     if options.calibration is None:
-        raise OptionError("--calibration is required: a text file that is like what the model will be used for")
+        raise OptionError("--calibration is required: a text file that resembles the model's later inputs")
     if options.output_dir is None:
         raise OptionError("OUTPUT_DIR is missing: text-generation-server quantize MODEL_ID OUTPUT_DIR")
     out = Path(options.output_dir)
@@ -45,7 +45,7 @@ def run(options: QuantizeOptions) -> None:
     files = open_model(options)
     files.check_weights()
     if files.quantization() is not None:
-        raise UnsupportedModel(f"{files.path} is quantized already; quantize the original model")
+        raise UnsupportedModel(f"{files.path} is already quantized; quantize the original model")
     gptq = GptqOptions(int(options.bits), options.group_size, options.act_order, options.sym, options.percdamp)
     sequences = calibration_ids(
         files, Path(options.calibration), options.calibration_samples, options.calibration_length

@@ -16,20 +16,27 @@ class QuantizeOptions(ModelOptions, LogOptions):
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
     output_dir: str | None = option(None, "Folder for the quantized model.", env=None, positional=True)
-    calibration: str | None = option(None, "Text file that the model is calibrated with.", env=None)
-    bits: Literal["2", "3", "4", "8"] = option("4", "Bits of a weight.", env=None)
+    calibration: str | None = option(None, "Text file for calibration.", env=None)
+    bits: Literal["2", "3", "4", "8"] = option("4", "Bits per weight.", env=None)
     group_size: int = option(
-        128, "Inputs that share a scale; `-1` for all of them.", alias="groupsize", env=None, minimum=-1
+        128, "Number of inputs that share a scale; `-1` means all of them.", alias="groupsize", env=None, minimum=-1
     )
-    act_order: bool = option(False, "Group inputs by the size of their activations: slower products.", env=None)
+    act_order: bool = option(
+        False, "Group inputs by the size of their activations. Makes matrix products slower.", env=None
+    )
     sym: bool = option(
-        False, "Symmetric ranges, without zeros: worse, but some kernels of other servers read nothing else.", env=None
+        False,
+        "Symmetric ranges, without zero points: lower quality, but some kernels of other servers need them.",
+        env=None,
     )
     percdamp: float = option(
-        0.03, "Share of the mean of the Hessian's diagonal that is added to it.", env=None, minimum=0
+        0.03,
+        "Damping: fraction of the mean of the Hessian's diagonal that is added to the diagonal.",
+        env=None,
+        minimum=0,
     )
-    calibration_samples: int = option(128, "Sequences of the text to calibrate with.", env=None, minimum=1)
-    calibration_length: int = option(512, "Tokens of each sequence.", env=None, minimum=16)
+    calibration_samples: int = option(128, "Number of calibration sequences.", env=None, minimum=1)
+    calibration_length: int = option(512, "Tokens per calibration sequence.", env=None, minimum=16)
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "Device to quantize on. `auto` uses a GPU if there is one.", env=None
+        "auto", "Device to quantize on. `auto` uses a GPU if one is available.", env=None
     )

@@ -1,1 +1,1 @@
-"""Drafts in a shard: which of them are right, and what it proposes itself."""
+"""Speculative decoding in a shard: verification of drafts, and its own proposals."""

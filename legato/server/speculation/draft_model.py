@@ -1,4 +1,4 @@
-"""A small model or a head that guesses on behind what the large one has sampled, beside it in the same shard.
+"""A draft model or an EAGLE-3 head in the shard, which proposes tokens after those that the model has sampled.
 
 It has a KV cache of its own with as many blocks, and a row's keys and values are in the blocks that the router gave the
 row: a prefix that is cached for the large model is cached for the small one. Where it has not read a row's text so far,

@@ -1,4 +1,4 @@
-"""What guesses on behind sampled tokens with keys and values of its own: a small model, or an EAGLE-3 head."""
+"""Draft models and EAGLE-3 heads: they propose tokens and have their own keys and values."""
 
 from __future__ import annotations
 

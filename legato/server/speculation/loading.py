@@ -1,5 +1,5 @@
-"""Whether drafts can be verified at all, and what `--speculate-model` names: a draft model with the tokens of the model
-it guesses for, or an EAGLE-3 head."""
+"""Checks whether a model can verify drafts, and loads `--speculate-model`: a draft model with the same tokenizer as the
+model, or an EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ def load_draft(
     if options.speculate_model is None:
         return None
     if has_speculator:
-        raise OptionError(f"{FLAG}: --model-id names a speculator, which guesses already; give only one of them")
+        raise OptionError(
+            f"{FLAG}: --model-id names a speculator, which already proposes drafts; give only one of them"
+        )
     if options.speculate == 0:
         raise OptionError(f"{FLAG}: --speculate 0 disables drafts; leave out one of them")
     if (options.speculate or 0) > MOST_TOKENS:
-        raise OptionError(f"--speculate {options.speculate}: a draft model guesses {MOST_TOKENS} tokens at most")
+        raise OptionError(f"--speculate {options.speculate}: a draft model proposes at most {MOST_TOKENS} tokens")
     path = locate_draft(options.speculate_model, options)
     head = SpeculatorFiles.find(path)
     if head is not None and head.kind != "eagle3":
@@ -62,7 +64,7 @@ def load_draft(
     files = ModelFiles.open(path, cache_of(options))
     config = model_config(files, trust_remote_code=options.trust_remote_code)
     if config.decoder_start_token_id is not None:
-        raise OptionError(f"{FLAG}: {files.path} is an encoder-decoder model, which cannot guess on")
+        raise OptionError(f"{FLAG}: {files.path} is an encoder-decoder model, which cannot be a draft model")
     _check_vocabulary(files, base_files)
     packs = device.type == "cpu" and options.dtype is None
     model = get_model(
@@ -84,8 +86,10 @@ def _check_vocabulary(draft: ModelFiles, base: ModelFiles) -> None:
     for token, number in theirs.items():
         if ours.get(number, token) != token:
             raise OptionError(
-                f"{FLAG}: {draft.path} has another tokenizer than {base.path}: token {number} is {token!r} in one and"
-                f" {ours[number]!r} in the other"
+                f"{FLAG}: {draft.path} has a different tokenizer from {base.path}: token {number} is {token!r} in one"
+                f" and {ours[number]!r} in the other"
             )
     if sum(number in ours for number in theirs.values()) < len(ours) // 2:
-        raise OptionError(f"{FLAG}: {draft.path} has another tokenizer than {base.path}: it lacks most of its tokens")
+        raise OptionError(
+            f"{FLAG}: {draft.path} has a different tokenizer from {base.path}: it lacks most of its tokens"
+        )

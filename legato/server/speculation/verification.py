@@ -1,4 +1,4 @@
-"""Drafts of a step: which of them are what their rows sample.
+"""Verifies the draft tokens of a step against the sampled tokens.
 
 A row with k drafts has logits at k + 1 positions. They are sampled in order, each only if the draft before it was what
 was sampled there: so what is sampled, and everything that sampling remembers of a row, is what it would be without
@@ -28,7 +28,7 @@ Accept: TypeAlias = Callable[[list[int], list[int]], None]
 
 @dataclass(slots=True)
 class _SampledPart:
-    """What one row has got so far: parallel lists, and the likeliest tokens where they were asked for."""
+    """The tokens of one row so far: parallel lists, and the most likely tokens if requested."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

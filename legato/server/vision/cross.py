@@ -1,4 +1,4 @@
-"""Images beside the text, for models with layers that attend to them.
+"""Images for models with cross-attention layers.
 
 They are in the first slots of a sequence. A step computes keys and values of the slots that it is given and takes them
 out: what the model reads is text alone, with positions and block tables that begin where the text does.

@@ -320,7 +320,7 @@ def test_a_server_that_refuses_ends_it_before_the_load(server: FakeServer, capsy
 def test_a_load_without_a_single_success_is_a_failure(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.answer = lambda number: Answer(status=500)
     words = [f"--url=http://127.0.0.1:{server.port}", "--warmups=0", "-c1", "-n2"]
-    assert "not a single request succeeded" in failure(capsys, *words)
+    assert "no request succeeded" in failure(capsys, *words)
 
 
 def test_an_interrupted_load_shows_what_there_is(server: FakeServer) -> None:

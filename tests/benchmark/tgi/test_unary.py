@@ -87,7 +87,7 @@ def test_the_shard_is_warmed_up_for_the_largest_batch(service: FakeService) -> N
 
 def test_a_shard_that_a_router_drives_says_how_to_free_it(tmp_path: Path) -> None:
     service = FakeService(f"{tmp_path}/shard-0", driven_by_router=True)
-    with pytest.raises(ShardFailed, match=r"refused Warmup.*while a router drives.*stop it.*--spawn"):
+    with pytest.raises(ShardFailed, match=r"refused Warmup.*while a router is connected.*stop it.*--spawn"):
         measure(service, BenchmarkOptions())
 
 

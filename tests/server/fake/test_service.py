@@ -194,7 +194,7 @@ def test_steps_before_warmup_and_second_routers_are_refused(tmp_path: Path) -> N
 
     cold, *second = asyncio.run(run())
     assert "Warmup first" in cold
-    assert all("drives this shard" in words for words in second)
+    assert all("is connected to this shard" in words for words in second)
 
 
 # ---- as a program ---------------------------------------------------------------------------------------------------

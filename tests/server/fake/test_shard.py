@@ -140,7 +140,7 @@ def cached(input_ids: list[int]) -> pb.StepRequest:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: first_step(num_tokens=[6, 1]), "all must be as many"),
+        (lambda: first_step(num_tokens=[6, 1]), "all must have the same length"),
         (lambda: pb.StepRequest(id=1), "has no rows"),
         (lambda: first_step(rows=[0, 0], num_tokens=[3, 3], num_new_blocks=[1, 1]), "twice"),
         (lambda: first_step(new_blocks=[1]), "1 new blocks"),

@@ -153,5 +153,5 @@ def test_what_cannot_be_quantized_says_so(tmp_path: Path, text: Path) -> None:
     base_model(tmp_path / "model")
     options = ["--calibration", str(text), "--group-size=64"]
     run(str(tmp_path / "model"), str(tmp_path / "once"), *options)
-    with pytest.raises(UnsupportedModel, match="is quantized already"):
+    with pytest.raises(UnsupportedModel, match="is already quantized"):
         run(str(tmp_path / "once"), str(tmp_path / "twice"), *options)

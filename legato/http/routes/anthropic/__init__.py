@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its words for what chat completions do.
+"""Anthropic's Messages API, translated to chat completions.
 
 translation.py   a request → `ChatRequest`
 messages.py      POST /v1/messages, /v1/messages/count_tokens

@@ -1,4 +1,4 @@
-"""POST /v1/messages, and /v1/messages/count_tokens: the same body, but only how long its prompt is."""
+"""POST /v1/messages, and /v1/messages/count_tokens, which returns only the length of the prompt."""
 
 from __future__ import annotations
 

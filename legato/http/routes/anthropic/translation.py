@@ -1,4 +1,4 @@
-"""Requests of the Messages API as chats.
+"""Translates requests of the Messages API to chat requests.
 
 Blocks of a message become messages as chat templates know them: results of tools are messages of their own, calls and
 reasoning are fields of the assistant's.
@@ -108,7 +108,7 @@ def _parts(block: Block, place: str) -> list[Part]:
         return [{"type": "text", "text": _document(block, place)}]
     if kind in _IGNORED:
         return []
-    raise InvalidRequest(f"`{place}.type` is {kind!r}, which this server does not take", f"{place}.type")
+    raise InvalidRequest(f"`{place}.type` is {kind!r}, which this server does not support", f"{place}.type")
 
 
 def _image(block: Block, place: str) -> Part:
@@ -125,7 +125,9 @@ def _image(block: Block, place: str) -> Part:
 def _document(block: Block, place: str) -> str:
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "text":
-        raise InvalidRequest(f"`{place}.source.type` must be text: this server reads no files", f"{place}.source.type")
+        raise InvalidRequest(
+            f"`{place}.source.type` must be text: this server does not support files", f"{place}.source.type"
+        )
     return text_of(source, f"{place}.source", "data")
 
 
@@ -153,7 +155,7 @@ def _add_answer(messages: MessageList, blocks: list[Block], place: str) -> None:
             arguments = msgspec.json.encode(given).decode()
             messages.add_call(text_of(block, at, "id"), text_of(block, at, "name"), arguments)
         elif kind not in _IGNORED:
-            raise InvalidRequest(f"`{at}.type` is {kind!r}, which an assistant does not say here", f"{at}.type")
+            raise InvalidRequest(f"`{at}.type` is {kind!r}, which is not supported in assistant messages", f"{at}.type")
 
 
 def _type(block: Any, place: str) -> str:

@@ -33,7 +33,7 @@ EMBEDDING_OPERATIONS = [
         "post",
         "/v1/embeddings",
         "Embeddings, as in OpenAI's API",
-        "Of length one if the checkpoint's `modules.json` says so, or if there is none.",
+        "Vectors are normalized if the checkpoint's `modules.json` says so, or if it does not exist.",
         EmbeddingsRequest,
         {"input": ["What is deep learning?", "Deep learning is …"], "model": "any"},
         {_JSON: EmbeddingList},
@@ -43,7 +43,7 @@ EMBEDDING_OPERATIONS = [
         "post",
         "/embed",
         "Embeddings, as in TEI",
-        "A list of embeddings, also for one text.",
+        "Returns a list of embeddings, also for a single text.",
         EmbedRequest,
         _EMBED_EXAMPLE,
         {_JSON: list[list[float]]},
@@ -63,8 +63,8 @@ EMBEDDING_OPERATIONS = [
         "post",
         "/predict",
         "Classify texts or pairs of texts, as in TEI",
-        "For models with a classification head. Labels come with the most likely first; with several texts, a list for"
-        " each.",
+        "For models with a classification head. Returns labels, the most likely first; for several texts, one list"
+        " per text.",
         PredictRequest,
         _EMBED_EXAMPLE,
         {_JSON: (list[Prediction], list[list[Prediction]])},
@@ -80,8 +80,8 @@ EMBEDDING_OPERATIONS = [
         {_JSON: (list[list[float]], list[Rank], list[Prediction], list[list[Prediction]])},
         _ERRORS,
     ),
-    Operation("get", "/", "Health", "Can the model compute? Browsers are sent to /ui.", errors=(503,)),
-    Operation("get", "/info", "The model and the limits of this server", response={_JSON: EmbeddingServerInfo}),
+    Operation("get", "/", "Health", "200 while the model is healthy. Browsers are redirected to /ui.", errors=(503,)),
+    Operation("get", "/info", "Model and limits of this server", response={_JSON: EmbeddingServerInfo}),
     *(operation for operation in OPERATIONS if operation.path in SHARED_PATHS),
 ]
 

@@ -86,7 +86,7 @@ class VectorCall:
         """[texts, size]. `name` is what the client calls the texts."""
         inference, exchange = self._inference, self._exchange
         if len(texts) > inference.settings.max_concurrent_requests:  # coming back later would not help
-            raise InvalidRequest(f"{len(texts)} texts are more than this server takes at once", name)
+            raise InvalidRequest(f"{len(texts)} texts are more than this server accepts at once", name)
         with inference.concurrency.held(len(texts), exchange.tenant), exchange.client() as client:
             async with inference.concurrency.validating(exchange.body_size, exchange.tenant):
                 tokenized = await self._reader.read(texts, name, **how)

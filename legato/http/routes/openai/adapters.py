@@ -76,7 +76,9 @@ class AdapterRoutes:
         if settings.api_keys and exchange.tenant not in settings.adapter_tenants:
             raise AdapterForbidden("This API key may not change LoRA adapters")
         if not settings.api_keys and not exchange.is_local:
-            raise AdapterForbidden("A server without API keys takes LoRA adapters from its own machine only")
+            raise AdapterForbidden(
+                "A server without API keys accepts changes of LoRA adapters only from its own machine"
+            )
 
     async def _change(self, name: str, source: str | None, revision: str | None = None) -> None:
         try:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, and /chat_tokenize: the same body, but only what its prompt comes to."""
+"""POST /v1/chat/completions, and /chat_tokenize, which returns only the rendered prompt and its tokens."""
 
 from __future__ import annotations
 

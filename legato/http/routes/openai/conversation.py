@@ -31,7 +31,7 @@ def check_conversation(request: ChatRequest) -> None:
             raise InvalidRequest(f"`{place}.content` must be a string or a list of parts", f"{place}.content")
     if request.add_generation_prompt and request.continue_final_message:
         raise InvalidRequest(
-            "`continue_final_message` and `add_generation_prompt` exclude each other", "continue_final_message"
+            "`continue_final_message` and `add_generation_prompt` are mutually exclusive", "continue_final_message"
         )
     _check_results(request.messages)
 
@@ -46,7 +46,7 @@ def _check_results(messages: list[dict[str, Any]]) -> None:
         call_id = message.get("tool_call_id")
         if message["role"] == "tool" and isinstance(call_id, str) and call_id not in made:
             place = f"messages[{number}].tool_call_id"
-            raise InvalidRequest(f"`{place}` is {call_id!r}, and no message before it has a call of that id", place)
+            raise InvalidRequest(f"`{place}` is {call_id!r}, but no earlier message has a call with that id", place)
 
 
 def continues(request: ChatRequest) -> bool:
@@ -104,7 +104,7 @@ async def read_conversation(
 
     text, ids = await validator.in_thread(read, _size(request))
     if not ids:
-        raise InvalidRequest("the chat template makes nothing of `messages`", "messages")
+        raise InvalidRequest("the chat template renders `messages` to an empty prompt", "messages")
     if validator.images is None:
         return ChatPrompt(text, ids)
     images = await validator.images.read(sources, validator.limits.max_input_tokens)
@@ -129,7 +129,7 @@ async def tokenize_conversation(
     request = _with_variables(request, format, reasoning_wish(request))
     _, sources = in_messages(request.messages, has_vision=inference.validator.images is not None)
     if sources:
-        raise InvalidRequest("`messages` with images cannot be tokenized without an answer", sources[0].field)
+        raise InvalidRequest("this route cannot tokenize `messages` with images", sources[0].field)
 
     def read() -> tuple[str, list[SimpleToken]]:
         text = _render(request, template, format.tooling, use)

@@ -31,7 +31,7 @@ class OpenAIJob:
         self.num_sequences = options.best_of
         wanted, total = num_prompts * options.best_of, settings.max_concurrent_requests
         if wanted > total:  # coming back later would not help
-            raise InvalidRequest(f"{wanted} sequences at once are more than this server runs: {total}", "n")
+            raise InvalidRequest(f"{wanted} sequences in one request exceed the limit of this server: {total}", "n")
 
     def seed(self, number: int) -> int:
         return self.options.seed_of(number)
@@ -65,7 +65,7 @@ class OpenAIJob:
 
 
 class ChunkWriter:
-    """The end of a stream, and the usage in its chunks where the client asked for it."""
+    """The end of a stream, and the usage in its chunks if the client requested it."""
 
     def __init__(self, envelope: Envelope, options: SharedOptions, choices: list[Choice]) -> None:
         self.envelope = envelope

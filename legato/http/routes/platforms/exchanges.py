@@ -1,4 +1,4 @@
-"""Requests inside of requests: a body that another route is to read, and answers that become one."""
+"""Requests nested in requests: bodies that another route parses, and responses combined into one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def handler_for(body: bytes, handlers: Mapping[str, Handler]) -> Handler:
     for name, handler in handlers.items():
         if bytes(fields.get(name, b"null")) != b"null":
             return handler
-    raise InvalidRequest(f"one of these fields is needed: {', '.join(f'`{name}`' for name in handlers)}")
+    raise InvalidRequest(f"one of these fields is required: {', '.join(f'`{name}`' for name in handlers)}")
 
 
 class Reread(Exchange):
@@ -62,7 +62,7 @@ class Part(Reread):
         self.answer = body
 
     async def start(self, headers: Mapping[str, str], *, status: int = 200) -> None:
-        raise InvalidRequest("`stream` is not possible on this route", "stream")
+        raise InvalidRequest("`stream` is not supported on this route", "stream")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Ask:
 async def answer_all(exchange: Exchange, asks: Sequence[Ask], max_parts: int) -> list[bytes]:
     """All parts at once. The first failure fails the whole and cancels the others."""
     if len(asks) > max_parts:  # coming back later would not help
-        raise InvalidRequest(f"{len(asks)} sequences at once are more than this server runs: {max_parts}")
+        raise InvalidRequest(f"{len(asks)} sequences in one request exceed the limit of this server: {max_parts}")
     parts = [Part(exchange, ask.body) for ask in asks]
 
     def hang_up() -> None:

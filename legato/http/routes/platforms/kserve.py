@@ -31,8 +31,8 @@ Byte = Annotated[int, Meta(ge=0, le=255)]
 class Tensor(Struct, kw_only=True, frozen=True):
     name: str
     data: Annotated[list[Byte | str], Meta(description="One prompt as its UTF-8 bytes, or prompts as strings.")]
-    shape: Annotated[list[int] | None, Meta(description="Accepted, and not used: `data` says it.")] = None
-    datatype: Annotated[str | None, Meta(description="Accepted, and not used.", examples=["BYTES"])] = None
+    shape: Annotated[list[int] | None, Meta(description="Accepted and ignored; `data` determines the shape.")] = None
+    datatype: Annotated[str | None, Meta(description="Accepted and ignored.", examples=["BYTES"])] = None
 
 
 class OutputName(Struct, kw_only=True, frozen=True):
@@ -40,12 +40,12 @@ class OutputName(Struct, kw_only=True, frozen=True):
 
 
 class InferRequest(Struct, kw_only=True, frozen=True):
-    id: Annotated[str | None, Meta(description="Comes back with the answer.")] = None
+    id: Annotated[str | None, Meta(description="Returned in the response.")] = None
     parameters: GenerateParameters | None = None
-    inputs: Annotated[list[Tensor], Meta(description="Texts to go on with.", extra_json_schema={"minItems": 1})]
-    outputs: Annotated[
-        list[OutputName] | None, Meta(description="How to name the answers; if given, one for each input.")
-    ] = None
+    inputs: Annotated[list[Tensor], Meta(description="Prompts.", extra_json_schema={"minItems": 1})]
+    outputs: Annotated[list[OutputName] | None, Meta(description="Names of the outputs; if given, one per input.")] = (
+        None
+    )
 
 
 class OutputTensor(Struct, kw_only=True):

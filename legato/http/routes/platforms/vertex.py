@@ -35,7 +35,7 @@ class VertexRequest(Struct, kw_only=True, frozen=True):
     instances: Annotated[
         list[Instance],
         Meta(
-            description="Requests like those of /generate or /v1/chat/completions, answered at once.",
+            description="Requests of /generate or /v1/chat/completions, processed together.",
             extra_json_schema={"minItems": 1},
         ),
     ]

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: items instead of messages, and a store for those who come back.
+"""OpenAI's Responses API: items instead of messages, and a store of responses.
 
 translation.py   a request → `ChatRequest`
 tools.py         its tools → functions, and which of them were something else

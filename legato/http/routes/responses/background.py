@@ -1,4 +1,4 @@
-"""Responses that go on without their client: the answer goes into the store, and so do the events.
+"""Background responses: the response and its events are written to the store.
 
 Any worker may be asked about them. The one that runs a response looks into the store now and then whether somebody has
 cancelled it.
@@ -30,7 +30,7 @@ LOOK_EVERY: Final = 0.25
 
 
 class BackgroundExchange(Exchange):
-    """Nobody reads along. Events are numbered like those that they hold, and kept."""
+    """An exchange without a client: events are numbered and stored."""
 
     def __init__(self, outer: Exchange, store: ResponseStore, response_id: str) -> None:
         super().__init__(outer._scope, outer._receive, outer._send)

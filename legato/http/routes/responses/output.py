@@ -176,7 +176,7 @@ class GrowingCustomCall:
 
 
 def _input(arguments: str) -> str:
-    """As the model wrote it, if that is not what it was told to write."""
+    """The text as the model wrote it, if it is not in the requested form."""
     try:
         found = msgspec.json.decode(arguments)
     except msgspec.DecodeError:

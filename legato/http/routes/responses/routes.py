@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what may be done with a response that is stored.
+"""POST /v1/responses, and the routes of stored responses.
 
 POST    /v1/responses
 POST    /v1/responses/input_tokens         how long the prompt of a response would be
@@ -130,7 +130,7 @@ class ResponseRoutes:
         job.response.status = "queued"
         body = _encode(job.response)
         if not await self._store.put(exchange.tenant, _stored(request, job.response, owner=this_process())):
-            raise InvalidRequest("the response is larger than what this server stores: --response-store-size", "input")
+            raise InvalidRequest("the response is larger than --response-store-size", "input")
         self._background.start(exchange, job, stream=bool(request.stream))
         if request.stream:
             await self._follow(exchange, job.response.id, -1)

@@ -97,7 +97,7 @@ def _custom(tool: dict[str, Any], name: str, place: str, grammar: Grammar | None
 def _name(tool: dict[str, Any], place: str) -> str:
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"`{place}.name` must be a string that is not empty", f"{place}.name")
+        raise InvalidRequest(f"`{place}.name` must be a non-empty string", f"{place}.name")
     return name
 
 

@@ -131,7 +131,9 @@ def _add_message(messages: MessageList, item: Item, place: str) -> None:
         messages.add_user(parts)
         return
     if any(part["type"] != "text" for part in parts):
-        raise InvalidRequest(f"`{place}.content` has an image, and only users have images", f"{place}.content")
+        raise InvalidRequest(
+            f"`{place}.content` has an image, and only user messages may have images", f"{place}.content"
+        )
     text = "".join(part["text"] for part in parts)
     if role == "assistant":
         messages.add_answer(text)

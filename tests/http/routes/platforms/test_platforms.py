@@ -118,9 +118,9 @@ def test_an_instance_may_be_greedy() -> None:
     [
         ({}, "`instances`"),
         ({"instances": []}, "`instances` cannot be empty"),
-        ({"instances": [{"inputs": "hi"}, {}]}, "instances[1]: one of these fields is needed"),
+        ({"instances": [{"inputs": "hi"}, {}]}, "instances[1]: one of these fields is required"),
         ({"instances": [{"inputs": "hi"}, {"inputs": ""}]}, "instances[1]: `inputs` cannot be empty"),
-        ({"instances": [{"messages": HI, "stream": True}]}, "instances[0]: `stream` is not possible"),
+        ({"instances": [{"messages": HI, "stream": True}]}, "instances[0]: `stream` is not supported on this route"),
         ({"instances": [{"inputs": "hi"}] * 129}, "129 sequences"),
     ],
 )
