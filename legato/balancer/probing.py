@@ -52,17 +52,30 @@ class Probes:
             task.cancel()
 
     async def _watch(self, replica: Replica) -> None:
-        while True:
-            replica.probe_now.clear()
-            await self._probe(replica)
-            if self._key is not None and replica.is_up and replica.state is not None and replica.state.resumes:
-                await replica.shared.open(replica.state.http_workers, self._key)
-            try:
-                async with asyncio.timeout(self._interval):
-                    await replica.probe_now.wait()
-                await asyncio.sleep(self._interval / 10)  # it was lost this moment
-            except TimeoutError:
-                pass
+        # A task of its own: a worker that does not answer it must not delay the probes.
+        opening: asyncio.Task[None] | None = None
+        try:
+            while True:
+                replica.probe_now.clear()
+                await self._probe(replica)
+                if opening is None or opening.done():
+                    opening = self._open_shared(replica)
+                try:
+                    async with asyncio.timeout(self._interval):
+                        await replica.probe_now.wait()
+                    await asyncio.sleep(self._interval / 10)  # it was lost this moment
+                except TimeoutError:
+                    pass
+        finally:
+            if opening is not None:
+                opening.cancel()
+
+    def _open_shared(self, replica: Replica) -> asyncio.Task[None] | None:
+        """Connections for the streams of all clients, if the replica supports them."""
+        state = replica.state
+        if self._key is None or not replica.is_up or state is None or not state.resumes:
+            return None
+        return asyncio.create_task(replica.shared.open(state.http_workers, self._key))
 
     async def _probe(self, replica: Replica) -> None:
         try:
