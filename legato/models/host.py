@@ -29,7 +29,6 @@ from legato.cpu.library import (
     StepPointers,
     library,
 )
-from legato.cpu.packed import PackedMatrix
 from legato.kernels.attention.paged import PagedContext
 from legato.layers.attention import SelfAttention
 from legato.layers.kv_cache import KVCache
@@ -146,15 +145,20 @@ class HostDecoder:
         self._head = None if absent[1] else _checked(_checked(model.head, Head).weight, HostWeight).packed
         norm = _checked(model.norm, RMSNorm)
         self._norm, self._eps = norm.weight.float().contiguous(), norm.eps
-        # Stages of a pipeline have no tokens, or no layers before theirs, to see what their inputs are like.
+        # Pipeline stages calibrate one after the other (`PipelineStage.calibrate`).
         if self._embedding is not None and self._head is not None and not norm.weight.is_meta:
-            self._calibrate(self._embedding)
+            self.calibrate()
 
-    def _calibrate(self, embedding: PackedMatrix) -> None:
-        """Lets the library see some tokens, so that it knows which inputs of the products are rounded twice."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(embedding.out_features, (CALIBRATION_TOKENS,), generator=generator)
-        x, order = embedding.rows(ids), torch.arange(CALIBRATION_TOKENS)
+    def calibrate(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        """Lets the library see some tokens, so that it knows which inputs of the products are rounded twice. `x`, which
+        is overwritten, is what the layers before these made of the tokens; without it they are embedded here. Returns
+        the states behind the last layer. Once, before all forwards."""
+        if x is None:
+            assert self._embedding is not None, "only the first stage embeds tokens"
+            generator = torch.Generator().manual_seed(0)
+            ids = torch.randint(self._embedding.out_features, (CALIBRATION_TOKENS,), generator=generator)
+            x = self._embedding.rows(ids)
+        order = torch.arange(CALIBRATION_TOKENS)
         count, tables = torch.tensor([CALIBRATION_TOKENS], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
         num_values = CALIBRATION_TOKENS * self._shape.num_kv_heads * self._shape.head_dim
         keys, values = torch.zeros(2, num_values, dtype=CACHE_DTYPE)
@@ -175,6 +179,7 @@ class HostDecoder:
         shape, out = ctypes.byref(self._shape), torch.empty_like(x)
         if self._library.calibrate(shape, self._pointers, ctypes.byref(step), x.data_ptr(), out.data_ptr()):
             raise MemoryError
+        return out
 
     def limit(self, longest: int) -> None:
         if isinstance(self._model, LimitedModel):

@@ -92,6 +92,8 @@ def load(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
     )
     stage = None if links is None else links.pipeline(shard, config.hidden_size, dtype, device)
+    if stage is not None and packs and shard.world_size == 1:
+        stage.calibrate(model)
     return LoadedModel(model, files, device, dtype, shard, speculator, draft, targets, stage)
 
 

@@ -28,6 +28,8 @@ from legato.cluster.frames import BrokenLink
 from legato.cluster.links import TensorLink
 from legato.layers.shard import Shard
 from legato.layers.step import Step
+from legato.models.host import CALIBRATION_TOKENS, HostDecoder
+from legato.models.registry import CausalModel
 from legato.server.nodes.collectives import bytes_of
 from legato.server.pending import SampledTokens
 from legato.server.rows import Rows, RowStep
@@ -73,6 +75,18 @@ class PipelineStage:
             yield
         finally:
             self._pretends = False
+
+    def calibrate(self, model: CausalModel) -> None:
+        """Packed weights on a CPU: the stages see the calibration tokens one after the other, as the layers of one
+        process do, so that they round the same inputs twice. States of zero say that a stage before has none."""
+        self._began = time.monotonic_ns()
+        states = None if self.is_first else self._receive(CALIBRATION_TOKENS)
+        if isinstance(model, HostDecoder) and (states is None or states.any()):
+            states = model.calibrate(states)
+        else:
+            states = torch.zeros(CALIBRATION_TOKENS, self._hidden_size, dtype=self._dtype)
+        if not self.is_last:
+            self.leave(states, [])
 
     def take_tokens(self, rows: Rows, parts: list[RowStep]) -> None:
         """On the first stage, before a step: the tokens that it begins with, and those that are here anyway."""
