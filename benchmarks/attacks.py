@@ -263,7 +263,7 @@ def results(only: str | None, seconds: float, model: str | None) -> Iterator[tup
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder, "keys")
         keys.write_text(f"{HONEST}\n{HOSTILE}\n")
-        # A fake shard's text is easy to guess: with drafts a step brings several tokens, and gaps say nothing of its pace.
+        # A fake shard's text is easy to guess: with drafts a step brings several tokens, and gaps are not its pace.
         words = ["--fake", WITHOUT_DRAFTS, f"--fake-step-ms={STEP_MS}", "--http-workers=1", "--logger-level=warn"]
         words += [f"--api-key-file={keys}", *([f"--model-id={model}"] if model else [])]
         with launched(*words) as (port, launcher):
