@@ -31,7 +31,6 @@ import psutil
 from benchmarks.load import Load, generate_stream
 from benchmarks.processes import launched, leave_nothing_behind
 from legato.benchmark.report import environment, percentile
-from legato.benchmark.shard import WITHOUT_DRAFTS
 
 STREAMS, NEW_TOKENS, STEP_MS = 64, 400, 30
 SECONDS, ROUNDS = 12.0, 4
@@ -263,8 +262,7 @@ def results(only: str | None, seconds: float, model: str | None) -> Iterator[tup
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder, "keys")
         keys.write_text(f"{HONEST}\n{HOSTILE}\n")
-        # A fake shard's text is easy to guess: with drafts a step brings several tokens, and gaps are not its pace.
-        words = ["--fake", WITHOUT_DRAFTS, f"--fake-step-ms={STEP_MS}", "--http-workers=1", "--logger-level=warn"]
+        words = ["--fake", f"--fake-step-ms={STEP_MS}", "--http-workers=1", "--logger-level=warn"]
         words += [f"--api-key-file={keys}", *([f"--model-id={model}"] if model else [])]
         with launched(*words) as (port, launcher):
             server = Server(port, launcher.pid)
