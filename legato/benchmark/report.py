@@ -86,8 +86,10 @@ def check_writable(flag: str, path: str | None) -> None:
 
 
 def write_json(path: str | None, data: dict[str, Any]) -> None:
+    """Paths in this folder become relative, and the home folder `~`: results are published."""
     if path is not None:
-        Path(path).write_text(json.dumps(data, indent=2) + "\n")
+        text = json.dumps(data, indent=2).replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")
+        Path(path).write_text(text + "\n")
 
 
 def environment() -> dict[str, Any]:
