@@ -200,8 +200,9 @@ class LimitOptions(Options):
     )
     waiting_served_ratio: float = option(
         0.3,
-        "Ratio of waiting to running requests at which TGI pauses decoding for prefill.",
-        no_effect="Legato admits waiting requests in every step",
+        "Ratio of waiting to running requests from which on a large backlog of prompts (more than eight full steps, all"
+        " of one API key) is computed in full steps: running requests get their tokens less often meanwhile.",
+        minimum=0,
     )
     max_waiting_tokens: int = option(
         20,

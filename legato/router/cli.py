@@ -209,6 +209,7 @@ def scheduler_limits(
         max_mixed_tokens=sizes.mixed_tokens,
         most_mixed_tokens=sizes.most_mixed_tokens,
         mixed_step_time=sizes.mixed_time,
+        waiting_served_ratio=options.waiting_served_ratio,
         queue_timeout=options.queue_timeout,
         request_timeout=options.request_timeout,
         max_requests=options.max_concurrent_requests,

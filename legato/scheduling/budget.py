@@ -4,10 +4,15 @@ A step is over when its longest part is, so a prompt beside decodes delays all o
 large, which computes prompts fastest; beside decodes it is small, and it shrinks further where steps take longer than
 they should: on a slower device or with a larger model. A prompt token behind a long context costs more, because its
 attention does, so the budget is counted in tokens without one.
+
+If many more requests wait for their first token than there are to get their next one, small steps make all of them wait
+longer, so a large backlog of prompts is computed in large steps (`--waiting-served-ratio`, as TGI pauses decodes then).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 # Below this, steps would be many and mostly overhead, and prompts would pay for it.
@@ -22,6 +27,9 @@ ALIGNMENT = 128
 # The context at which the attention of a token takes as long as all else that is computed for it. By operations it is
 # 27,000 tokens for Llama-3.1-8B and 52,000 for 70B; where it is wrong, learning from steps corrects the budget.
 DOUBLING_CONTEXT = 24_000
+# A backlog is large from so many full steps on, and stays so until one is left. 512 chats of 128 tokens that arrive at
+# once are less: their streams keep getting tokens at the usual pace.
+CATCH_UP_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,8 @@ class StepSizes:
     max_prompt_tokens: int | None = None
     # None: `mixed_tokens`.
     most_mixed_tokens: int | None = None
+    # Requests that wait for each one that decodes, from which on a large backlog is computed in full steps.
+    waiting_served_ratio: float = math.inf
 
     @property
     def mixed_limit(self) -> int:
@@ -65,6 +75,20 @@ def step_sizes(device_type: str, given: int | None) -> StepSizes:
     return STEP_SIZES.get(device_type, STEP_SIZES["cpu"]).capped(given)
 
 
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Requests without a first token, queued or running, and the prompt tokens that they still lack."""
+
+    num_requests: int
+    num_tokens: int
+
+    @staticmethod
+    def of(wanted: Iterable[int], num_queued: int, num_queued_tokens: int) -> Backlog:
+        """`wanted`: the tokens that each running request lacks; those with one have their prompt behind them."""
+        prompts = [count for count in wanted if count > 1]
+        return Backlog(num_queued + len(prompts), num_queued_tokens + sum(prompts))
+
+
 @dataclass(slots=True)
 class PromptRoom:
     """The part of a step's budget that is left for prompt tokens, given the number of tokens before them."""
@@ -77,6 +101,12 @@ class PromptRoom:
     # Decodes and prompt tokens that the step has so far, and the units that the latter came to.
     num_before: int = 0
     num_units: float = 0.0
+    # Whether the time of the step says something about those that the budget has a limit for.
+    is_typical: bool = True
+
+    @property
+    def learnable_units(self) -> float:
+        return self.num_units if self.is_typical else 0.0
 
     @property
     def is_left(self) -> bool:
@@ -113,9 +143,11 @@ class StepBudget:
         self._fewest = min(FEWEST_MIXED_TOKENS, sizes.mixed_tokens)
         self._mixed: float = sizes.mixed_tokens  # in tokens without a context
         self._was_slow = False
+        self._is_catching_up = False
 
-    def room(self, num_decodes: int) -> PromptRoom:
-        """For prompts in a step in which `num_decodes` rows get a token each, or bring so many drafts with it."""
+    def room(self, num_decodes: int, backlog: Backlog | None = None) -> PromptRoom:
+        """For prompts in a step in which `num_decodes` rows get a token each, or bring so many drafts with it. No
+        `backlog`: nobody may be kept waiting because of it."""
         tokens = self._sizes.max_tokens - num_decodes
         if self._sizes.max_prompt_tokens is not None:
             tokens = min(tokens, self._sizes.max_prompt_tokens)
@@ -123,7 +155,16 @@ class StepBudget:
             return PromptRoom(tokens)
         if self._sizes.mixed_time is None:
             return PromptRoom(min(tokens, int(self._mixed)))
+        self._is_catching_up = backlog is not None and self._is_large(backlog, num_decodes)
+        if self._is_catching_up:
+            return PromptRoom(tokens, tokens, self._fewest, num_decodes, is_typical=False)
         return PromptRoom(min(tokens, self._sizes.mixed_limit), self._mixed, self._fewest, num_decodes)
+
+    def _is_large(self, backlog: Backlog, num_decodes: int) -> bool:
+        if backlog.num_requests < self._sizes.waiting_served_ratio * num_decodes:
+            return False
+        num_steps = 1 if self._is_catching_up else CATCH_UP_STEPS
+        return backlog.num_tokens > num_steps * self._sizes.max_tokens
 
     def learn(self, num_units: float, seconds: float) -> None:
         """That so much took so long beside decodes. A step that was not full says nothing against a larger one."""

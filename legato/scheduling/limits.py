@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from legato.scheduling.blocks import RESERVED_BLOCKS
@@ -49,6 +50,7 @@ class SchedulerLimits:
     max_mixed_tokens: int | None = None
     most_mixed_tokens: int | None = None
     mixed_step_time: float | None = None
+    waiting_served_ratio: float = math.inf
     # Seconds until a request must have a row, and until it must have ended. 0: no limit.
     queue_timeout: float = 0
     request_timeout: float = 0
@@ -103,5 +105,5 @@ class SchedulerLimits:
         mixed = self.max_step_tokens if self.max_mixed_tokens is None else self.max_mixed_tokens
         return StepSizes(
             self.max_step_tokens, mixed, self.mixed_step_time, max_prompt_tokens=self.max_prompt_tokens,
-            most_mixed_tokens=self.most_mixed_tokens,
+            most_mixed_tokens=self.most_mixed_tokens, waiting_served_ratio=self.waiting_served_ratio,
         )  # fmt: skip

@@ -69,6 +69,7 @@ class Tenants:
     """Tenants with requests, waiting or running. There are as many as API keys, so none is ever forgotten."""
 
     def __init__(self) -> None:
+        self.num_present = 0
         self._known: dict[str, Tenant] = {}
         self._present = LeastServed(lambda tenant: tenant.num_requests > 0)
         self._floor = 0
@@ -82,6 +83,7 @@ class Tenants:
             self._raise_floor()
             tenant.served = max(tenant.served, self._floor)
             self._present.add(tenant)
+            self.num_present += 1
         tenant.num_requests += 1
         return tenant
 
@@ -89,6 +91,7 @@ class Tenants:
         """One request less."""
         if tenant.num_requests == 1:
             self._raise_floor()
+            self.num_present -= 1
         tenant.num_requests -= 1
 
     def _raise_floor(self) -> None:

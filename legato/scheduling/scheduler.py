@@ -18,7 +18,7 @@ from operator import attrgetter
 
 from legato.scheduling.adapters import AdapterSlots
 from legato.scheduling.blocks import BlockPool
-from legato.scheduling.budget import PromptRoom, StepBudget
+from legato.scheduling.budget import Backlog, PromptRoom, StepBudget
 from legato.scheduling.deadlines import Deadlines, RequestDeadlines
 from legato.scheduling.drafting import Drafter
 from legato.scheduling.entry import NO_DRAFTS, Entry, InFlight, PlannedRow
@@ -142,7 +142,10 @@ class Scheduler:
         if self._may_draft and first is None and not (self.queue and self._free_rows):
             num_spare = self.pool.available + self.tree.num_evictable - len(running)
             drafts = self._drafter.draft(step.plan, running, self.limits, num_spare)
-        room = self._budget.room(others := num_decodes + sum(map(len, drafts.values())))
+        others = num_decodes + sum(map(len, drafts.values()))
+        is_alone = self._tenants.num_present == 1  # no tenant's prompts slow down the streams of another
+        backlog = Backlog.of(wanted, len(self.queue), self.shares.queued_tokens.taken) if is_alone else None
+        room = self._budget.room(others, backlog)
         step.spare = self.limits.max_step_tokens - others - room.tokens
         if first is not None:  # a prompt has begun: requests of a better rank come first
             self._plan_admissions(step, room, first.rank)
@@ -154,7 +157,7 @@ class Scheduler:
         step.plan.copies_out, step.plan.copies_in = self.host.take_copies()
         # Images are encoded where their request is admitted: the time of such a step says nothing about its tokens.
         has_images = any(admission.request.images for admission in step.plan.admitted)
-        step.mixed_units = room.num_units if num_decodes and not has_images else 0.0
+        step.mixed_units = room.learnable_units if num_decodes and not has_images else 0.0
         self._in_flight.append(step)
         if self.limits.speculate:
             self._drafter.pace.begin(self._now)

@@ -23,6 +23,7 @@ class Shares:
         """None: there is no limit."""
         self.total: float = math.inf if total is None else total
         self.free: float = self.total
+        self.taken = 0
         self._held: dict[str, int] = {}
 
     def take(self, tenant: str, count: int) -> bool:
@@ -33,11 +34,13 @@ class Shares:
         if tenant != EVERYBODY and held >= FACTOR * self.free:
             return False
         self.free -= count
+        self.taken += count
         self._held[tenant] = held + count
         return True
 
     def give_back(self, tenant: str, count: int) -> None:
         self.free += count
+        self.taken -= count
         left = self._held.pop(tenant, 0) - count
         if left:
             self._held[tenant] = left

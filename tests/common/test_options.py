@@ -295,8 +295,8 @@ def test_default_values_of_unavailable_features_are_accepted(words: str) -> None
 
 def test_options_without_effect_warn_only_when_given() -> None:
     assert LauncherOptions().warnings == []
-    (warning,) = parse(LauncherOptions, "--waiting-served-ratio=1.2").warnings
-    assert warning.startswith("--waiting-served-ratio has no effect: ")
+    (warning,) = parse(LauncherOptions, "--max-waiting-tokens=10").warnings
+    assert warning.startswith("--max-waiting-tokens has no effect: ")
 
 
 def test_forward_passes_what_the_target_has_and_what_differs_from_its_defaults() -> None:

@@ -57,6 +57,7 @@ class ClosedLoop:
                 max_step_tokens=self.sizes.max_tokens,
                 max_mixed_tokens=self.sizes.mixed_tokens,
                 mixed_step_time=self.sizes.mixed_time,
+                waiting_served_ratio=0.3,
             )
         )
 

@@ -88,6 +88,7 @@ def draw(rng: random.Random) -> Scenario:
         max_prompt_tokens=None if has_encoder else rng.choice((None, None, 8)),
         max_mixed_tokens=rng.choice((None, max(1, step_tokens // 2))),
         mixed_step_time=rng.choice((None, 0.01)),
+        waiting_served_ratio=0.3,
         queue_timeout=rng.choice((0, 0, 0, 0.3, 2)),
         request_timeout=rng.choice((0, 0, 0, 0.5, 4)),
         max_requests=max_requests,
