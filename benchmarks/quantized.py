@@ -219,12 +219,12 @@ def sweep(formats: list[str], row_counts: list[int], clock: Clock) -> dict[str, 
     return best
 
 
-def run_engine(name: str, workloads: list[str], clock: Clock) -> dict[str, float]:
+def run_engine(name: str, workloads: list[str], repeat: int, clock: Clock) -> dict[str, float]:
     """Output tokens per second of each workload, for G3 input tokens; of a shard with dummy weights."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         words = [word for workload in workloads for word in ("--workload", workload)]
-        command = ["bench", "engine", "--model", "llama-8b", "--repeat", "3", *words, "--json", str(path)]
+        command = ["bench", "engine", "--model", "llama-8b", "--repeat", str(repeat), *words, "--json", str(path)]
         shard = [] if name == "bf16" else ["--", "--quantize", FORMATS[name]]
         limit = min(clock.left, WORKLOAD_SECONDS * len(workloads))
         done = subprocess.run(
@@ -238,14 +238,16 @@ def run_engine(name: str, workloads: list[str], clock: Clock) -> dict[str, float
     return {key: value["best"][rate.get(key, "out_per_second")] for key, value in figures.items()}
 
 
-def engine_figures(formats: list[str], workloads: list[str], clock: Clock) -> Iterator[dict[str, dict[str, float]]]:
+def engine_figures(
+    formats: list[str], workloads: list[str], repeat: int, clock: Clock
+) -> Iterator[dict[str, dict[str, float]]]:
     """All figures so far, after each format."""
     found: dict[str, dict[str, float]] = {}
     for name in formats:
         if clock.left < 30:
             print(f"{name}: no time left")
             continue
-        result = attempt(name, partial(run_engine, name, workloads, clock))  # type: ignore[arg-type]
+        result = attempt(name, partial(run_engine, name, workloads, repeat, clock))  # type: ignore[arg-type]
         if result is not None:
             found[name] = result  # type: ignore[assignment]
             print(name, found[name], flush=True)
@@ -305,6 +307,7 @@ def main() -> int:
     parser.add_argument("--formats", default=",".join(FORMATS), help="for engine also bf16")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each of the engine's workloads")
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--here", action="store_true", help="all formats in this process, and no engine")
     options = parser.parse_args()
@@ -324,7 +327,8 @@ def main() -> int:
             for name, value in found.items():
                 keep(name, value + report.get(name, []) if isinstance(value, list) else report.get(name, {}) | value)
     if "engine" in options.part.split(","):
-        for engine in engine_figures(options.formats.split(","), options.workloads.split(","), clock):
+        formats, workloads = options.formats.split(","), options.workloads.split(",")
+        for engine in engine_figures(formats, workloads, options.repeat, clock):
             keep("engine", engine)
     if "products" in report:
         print("\nfour products of a layer: microseconds, times as fast as bf16 (the slowest of the four)")
