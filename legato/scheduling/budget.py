@@ -77,16 +77,16 @@ def step_sizes(device_type: str, given: int | None) -> StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Requests without a first token, queued or running, and the prompt tokens that they still lack."""
+    """Requests without a first token, queued or running, and what their prompts still take, in tokens."""
 
     num_requests: int
-    num_tokens: int
+    work: int
 
     @staticmethod
-    def of(wanted: Iterable[int], num_queued: int, num_queued_tokens: int) -> Backlog:
+    def of(wanted: Iterable[int], num_queued: int, queued_work: int) -> Backlog:
         """`wanted`: the tokens that each running request lacks; those with one have their prompt behind them."""
         prompts = [count for count in wanted if count > 1]
-        return Backlog(num_queued + len(prompts), num_queued_tokens + sum(prompts))
+        return Backlog(num_queued + len(prompts), queued_work + sum(prompts))
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ class StepBudget:
         if backlog.num_requests < self._sizes.waiting_served_ratio * num_decodes:
             return False
         num_steps = 1 if self._is_catching_up else CATCH_UP_STEPS
-        return backlog.num_tokens > num_steps * self._sizes.max_tokens
+        return backlog.work > num_steps * self._sizes.max_tokens
 
     def learn(self, num_units: float, seconds: float) -> None:
         """That so much took so long beside decodes. A step that was not full says nothing against a larger one."""

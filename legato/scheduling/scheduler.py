@@ -144,7 +144,7 @@ class Scheduler:
             drafts = self._drafter.draft(step.plan, running, self.limits, num_spare)
         others = num_decodes + sum(map(len, drafts.values()))
         is_alone = self._tenants.num_present == 1  # no tenant's prompts slow down the streams of another
-        backlog = Backlog.of(wanted, len(self.queue), self.shares.queued_tokens.taken) if is_alone else None
+        backlog = Backlog.of(wanted, len(self.queue), self.shares.queued_work) if is_alone else None
         room = self._budget.room(others, backlog)
         step.spare = self.limits.max_step_tokens - others - room.tokens
         if first is not None:  # a prompt has begun: requests of a better rank come first

@@ -23,7 +23,6 @@ class Shares:
         """None: there is no limit."""
         self.total: float = math.inf if total is None else total
         self.free: float = self.total
-        self.taken = 0
         self._held: dict[str, int] = {}
 
     def take(self, tenant: str, count: int) -> bool:
@@ -34,13 +33,11 @@ class Shares:
         if tenant != EVERYBODY and held >= FACTOR * self.free:
             return False
         self.free -= count
-        self.taken += count
         self._held[tenant] = held + count
         return True
 
     def give_back(self, tenant: str, count: int) -> None:
         self.free += count
-        self.taken -= count
         left = self._held.pop(tenant, 0) - count
         if left:
             self._held[tenant] = left
@@ -53,17 +50,20 @@ class RequestShares:
     def __init__(self, max_requests: int | None, max_queued_tokens: int | None) -> None:
         self.permits = Shares(max_requests)
         self.queued_tokens = Shares(max_queued_tokens)
+        self.queued_work = 0  # of all tenants
 
     def take(self, request: GenerationRequest) -> bool:
         if not self.permits.take(request.tenant, 1):
             return False
         if self.queued_tokens.take(request.tenant, len(request.input_ids)):
+            self.queued_work += request.prefill_work
             return True
         self.permits.give_back(request.tenant, 1)
         return False
 
     def leave_queue(self, request: GenerationRequest) -> None:
         self.queued_tokens.give_back(request.tenant, len(request.input_ids))
+        self.queued_work -= request.prefill_work
 
     def give_back(self, request: GenerationRequest, *, is_queued: bool) -> None:
         self.permits.give_back(request.tenant, 1)

@@ -80,6 +80,11 @@ class GenerationRequest(Struct, frozen=True):
     # Tokens that another server has generated already: it goes on after them, as after a preemption.
     emitted_ids: list[int] = []
 
+    @property
+    def prefill_work(self) -> int:
+        """Prompt tokens; those of images twice, because encoding an image takes about as long as computing its tokens."""
+        return len(self.input_ids) + sum(image.num_tokens for image in self.images)
+
 
 class Output(Struct, gc=False):
     """One token of one request, as the scheduler hands it to the text side. `error` ends the request instead.

@@ -11,7 +11,7 @@ import pytest
 from legato.scheduling.budget import CATCH_UP_STEPS, Backlog, StepBudget, step_sizes
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
-from legato.scheduling.state import GenerationRequest, StepResult
+from legato.scheduling.state import GenerationRequest, PromptSpan, StepResult
 
 H200 = step_sizes("cuda", None)
 LARGE = Backlog(64, CATCH_UP_STEPS * H200.max_tokens + 1)
@@ -42,6 +42,12 @@ def submit(to: Scheduler, count: int, prompt_len: int, tenant: str = "") -> None
         to.submit(GenerationRequest(next(ids), [7] * prompt_len, NEW_TOKENS, tenant=tenant))
 
 
+def submit_images(to: Scheduler, count: int, num_tokens: int) -> None:
+    for _ in range(count):
+        span = PromptSpan(start=20, num_tokens=num_tokens, token_id=3)
+        to.submit(GenerationRequest(next(ids), [7] * (40 + num_tokens), NEW_TOKENS, images=(span,)))
+
+
 def mixed_steps(of: Scheduler) -> Iterator[tuple[int, int]]:
     """(decodes, prompt tokens) of the steps that have both, until all prompts are computed. Each takes 50 ms."""
     while of.queue or any(entry.num_to_compute > 1 for entry in of.running):
@@ -61,6 +67,16 @@ def test_many_prompts_that_wait_beside_few_decodes_are_computed_in_full_steps() 
     assert all(prompts + decodes > 6000 for decodes, prompts in steps if 64 - decodes > 0.3 * decodes + 2)
     assert all(prompts <= H200.mixed_limit for decodes, prompts in steps if 64 - decodes < 0.3 * decodes)
     assert any(64 - decodes < 0.3 * decodes for decodes, _ in steps)
+
+
+def test_images_count_twice_because_they_are_encoded_as_well() -> None:
+    """32 images of 1,369 tokens are six full steps of prompts, and as much again of encoding."""
+    work = scheduler()
+    submit(work, 1, 16)
+    next(mixed_steps(work), None)
+    submit_images(work, 32, 1369)
+    assert max(prompts for _, prompts in mixed_steps(work)) > 6000
+    assert work.shares.queued_work == 0
 
 
 @pytest.mark.parametrize(
