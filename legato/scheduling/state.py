@@ -82,7 +82,7 @@ class GenerationRequest(Struct, frozen=True):
 
     @property
     def prefill_work(self) -> int:
-        """Prompt tokens; those of images twice, because encoding an image takes about as long as computing its tokens."""
+        """Prompt tokens; those of images twice, because encoding an image takes about as long."""
         return len(self.input_ids) + sum(image.num_tokens for image in self.images)
 
 
