@@ -93,7 +93,8 @@ def test_eetq_has_the_numbers_of_int8_and_no_kernel_that_rounds_activations() ->
     assert torch.equal(ours.dense(torch.float32), int8.dense(torch.float32))
     operands, limits = (operand_of(ours), operand_of(int8)), GpuLimits(90, 232448)
     assert all(operand is not None for operand in operands)
-    assert [kernel_for(2048, operand, limits) for operand in operands if operand is not None] == ["16-bit", "int8"]
+    assert [kernel_for(256, operand, limits) for operand in operands if operand is not None] == ["16-bit", "int8"]
+    assert [kernel_for(2048, operand, limits) for operand in operands if operand is not None] == ["unpacked", "int8"]
     assert torch.equal(pack(ours).data, pack(int8).data)
 
 

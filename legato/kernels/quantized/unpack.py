@@ -1,4 +1,4 @@
-"""Matrices of 4 bits, and of 8 bits in small groups, written out, for products of so many rows that this costs little
+"""Matrices of 4 bits, and weight-only ones of 8 bits, written out, for products of so many rows that this costs little
 beside them."""
 
 from __future__ import annotations

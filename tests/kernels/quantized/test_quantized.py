@@ -113,11 +113,11 @@ def test_unpacked_matrices_are_the_values(randn, device, form, group, zero):
 @pytest.mark.parametrize(
     ("form", "group", "zero"),
     [("int4", 32, "minimum"), ("int4", 16, False), ("codes", 32, "minimum"), ("codes", 32, True), ("codes", 32, False),
-     ("int8", 16, False)],
+     ("int8", 16, False), ("codes", 128, True), ("codes", None, False)],
 )  # fmt: skip
 @pytest.mark.parametrize("columns", [544, 400])
-def test_small_groups_are_written_out_for_many_rows(device, form, group, zero, columns):
-    operand = random_operand(form, 37, columns, group, zero, device=device)
+def test_weights_that_are_not_multiplied_in_8_bits_are_written_out_for_many_rows(device, form, group, zero, columns):
+    operand = random_operand(form, 37, columns, group or columns, zero, device=device)
     assert linear.kernel_for(linear.MANY_ROWS, operand, GpuLimits(90, 232448)) == "unpacked"
     expected = operand.values(torch.float64)
     assert distance(unpack._unpacked_triton(operand, torch.bfloat16, None), expected) < 5e-3
