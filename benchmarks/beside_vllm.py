@@ -11,7 +11,6 @@ does not have it: the two need not get on with each other's dependencies.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import BenchmarkFailed, figures_of, leave_nothing_behind
-from legato.benchmark.report import environment, markdown
+from legato.benchmark.report import environment, markdown, write_json
 from legato.modelfiles.shapes import SHAPES
 
 HEADER = ("Workload", "Tok/s", "Legato", "vLLM", "Legato again", "Best Legato / best vLLM")
@@ -104,7 +103,7 @@ def main(words: Sequence[str] | None = None, benchmark: Benchmark = figures_of) 
     print("\nFirst token after: " + ", ".join(f"{engine} {seconds:.1f} s" for engine, seconds in starts.items()))
     if given.out is not None:
         ratios = {name: ratio(figures, name) for name in names}
-        given.out.write_text(json.dumps(report(around, ratios, figures), indent=1) + "\n")
+        write_json(given.out, report(around, ratios, figures))
     return 0
 
 

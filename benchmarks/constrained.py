@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 from benchmarks.load import EVENT, READ_SIZE, generate_stream
 from benchmarks.processes import HOST, launched
-from legato.benchmark.report import environment
+from legato.benchmark.report import environment, write_json
 from legato.benchmark.shard import WITHOUT_DRAFTS
 
 PROMPT_TOKENS = 64
@@ -110,7 +109,7 @@ def main() -> None:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         made = {"speculate": 0 if options.port is None else None, "work": asdict(work)}
-        options.out.write_text(json.dumps({**environment(), **made, **figures}, indent=1) + "\n")
+        write_json(options.out, {**environment(), **made, **figures})
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ import itertools
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from legato.benchmark.engine.session import Session, connect, opened
 from legato.benchmark.engine.workloads import custom
-from legato.benchmark.report import environment
+from legato.benchmark.report import environment, write_json
 from legato.benchmark.shard import ShardProcess, spawned
 from legato.common.options import RouterOptions
 from legato.router.step_loop import StepLoop
@@ -119,7 +118,7 @@ def main() -> None:
         figures = asyncio.run(benchmark(shard, options.streams, options.prompts, options.length))
     print(json.dumps(figures, indent=2))
     if options.json:
-        Path(options.json).write_text(json.dumps(environment() | figures, indent=2) + "\n")
+        write_json(options.json, environment() | figures)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ every shape, and a shape that fails leaves the others alone.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import BenchmarkFailed, figures_of, leave_nothing_behind
-from legato.benchmark.report import environment, markdown
+from legato.benchmark.report import environment, markdown, write_json
 from legato.modelfiles.shapes import SHAPES
 from legato.models.sizes import Sizes
 from legato.plan.counting import CountedModel
@@ -156,7 +155,7 @@ def main(words: Sequence[str] | None = None, benchmark: Benchmark = run_benchmar
         print(f"{name}:", file=sys.stderr, flush=True)
         results[name] = measure(name, options.repeat, options.bandwidth, benchmark)
         if options.out is not None:
-            options.out.write_text(json.dumps({**around, "shapes": to_json(results)}, indent=1) + "\n")
+            write_json(options.out, {**around, "shapes": to_json(results)})
     print(table(results))
     failed = {name: result for name, result in results.items() if isinstance(result, BenchmarkFailed)}
     for name, error in failed.items():

@@ -29,7 +29,7 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from benchmarks.processes import leave_nothing_behind, stop
-from legato.benchmark.report import environment, markdown
+from legato.benchmark.report import environment, markdown, write_json
 from legato.common.logging import parse
 from legato.modelfiles.shapes import SHAPES
 
@@ -366,7 +366,7 @@ def main() -> None:
     print(summary(*figures))
     if options.out is not None:
         work = {**asdict(checkpoint), "device": options.device, "repeat": options.repeat}
-        options.out.write_text(json.dumps({**environment(), "work": work, **to_json(*figures)}, indent=1) + "\n")
+        write_json(options.out, {**environment(), "work": work, **to_json(*figures)})
 
 
 if __name__ == "__main__":

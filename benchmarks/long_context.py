@@ -10,7 +10,6 @@ what the first compiled, and runs the cases once its CUDA graphs are captured. T
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from legato.benchmark.engine.cli import PROBE
 from legato.benchmark.engine.session import Session, connect, opened
 from legato.benchmark.engine.soak import wait_for_captures
 from legato.benchmark.engine.workloads import Scale
-from legato.benchmark.report import environment, markdown
+from legato.benchmark.report import environment, markdown, write_json
 from legato.benchmark.shard import ShardProcess, spawned
 from legato.common.options import RouterOptions
 from legato.common.progress import WARMED_UP
@@ -181,7 +180,7 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"error: vLLM: {error}", file=sys.stderr)
     if given.json is not None:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(given.json, figures)
     print(table(ours, theirs, cases))
     return 0
 

@@ -25,7 +25,7 @@ import aiohttp
 from benchmarks.machines import ClusterServer, Namespaces, cluster, missing_for_namespaces
 from benchmarks.processes import launched as launched_alone
 from benchmarks.processes import leave_nothing_behind
-from legato.benchmark.report import environment
+from legato.benchmark.report import environment, write_json
 from legato.benchmark.shard import WITHOUT_DRAFTS
 
 LAYOUTS = {
@@ -142,7 +142,7 @@ def main() -> None:
         sizes = {"streams": options.streams, "tokens": options.tokens, "options": words}
         name = f"{layout}, packed" if options.packed else layout
         runs[name] = {**environment(), **sizes, "one process": {"tokens_per_second": rate}, **links}
-    options.out.write_text(json.dumps(runs, indent=1) + "\n")
+    write_json(options.out, runs)
     figures = [figure for links in results.values() for figure in links.values() if isinstance(figure, dict)]
     if any(figure["equal"] < figure["streams"] for figure in figures):
         sys.exit("error: tokens differ from those of one process")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import launched
-from legato.benchmark.report import environment, markdown
+from legato.benchmark.report import environment, markdown, write_json
 from legato.benchmark.shard import WITHOUT_DRAFTS
 from legato.modelfiles.shapes import SHAPES, write_shape
 
@@ -87,7 +87,7 @@ def main() -> None:
     print(markdown(HEADER, rows), f"\nPrompt tokens found in the prefix cache: {cached:.0f}", sep="\n")
     if given.out:
         report = {**environment(), "model": given.model, "speculate": 0, "cached_tokens": cached, "runs": results}
-        given.out.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(given.out, report)
 
 
 if __name__ == "__main__":

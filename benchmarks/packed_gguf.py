@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.kernel_cases import distance
 from legato.benchmark.cpu.dummy_gguf import write_dummy_gguf
-from legato.benchmark.report import environment
+from legato.benchmark.report import environment, write_json
 from legato.modelfiles.gguf.file import GgmlType
 from legato.quantization.gguf_forms import FORMS, packed_matrix
 from legato.quantization.weight import weight_of
@@ -80,7 +80,7 @@ def main() -> int:
     if given.workloads:
         report["engine"] = engine_figures(given.workloads, given.repeat)
     if given.json is not None:
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(given.json, report)
     worst = max(error for by_case in report["errors"].values() for error in by_case.values())
     print(
         f"largest error {worst:.4f}",

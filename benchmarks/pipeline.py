@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.load import Load, generate_stream
 from benchmarks.machines import cluster, loopback
 from benchmarks.processes import launched, leave_nothing_behind
-from legato.benchmark.report import environment
+from legato.benchmark.report import environment, write_json
 from legato.benchmark.shard import WITHOUT_DRAFTS
 from legato.modelfiles.shapes import SHAPES, write_shape
 
@@ -141,7 +141,7 @@ def main() -> None:
             "tokens": given.tokens,
             "speculate": 0,
         }
-        given.out.write_text(json.dumps({**environment(), **sizes, "results": results}, indent=2) + "\n")
+        write_json(given.out, {**environment(), **sizes, "results": results})
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ CPU times of the thread, so that a busy neighbour changes little.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
 
+from legato.benchmark.report import write_json
 from legato.common.options import DEFAULT_DRAFTS
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.scheduler import Scheduler
@@ -183,7 +183,7 @@ def main() -> None:
         columns = "".join(f"{figures[key]:>10}" for key in ("median_ms", "p99_ms", "worst_ms"))
         print(f"{name:26}{figures['plans']:>8}{columns}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from benchmarks.kernel_cases import HIDDEN, INNER, QKV, Variant, distance, num_sets, randn
 from benchmarks.kernels import attempt, graph_seconds
-from legato.benchmark.report import environment
+from legato.benchmark.report import environment, write_json
 from legato.kernels.device import limits_of
 from legato.kernels.precompile import can_compile_ahead, compiling_ahead
 from legato.kernels.quantized.eight_bit import quantize_rows
@@ -316,7 +316,7 @@ def main() -> int:
     def keep(name: str, value: object) -> None:
         report[name] = value
         if options.json:
-            options.json.write_text(json.dumps(report, indent=1, default=str))
+            write_json(options.json, report)
 
     if options.here:
         measure_here(options, keep)

@@ -24,7 +24,7 @@ from typing import Any
 
 from legato.balancer.choosing import Load, cheapest
 from legato.balancer.prefixes import TOKENS_PER_CHUNK, PrefixIndex
-from legato.benchmark.report import environment, percentile
+from legato.benchmark.report import environment, percentile, write_json
 
 # Measured: see above.
 PROMPT_RATE = 44_000.0
@@ -170,7 +170,7 @@ def main() -> None:
         figures[policy] = measure(policy, options)
         print(policy, json.dumps(figures[policy]), flush=True)
     if options.out:
-        options.out.write_text(json.dumps({**figures, **environment()}, indent=1) + "\n")
+        write_json(options.out, {**figures, **environment()})
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
-from pathlib import Path
 
 from legato.benchmark.engine.session import Session, connect, opened
 from legato.benchmark.engine.workloads import custom
-from legato.benchmark.report import environment
+from legato.benchmark.report import environment, write_json
 from legato.benchmark.shard import ShardProcess, spawned
 from legato.common.options import RouterOptions
 from legato.router.step_loop import StepLoop
@@ -99,7 +97,7 @@ def main() -> None:
     times_faster = figures["computed_again"]["second_turn_s"] / figures["offloaded"]["second_turn_s"]
     print(f"to the first token {times_faster:.1f} times faster with offloading")
     if options.json:
-        Path(options.json).write_text(json.dumps(environment() | figures, indent=2) + "\n")
+        write_json(options.json, environment() | figures)
 
 
 if __name__ == "__main__":

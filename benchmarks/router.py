@@ -34,7 +34,7 @@ import psutil
 from benchmarks.collector import CountingCollector
 from benchmarks.load import Load, generate_stream, health
 from benchmarks.processes import free_port, launched, serving
-from legato.benchmark.report import environment, percentile
+from legato.benchmark.report import environment, percentile, write_json
 
 APP_EVENTS = 32
 APP_EVENT = (
@@ -364,7 +364,7 @@ def main() -> None:
         print(name, json.dumps(figures[name]), flush=True)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**environment(), **figures}, indent=1) + "\n")
+        write_json(options.out, {**environment(), **figures})
 
 
 if __name__ == "__main__":

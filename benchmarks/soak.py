@@ -42,7 +42,7 @@ from benchmarks.mixed_load import (
     until,
 )
 from benchmarks.processes import HOST, launched, leave_nothing_behind
-from legato.benchmark.report import environment, percentile
+from legato.benchmark.report import environment, percentile, write_json
 from legato.modelfiles.shapes import write_shape
 
 SAMPLE_SECONDS = 60.0
@@ -324,7 +324,7 @@ def main() -> None:
     leave_nothing_behind()
     figures = run(options)
     if options.out:
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(options.out, figures)
     if options.minutes < MINUTES_TO_JUDGE_MEMORY:
         print(f"memory is not judged in less than {MINUTES_TO_JUDGE_MEMORY:g} minutes")
     print(json.dumps({name: figures[name] for name in ("outcomes", "growth_mb", "problems")}, indent=1))

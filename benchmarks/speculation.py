@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import HOST, launched
-from legato.benchmark.report import environment
+from legato.benchmark.report import environment, write_json
 from legato.common.options import DEFAULT_DRAFTS
 
 WORDS = ("river", "stone", "lantern", "winter", "orchard", "violin", "copper", "harbour", "meadow", "thunder", "candle")
@@ -168,7 +168,7 @@ def main() -> None:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         written = {**environment(), "speculate": options.speculate, **figures}
-        options.out.write_text(json.dumps(written, indent=1) + "\n")
+        write_json(options.out, written)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from typing import Any
 
 from benchmarks.copying import circle, place_for, write_copying_model
 from legato.benchmark.engine.session import connect
-from legato.benchmark.report import environment
+from legato.benchmark.report import environment, write_json
 from legato.benchmark.shard import spawned
 from legato.common.gc import freeze_gc
 from legato.common.options import DEFAULT_DRAFTS, RouterOptions
@@ -371,7 +371,7 @@ def main() -> None:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         given = {key: value for key, value in vars(options).items() if key not in ("out", "shard")}
-        options.out.write_text(json.dumps({**environment(), **given, **figures}, indent=1) + "\n")
+        write_json(options.out, {**environment(), **given, **figures})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from legato.benchmark.engine.session import connect, opened
 from legato.benchmark.engine.workloads import custom
-from legato.benchmark.report import environment
+from legato.benchmark.report import environment, write_json
 from legato.benchmark.shard import ShardProcess
 from legato.common.errors import LegatoError
 from legato.common.options import RouterOptions
@@ -275,7 +275,7 @@ def main() -> None:
     figures = [each.figures() for each in timelines]
     print(json.dumps(figures, indent=2))
     if options.json:
-        Path(options.json).write_text(json.dumps(environment() | {"timelines": figures}, indent=2) + "\n")
+        write_json(options.json, environment() | {"timelines": figures})
     if options.picture:
         Path(options.picture).write_text(picture(timelines))
 

@@ -11,7 +11,6 @@ second, and time to the first token. Legato is measured over HTTP (`benchmarks/v
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 from benchmarks.beside_vllm import has_vllm
 from benchmarks.processes import BenchmarkFailed, figures_of, leave_nothing_behind
 from benchmarks.vision_work import add_arguments
-from legato.benchmark.report import environment, markdown
+from legato.benchmark.report import environment, markdown, write_json
 
 HEADER = ("Engine", "Tok/s out", "TTFT p50 ms", "p95", "Seconds", "First answer after, s")
 
@@ -91,7 +90,7 @@ def main(words: Sequence[str] | None = None, benchmark: Benchmark = figures_of) 
         report["ratios"] = ratios(figures)
         print("\nLegato / vLLM: " + ", ".join(f"{name} {value:.3f}" for name, value in report["ratios"].items()))
     if given.out is not None:
-        given.out.write_text(json.dumps(report | {"engines": figures}, indent=1) + "\n")
+        write_json(given.out, report | {"engines": figures})
     if not is_same_work(figures):
         print("error: the engines had other numbers of tokens in or out; see num_in and num_out", file=sys.stderr)
         return 1

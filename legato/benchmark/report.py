@@ -85,7 +85,7 @@ def check_writable(flag: str, path: str | None) -> None:
         raise OptionError(f"--{flag} {path}: cannot write a file in {folder}")
 
 
-def write_json(path: str | None, data: dict[str, Any]) -> None:
+def write_json(path: str | Path | None, data: Any) -> None:
     """Paths in this folder become relative, and the home folder `~`: results are published."""
     if path is not None:
         text = json.dumps(data, indent=2).replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")

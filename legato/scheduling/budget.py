@@ -28,8 +28,10 @@ ALIGNMENT = 128
 # 27,000 tokens for Llama-3.1-8B and 52,000 for 70B; where it is wrong, learning from steps corrects the budget.
 DOUBLING_CONTEXT = 24_000
 # A backlog is large from so many full steps on, and stays so until one is left. 512 chats of 128 tokens that arrive at
-# once are less: their streams keep getting tokens at the usual pace.
+# once are less: their streams keep getting tokens at the usual pace. It also stays so while this part of the ratio of
+# waiting to running requests is left, or the last of many prompts would take the longest.
 CATCH_UP_STEPS = 8
+CATCH_UP_REST = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,10 @@ class StepBudget:
         return PromptRoom(min(tokens, self._sizes.mixed_limit), self._mixed, self._fewest, num_decodes)
 
     def _is_large(self, backlog: Backlog, num_decodes: int) -> bool:
-        if backlog.num_requests < self._sizes.waiting_served_ratio * num_decodes:
-            return False
-        num_steps = 1 if self._is_catching_up else CATCH_UP_STEPS
-        return backlog.work > num_steps * self._sizes.max_tokens
+        ratio, num_steps = self._sizes.waiting_served_ratio, CATCH_UP_STEPS
+        if self._is_catching_up:
+            ratio, num_steps = CATCH_UP_REST * ratio, 1
+        return backlog.num_requests >= ratio * num_decodes and backlog.work > num_steps * self._sizes.max_tokens
 
     def learn(self, num_units: float, seconds: float) -> None:
         """That so much took so long beside decodes. A step that was not full says nothing against a larger one."""
