@@ -102,12 +102,12 @@ class SelfAttention:
         return out
 
     def _with_kernels(self, qkv: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        table = None if self.rotary is None else self.rotary.cos_sin
+        positions, table = (step.positions, None) if self.rotary is None else self.rotary.angles(step)
         if step.chunks is None:
             kv = cache.paged(step.block_tables, step.context_lens, step.rows)
             if table is not None and suits(qkv, table, kv, self.scoring):
-                return turned_attention(qkv, step.positions, table, kv, step.slots, self.scoring)
-        rotary_and_store(qkv, step.positions, table, cache.keys, cache.values, step.slots, cache.scales)
+                return turned_attention(qkv, positions, table, kv, step.slots, self.scoring)
+        rotary_and_store(qkv, positions, table, cache.keys, cache.values, step.slots, cache.scales)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         d, chunks = step.num_decodes, step.chunks
         whole = self._whole_prompts(step)

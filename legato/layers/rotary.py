@@ -62,15 +62,25 @@ class Rotary:
 
     def turn(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Rotate x [T, heads, head_dim]; dimensions from `dim` on are unchanged."""
-        cos, sin = step.once(self, lambda: self.look_up(step.positions))
+        cos, sin = step.once(self, lambda: _both_halves(*self.angles(step)))
         if x.shape[-1] == self.dim:
             return rotate(x, cos, sin)
         return torch.cat((rotate(x[..., : self.dim], cos, sin), x[..., self.dim :]), dim=-1)
 
+    def angles(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """For kernels: a table like `cos_sin`, and the row of each token in it [T]. Nothing may write them from the
+        first layer on."""
+        return step.positions, self.cos_sin
+
     def look_up(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For `rotate`: two tensors [T, 1, dim], once a step. The sign of a half is in the sine."""
-        cos, sin = self.cos_sin[positions][:, None].chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        """For `rotate`, for tokens at these positions."""
+        return _both_halves(positions, self.cos_sin)
+
+
+def _both_halves(positions: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For `rotate`: two tensors [T, 1, dim]. The sign of a half is in the sine."""
+    cos, sin = table[positions][:, None].chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from legato.layers.kv_cache import KVCache
 from legato.layers.linear import AbsentEmbedding, AbsentHead, Head, Linear, PackedEmbedding, RowLinear
 from legato.layers.mlp import GatedMLP
 from legato.layers.norm import RMSNorm
+from legato.layers.rotary import Rotary
 from legato.layers.step import Step
 from legato.models.decoder import Attention, Decoder, SequentialLayer
 from legato.models.registry import CausalModel, LimitedModel
@@ -63,7 +64,8 @@ class LibraryLayer:
             raise NotLibraryLayer(f"the activation is {mlp.kind}")
         self.activation = ACTIVATIONS[mlp.kind]
         attention_ = self.attention
-        if attention_.rotary is None or attention_.scoring.alibi_slopes is not None:
+        _checked(attention_.rotary, Rotary)
+        if attention_.scoring.alibi_slopes is not None:
             raise NotLibraryLayer("positions are not rotations")
         if attention_.scoring.sinks is not None:
             raise NotLibraryLayer("attention has sinks")

@@ -10,17 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from legato.common.errors import ModelFileError
+from legato.layers.linear import Linear
 from legato.layers.mlp import GatedMLP, Product
 from legato.layers.norm import RMSNorm
 from legato.models.keys import Keys
 from legato.models.qwen2_vl import NORM_EPS, Qwen2VL, Tower, TowerShape
 from legato.models.vision import Groups
 from legato.models.weights import Weights
+from legato.quantization.dense import DenseWeight
 from legato.vision.rules import Size
 
 FULL_LAYERS = (7, 15, 23, 31)
+# Of the numbers between both products of an MLP: what tiles of a matrix product have.
+INNER_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +68,11 @@ class WindowedTower(Tower):
 
     def _mlp(self, weights: Weights, name: str) -> Product:
         shape, width = self.shape, self.shape.width
-        return GatedMLP(
-            weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], shape.inner, width, bias=True),
-            weights.linear(f"{name}.down_proj", width, shape.inner, bias=True),
-            shape.activation,
-        )
+        gate_up = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], shape.inner, width, bias=True)
+        down = weights.linear(f"{name}.down_proj", width, shape.inner, bias=True)
+        if weights.device.type != "cpu":
+            pad_inner(gate_up, down)
+        return GatedMLP(gate_up, down, shape.activation)
 
     def __call__(self, patches: torch.Tensor, grid: Size) -> torch.Tensor:
         cell = self.shape.merge**2
@@ -97,6 +102,19 @@ class WindowedTower(Tower):
                     pieces.append(windows.flatten())
                     groups.append((part.numel() // (height * width), height * width * self.shape.merge**2))
         return torch.cat(pieces), groups
+
+
+def pad_inner(gate_up: Linear, down: Linear) -> None:
+    """Zeros between both products, which change no result. 3,420 numbers of 16 bits are no multiple of 16 bytes, and
+    matrix products of such rows are several times slower."""
+    first, second = gate_up.weight, down.weight
+    if not isinstance(first, DenseWeight) or not isinstance(second, DenseWeight):
+        return
+    missing = -second.weight.shape[1] % INNER_MULTIPLE
+    rows = F.pad(first.weight.unflatten(0, (2, -1)), (0, 0, 0, missing)).flatten(0, 1)
+    bias = None if first.bias is None else F.pad(first.bias.unflatten(0, (2, -1)), (0, missing)).flatten()
+    gate_up.weight = DenseWeight(rows, bias)
+    down.weight = DenseWeight(F.pad(second.weight, (0, missing)), second.bias)
 
 
 class Qwen25VL(Qwen2VL):

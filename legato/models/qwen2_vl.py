@@ -8,21 +8,19 @@ place in the sequence. The difference, a row's shift, stays for the rest of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from legato.common.errors import ModelFileError
-from legato.layers.attention import SelfAttention
-from legato.layers.kv_cache import LayerCache
+from legato.layers.kv_cache import KVCache
 from legato.layers.mlp import MLP, Product
-from legato.layers.rotary import RopeConfig, Rotary, rotate
-from legato.layers.shard import Heads
+from legato.layers.rotary import RopeConfig, Rotary
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
-from legato.models.decoder import Attention, Layer, SequentialLayer
+from legato.models.decoder import Layer
 from legato.models.keys import Keys
 from legato.models.llama import LlamaParts
 from legato.models.qwen import Qwen2
@@ -135,41 +133,27 @@ class Tower:
         columns = torch.arange(grid.width, device=device)[None].expand(grid.height, grid.width)
         rows, columns = self.by_cells(rows), self.by_cells(columns)
         turns = torch.stack((rows, columns), dim=1)[:, :, None] * self.frequencies  # [N, 2, quarter]
-        cos, sin = turns.flatten(1).cos()[:, None], turns.flatten(1).sin()[:, None]
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return turns.flatten(1).cos(), turns.flatten(1).sin()
 
 
-class AxesAttention(Attention):
-    """Queries and keys are turned here, each dimension by the position on its axis; the attention behind does not."""
+class AxesRotary(Rotary):
+    """Angles of tokens with a position on each of three axes; every pair of dimensions turns with one of them."""
 
-    def __init__(
-        self, plain: Attention, attention: SelfAttention, heads: Heads, rotary: Rotary, model: Qwen2VL
-    ) -> None:
-        super().__init__(plain.qkv, attention, plain.output)
-        self.norms = (plain.attention.q_norm, plain.attention.k_norm)
-        self.num_heads = heads.num_heads
-        self.rotary = rotary  # one for all layers, for its table
-        self.model = model
-        self.num_turned = heads.num_heads + heads.num_kv_heads
-        self.head_dim = heads.head_dim
+    def __init__(self, plain: Rotary, axes: torch.Tensor, positions: Callable[[Step], torch.Tensor]) -> None:
+        """`axes` [head_dim / 2]; `positions` returns [T], where they are the same on all axes, or [3, T]."""
+        self.dim, self._config, self.cos_sin = plain.dim, plain._config, plain.cos_sin
+        self._axes, self._positions = axes, positions
 
-    def __call__(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        qkv = self.qkv(x)
-        turned = qkv.view(qkv.shape[0], -1, self.head_dim)[:, : self.num_turned]
-        parts = turned[:, : self.num_heads], turned[:, self.num_heads :]
-        for part, norm in zip(parts, self.norms, strict=True):
-            if norm is not None:
-                part.copy_(norm(part))
-        cos, sin = step.once(self.rotary, lambda: self._angles(step))
-        turned.copy_(rotate(turned, cos, sin))
-        return self.output(self.attention(qkv, cache, step))
+    def angles(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        return step.once((self, "angles"), lambda: self._angles(self._positions(step)))
 
-    def _angles(self, step: Step) -> Angles:
-        axes = self.model.axes
-        both = self.rotary.cos_sin[self.model.positions(step)].chunk(2, dim=-1)  # [3, T, dim / 2] each
-        columns = torch.arange(len(axes), device=axes.device)
-        cos, sin = (part[axes, :, columns].t()[:, None] for part in both)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if positions.dim() == 1:
+            return positions, self.cos_sin
+        pairs = torch.arange(len(self._axes), device=positions.device)
+        both = self.cos_sin[positions].chunk(2, dim=-1)  # [3, T, dim / 2] each
+        cos, sin = (part[self._axes, :, pairs].t() for part in both)
+        return torch.arange(positions.shape[1], device=positions.device), torch.cat((cos, sin), dim=-1)
 
 
 class Qwen2VL(Qwen2):
@@ -178,8 +162,9 @@ class Qwen2VL(Qwen2):
     default_sections = SECTIONS
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        axes = self.make_axes(_sections(config, self.default_sections))
-        self.axes = torch.tensor(axes, device=weights.device)  # [head_dim / 2], the axis of each pair of dimensions
+        # The axis of each pair of dimensions.
+        self.axes = torch.tensor(self.make_axes(_sections(config, self.default_sections)), device=weights.device)
+        self.axes_rotary: AxesRotary | None = None
         self.prefix = "model" if "model.embed_tokens.weight" in weights else "model.language_model"
         super().__init__(config, weights)
         name = "visual" if "visual.patch_embed.proj.weight" in weights else "model.visual"
@@ -198,20 +183,23 @@ class Qwen2VL(Qwen2):
         return replace(rope, scaling={}) if rope.kind == "mrope" else rope
 
     def layer(self, parts: LlamaParts, name: str, rotary: Rotary, window: int) -> Layer:
-        plain = super().layer(parts, name, rotary, window)
-        assert isinstance(plain, SequentialLayer)
-        unturned = SelfAttention(parts.heads, window=window)
-        attention = AxesAttention(plain.attention, unturned, parts.heads, rotary, self)
-        return SequentialLayer(plain.norm, attention, plain.mlp_norm, plain.mlp)
+        if self.axes_rotary is None:  # one for all layers, for its table
+            self.axes_rotary = AxesRotary(rotary, self.axes, self.positions)
+        return super().layer(parts, name, self.axes_rotary, window)
+
+    def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
+        if self.axes_rotary is not None:
+            self.axes_rotary.angles(step)  # before the layers, whose kernels read them early
+        return super().forward(step, cache)
 
     def positions(self, step: Step) -> torch.Tensor:
-        """[3, T]. A step without images has positions of text, or decodes after images."""
+        """[3, T], or [T] in a step without images, which has positions of text, or decodes after images."""
         if step.images is not None and step.images.positions is not None:
             return step.images.positions
         positions = step.positions
         if self.position_shifts is not None:
             positions = positions + self.position_shifts[step.rows]
-        return positions.expand(3, -1)
+        return positions
 
     def embed(self, step: Step) -> torch.Tensor:
         x = super().embed(step)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from legato.kernels.patch_rotary import rotate_patches
 from legato.layers.kv_cache import KVCache
 from legato.layers.mlp import Product
-from legato.layers.rotary import rotate
 from legato.models.registry import CausalModel
 from legato.vision.rules import ImageRules, Size
 
-# Cosines and sines [N, 1, head_dim] for `rotate`.
+# Cosines and sines [N, head_dim / 2], float32.
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -100,10 +100,10 @@ class TowerAttention:
 
     def __call__(self, x: torch.Tensor, groups: Groups, angles: Angles | None) -> torch.Tensor:
         """x [T, width]: the patches of one group after the other."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # [T, heads, head_dim] each
+        qkv = self.qkv(x).unflatten(-1, (3 * self.num_heads, -1))  # [T, heads of q, k and v, head_dim]
         if angles is not None:
-            cos, sin = angles
-            q, k = (rotate(part.float(), cos, sin).to(v.dtype) for part in (q, k))
+            rotate_patches(qkv[:, : 2 * self.num_heads], *angles)
+        q, k, v = qkv.split(self.num_heads, dim=1)
         sizes = [count * size for count, size in groups]
         parts = zip(groups, *(part.split(sizes) for part in (q, k, v)), strict=True)
         attended = [self._attend(count, *qkv) for (count, _), *qkv in parts]

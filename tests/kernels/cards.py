@@ -34,6 +34,7 @@ from legato.kernels import (
     gated_linear,
     grouped_linear,
     norm,
+    patch_rotary,
     rotary,
     sample,
     selective_scan,
@@ -157,6 +158,8 @@ def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[
     yield partial(activation._gate_and_mul_triton, torch.zeros(2, 2 * inner, dtype=dtype), "gelu")
     yield partial(sample._greedy_triton, torch.zeros(2, 128256, dtype=dtype))
     yield partial(small_linear._small_linear_triton, x[:1], packed, None)
+    patches, angles = torch.zeros(2, 32, 80, dtype=dtype), torch.zeros(2, 40)
+    yield partial(patch_rotary._rotate_patches_triton, patches, angles, angles)
     shape = Shape(128, dtype)
     kv, places = shape.paged(2), torch.zeros(2, dtype=torch.int64)
     projection = torch.zeros(2, 6 * KV_HEADS * 128, dtype=dtype)

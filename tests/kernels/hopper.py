@@ -15,7 +15,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from legato.kernels import activation, few_linear, gated_linear, grouped_linear, norm, rotary, sample, small_linear
+from legato.kernels import (
+    activation,
+    few_linear,
+    gated_linear,
+    grouped_linear,
+    norm,
+    patch_rotary,
+    rotary,
+    sample,
+    small_linear,
+)
 from legato.kernels.attention import chunk as chunk_attention
 from legato.kernels.attention import decode as decode_attention
 from legato.kernels.attention import hopper as hopper_attention
@@ -97,6 +107,8 @@ def compile_all() -> None:
     places, kv = torch.zeros(2, dtype=torch.int64), paged(2)
     for table in (torch.zeros(8, HEAD_DIM), torch.zeros(8, HEAD_DIM, dtype=BF16)):
         rotary._rotary_and_store_triton(projection, places, table, kv.k_cache, kv.v_cache, places)
+    patches, angles = torch.zeros(2, 3 * HEADS, 80, dtype=BF16), torch.zeros(2, 40)
+    patch_rotary._rotate_patches_triton(patches[:, : 2 * HEADS], angles, angles)
     activation._gate_and_mul_triton(torch.zeros(2, 2 * INNER, dtype=BF16), "silu")
     for sequences in (1, 8, 32, 256):
         q = torch.zeros(sequences, HEADS, HEAD_DIM, dtype=BF16)

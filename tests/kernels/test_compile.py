@@ -41,6 +41,7 @@ def test_every_kernel_compiles_for_hopper(compiled):
     assert names == {
         "_norm_kernel",
         "_rotary_and_store_kernel",
+        "_rotate_patches_kernel",
         "_gate_and_mul_kernel",
         "_decode_kernel",
         "_turned_kernel",

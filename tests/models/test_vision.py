@@ -15,12 +15,16 @@ import numpy as np
 import pytest
 import torch
 
+from legato.layers.linear import Linear
+from legato.layers.mlp import GatedMLP
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
+from legato.models.qwen2_5_vl import pad_inner
 from legato.models.registry import get_model
 from legato.models.vision import CrossModel
 from legato.pb import generate_pb2 as pb
+from legato.quantization.dense import DenseWeight
 from legato.scheduling.state import GenerationRequest, PromptSpan
 from legato.server.vision.cross import CrossVisionEncoder
 from legato.server.vision.images import VisionEncoder
@@ -312,8 +316,18 @@ def test_a_captured_decode_reads_how_far_each_row_has_moved(qwen: Seeing) -> Non
     rows = torch.tensor(sorted(images), dtype=torch.int32, device=DEVICE)
     decode_step: Any = SimpleNamespace(images=None, positions=torch.full((4,), 100, device=DEVICE), rows=rows)
     expected = [100 + images[row].shift for row in sorted(images)]
-    assert model.positions(decode_step).tolist() == [expected] * 3
+    assert model.positions(decode_step).tolist() == expected
     assert min(expected) < 100 and 100 in expected
+
+
+def test_zeros_between_the_products_of_a_tower_change_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(*size, generator=generator) for size in ((200, 32), (200,), (32, 100), (32,), (5, 32))]
+    gate_up, down = Linear(DenseWeight(*matrices[:2])), Linear(DenseWeight(*matrices[2:4]))
+    expected = GatedMLP(gate_up, down, "silu")(matrices[4])
+    pad_inner(gate_up, down)
+    assert (gate_up.weight.weight.shape, down.weight.weight.shape) == ((256, 32), (32, 128))  # type: ignore[attr-defined]
+    torch.testing.assert_close(GatedMLP(gate_up, down, "silu")(matrices[4]), expected)
 
 
 def test_warmup_encodes_the_largest_image_in_its_own_shape(qwen: Seeing) -> None:
