@@ -223,7 +223,7 @@ test-neon: ## compare the NEON kernels with plain C, bit for bit, in an emulator
 
 # Without a device these tests would be skipped or run in the interpreter, and pass.
 test-gpu: setup ## run the tests that need a CUDA device, all in one process, in two orders
-	$(BIN)/python -m tests.on_gpu
+	$(BIN)/python -m tests.on_gpu --fill-cache
 	$(BIN)/python -m tests.on_gpu --backwards
 
 KILLS ?= 500
