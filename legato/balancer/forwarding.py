@@ -23,7 +23,7 @@ from legato.balancer.replies import Reply
 from legato.balancer.selection import Selection
 from legato.http.exchange import ClientConnection
 from legato.ipc.multiplexing import LONGEST_BODY, LinkedRequest
-from legato.ipc.routed import FAILED, HEAD_HEADER, LAST, LOST, MARKED, MORE
+from legato.ipc.routed import FAILED, HEAD_HEADER, LAST, LOST, MARKED, MARKS_MORE
 
 logger = logging.getLogger(__name__)
 
@@ -270,12 +270,16 @@ class Forwarding:
         def take(pieces: list[bytes]) -> bool:
             if not is_marked:
                 return write(pieces)
-            ends = [piece.find(b"\n") + 1 for piece in pieces if piece[1:2] == MORE]
-            if len(ends) != len(pieces) or 0 in ends:
+            data, news = [], []
+            for piece in pieces:
+                end = piece.find(b"\n") + 1
+                if not (end and piece.startswith(MARKS_MORE)):
+                    return False
+                data.append(piece[end:])
+                news.append(piece[: end - 1])
+            if not write(data):
                 return False
-            if not write([piece[end:] for piece, end in zip(pieces, ends, strict=True)]):
-                return False
-            marks.extend([piece[: end - 1] for piece, end in zip(pieces, ends, strict=True)])
+            marks.extend(news)
             return True
 
         return take

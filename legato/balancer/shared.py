@@ -90,7 +90,7 @@ class LinkedAnswer(ReplicaAnswer):
 
     def pass_on(self, pieces: list[bytes]) -> None:
         if self._add(pieces):
-            self._took(sum(map(len, pieces)))
+            self._took(len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces)))
 
     def arrived(self, kind: int, payload: bytes) -> None:
         """Anything but pieces of the body."""
@@ -172,22 +172,21 @@ class SharedConnection(asyncio.Protocol):
         pieces: dict[int, list[bytes]] = {}
         try:
             for number, kind, payload in self._reader.feed(data):
-                if kind != DATA:
-                    self._pass_on(number, pieces.pop(number, None))
-                    if (answer := self._answers.get(number)) is not None:  # or it was cancelled
-                        answer.arrived(kind, payload)
-                elif number in pieces:
-                    pieces[number].append(payload)
-                else:
-                    pieces[number] = [payload]
+                if kind == DATA:
+                    if number in pieces:
+                        pieces[number].append(payload)
+                    else:
+                        pieces[number] = [payload]
+                elif (answer := self._answers.get(number)) is not None:  # or it was cancelled
+                    if before := pieces.pop(number, None):
+                        answer.pass_on(before)
+                    answer.arrived(kind, payload)
         except BrokenFrames as error:
             self.abort(f"the replica does not speak our protocol: {error}")
+        answers = self._answers
         for number, arrived in pieces.items():
-            self._pass_on(number, arrived)
-
-    def _pass_on(self, number: int, pieces: list[bytes] | None) -> None:
-        if pieces and (answer := self._answers.get(number)) is not None:
-            answer.pass_on(pieces)
+            if (answer := answers.get(number)) is not None:
+                answer.pass_on(arrived)
 
     def _read_head(self, data: bytes) -> bytes:
         """Returns what follows it."""

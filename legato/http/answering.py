@@ -210,6 +210,7 @@ class _Answer:
     async def _write_events(self, job: Job, request: ValidRequest, choices: list[Choice]) -> None:
         group = StreamGroup([choice.stream for choice in choices])
         writer = self._writer = job.writer(choices)
+        write_at_once = self._exchange.write_at_once
         # Waking any of the streams wakes the group.
         keep_alive = sse.KeepAlive(choices[0].stream, self._inference.settings.keep_alive)
         self._replay(writer, choices)
@@ -227,7 +228,8 @@ class _Answer:
                     # A server that goes on with the stream does not know of events that tokens did not bring.
                     data += writer.silence() if self._routed is None else sse.KEEP_ALIVE
                 if data:  # a token may have no text
-                    await self._write(data)
+                    if not (self._started and write_at_once is not None and write_at_once([data])):
+                        await self._write(data)
                     keep_alive.sent()
         finally:
             keep_alive.close()

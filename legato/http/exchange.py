@@ -129,6 +129,9 @@ class Exchange:
         self.body_size = 0
         # Since when something is being written; None while nothing is.
         self._writing_since: float | None = None
+        # Waits for the client to hang up, or is about to; and looks whether it reads.
+        self._watching: asyncio.Handle | asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def path_params(self) -> dict[str, str]:
@@ -183,13 +186,18 @@ class Exchange:
     def client(self) -> Iterator[ClientConnection]:
         """Watches for the client to stop reading, and to hang up: once the body was read, `receive` tells of that."""
         client = ClientConnection(self.tenant, self._abort)
-        watch = asyncio.create_task(self._watch(client))
-        self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
+        # In the next turn of the event loop: what the request has to wait for comes first.
+        self._watching = self._loop.call_soon(self._start_watching, client)
         try:
             yield client
         finally:
-            watch.cancel()
-            self._timer.cancel()
+            self._watching.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _start_watching(self, client: ClientConnection) -> None:
+        self._watching = self._loop.create_task(self._watch(client))
+        self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
 
     def _look(self) -> None:
         """A client who takes nothing would keep its permit for ever. One timer is cheaper than one for each write."""

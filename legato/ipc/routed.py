@@ -29,6 +29,8 @@ STATE_PATH = "/replica/state"
 EVENTS_PATH = "/replica/events"
 
 MORE, LAST, FAILED = b"+", b".", b"!"
+# How a mark begins behind which more follows.
+MARKS_MORE = b":" + MORE
 
 
 class RouteHead(Struct, frozen=True):
@@ -89,11 +91,13 @@ def decode_sent(data: bytes) -> list[SentTokens]:
 
 def mark(kind: bytes, news: Iterable[tuple[int, list[int], str | None]] = ()) -> bytes:
     """`news` are choices, the tokens they have got, and why they ended if they did."""
-    words = [
-        f"{choice}={','.join(map(str, token_ids))}{f'/{reason}' if reason else ''}"
-        for choice, token_ids, reason in news
-    ]
-    return b":%b%b\n" % (kind, ";".join(words).encode())
+    words = []
+    for choice, token_ids, reason in news:
+        word = b"%d=%d" % (choice, token_ids[0]) if token_ids else b"%d=" % choice
+        for token_id in token_ids[1:]:
+            word += b",%d" % token_id
+        words.append(word if reason is None else b"%b/%b" % (word, reason.encode()))
+    return b":%b%b\n" % (kind, b";".join(words))
 
 
 def add_marks(marks: Iterable[bytes]) -> list[SentTokens]:

@@ -22,7 +22,7 @@ from legato.balancer.options import RouteOptions
 from legato.balancer.replicas import ReplicaSet, ReplicaUrl
 from legato.balancer.replies import Reply
 from legato.balancer.shared import LinkedAnswer, SharedConnections
-from legato.http.exchange import ROUTED
+from legato.http.exchange import ROUTED, WRITE
 from legato.http.routed import RouteKey
 from legato.http.routes.replica import ReplicaStreams
 from legato.http.server import HttpServer
@@ -53,7 +53,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.streams, self.key = ReplicaStreams(), RouteKey(KEY)
         self.num_gone = self.num_upgrades = 0
-        self.num_written = 0
+        self.num_written = self.num_at_once = 0
         self.bodies: list[bytes] = []
         self.go_on = asyncio.Event()
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -69,6 +69,7 @@ class FakeServer:
             return
         body = (await receive())["body"]
         self.bodies.append(body)
+        self.write_at_once = scope[WRITE]  # of the latest request
         try:
             await getattr(self, scope["path"].strip("/"))(body, receive, send)
         except ConnectionError:
@@ -94,6 +95,20 @@ class FakeServer:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(64):
             await self._write(send, bytes(WINDOW // 16))
+        await self._write(send, b"", more=False)
+
+    async def long_at_once(self, body: bytes, receive: Receive, send: Send) -> None:
+        write = self.write_at_once
+        piece = bytes(WINDOW // 16)
+        assert not write([piece]), "the answer has not begun"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(32):
+            if write([piece, piece]):
+                self.num_at_once += 2 * len(piece)
+            else:
+                await self._write(send, piece)
+                await self._write(send, piece)
+        self.num_written += self.num_at_once
         await self._write(send, b"", more=False)
 
     async def silent(self, body: bytes, receive: Receive, send: Send) -> None:
@@ -243,6 +258,17 @@ def test_a_client_that_reads_slowly_stops_its_own_stream_only() -> None:
         assert await (await begin(shared, "/echo", b"x")).read_all() == b"x0x1x2"
         await asyncio.sleep(0.05)
         assert server.num_written < 2 * WINDOW
+        assert len(await slow.read_all()) == 4 * WINDOW
+
+    serving(test)
+
+
+def test_pieces_are_written_at_once_until_the_client_has_to_be_waited_for() -> None:
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        slow = await begin(shared, "/long_at_once")
+        await until(lambda: server.num_at_once > WINDOW)
+        assert await (await begin(shared, "/echo", b"x")).read_all() == b"x0x1x2"
+        assert server.num_at_once < 2 * WINDOW
         assert len(await slow.read_all()) == 4 * WINDOW
 
     serving(test)
