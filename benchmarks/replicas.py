@@ -51,7 +51,7 @@ def servers(num: int, *words: str, model: str | None) -> Iterator[list[tuple[int
     """Started together, because starting one takes seconds."""
     common = ["--fake", f"--route-key={KEY}", "--http-workers=1", "--prometheus-port=0", "--logger-level=warn"]
     common += [f"--model-id={model}"] if model else []
-    common.append(WITHOUT_DRAFTS)  # a fake shard's text is easy to guess: paced ones would be faster than their pace
+    common.append(WITHOUT_DRAFTS)  # requests come again and would be guessed: faster than the pace
     with ExitStack() as stack:
         with ThreadPoolExecutor(num) as pool:
             found = list(pool.map(lambda _: stack.enter_context(launched(*common, *words)), range(num)))

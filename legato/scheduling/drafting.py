@@ -8,7 +8,8 @@ repetition costs the few microseconds in which it is looked up.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, takewhile
 from operator import mul, neg
@@ -41,6 +42,8 @@ MEMORY = 512.0
 # Tokens that a grammar forces of which a shard tells, and after how many others it is asked again.
 MOST_FORCED = 8
 ASKED_AGAIN = 32
+# Share of its tokens a second that a tenant may lose to the drafts of others.
+MOST_LOST = 0.05
 # Of a request's own guesses: the last ten or so count.
 FORGETTING = 0.9
 
@@ -208,14 +211,17 @@ class Drafter:
         """How many tokens to ask the shards for that grammars force. Most grammars force some in some places, so a
         request is asked for again now and then when there was nothing for a while."""
         most = min(limits.speculate, MOST_FORCED)
-        shares = [
-            1.0 if entry.drafts is None or not entry.num_generated % ASKED_AGAIN else entry.drafts.proposal_share
+        shares = {
+            entry: 1.0 if entry.drafts is None or not entry.num_generated % ASKED_AGAIN else entry.drafts.proposal_share
             for entry in entries
             if entry.request.has_grammar
-        ]
+        }
         each = self._proposal_chances(most)
-        chances = sorted((share * chance for share in shares for chance in each), reverse=True)
-        return most if self._times.num_worth(len(entries), chances[:room], is_proposing=True) else 0
+        chances = sorted((share * chance for share in shares.values() for chance in each), reverse=True)[:room]
+        if not self._times.num_worth(len(entries), chances, is_proposing=True):
+            return 0
+        gains = {entry: share * sum(each) for entry, share in shares.items()}
+        return most if self._is_fair(entries, gains, len(chances), is_proposing=True) else 0
 
     def _num_proposals(self, entries: Sequence[Entry], limits: SchedulerLimits, room: int) -> int:
         """How many guesses to ask the shards for: none where texts that are there say more."""
@@ -256,7 +262,26 @@ class Drafter:
         count = self._times.num_worth(len(entries), ranked) if ranked else 0
         if not count:
             return {}
-        return _fitting(_likeliest(guesses, ranked[count - 1], count), limits.block_size, num_spare)
+        chosen = _likeliest(guesses, ranked[count - 1], count)
+        gains = {entry: sum(chances[: len(chosen.get(entry, ()))]) for entry, _, chances in guesses}
+        if not self._is_fair(entries, gains, count):
+            return {}
+        return _fitting(chosen, limits.block_size, num_spare)
+
+    def _is_fair(
+        self, entries: Sequence[Entry], gains: Mapping[Entry, float], num_drafts: int, *, is_proposing: bool = False
+    ) -> bool:
+        """Whether the streams of no tenant get slower, whoever has the drafts that make the step longer. `gains` are
+        tokens that drafts are expected to bring."""
+        num_rows, expected = defaultdict[str, int](int), defaultdict[str, float](float)
+        for entry in entries:
+            tenant = entry.request.tenant
+            num_rows[tenant] += 1
+            expected[tenant] += 1 + gains.get(entry, 0.0)
+        if len(num_rows) == 1:
+            return True
+        least = (1 - MOST_LOST) * self._times.slowdown(len(entries), num_drafts, is_proposing)
+        return all(expected[tenant] >= least * number for tenant, number in num_rows.items())
 
     def _of(self, entry: Entry) -> RequestDrafts:
         if entry.drafts is None:

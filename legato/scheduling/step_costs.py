@@ -232,6 +232,13 @@ class StepCosts:
         times.fade()
         return 0
 
+    def slowdown(self, num_rows: int, num_drafts: int, is_proposing: bool = False) -> float:
+        """How many times as long as a step without drafts one with so many takes; 1 where none was measured."""
+        times = self._times(num_rows, is_proposing)
+        if times is None:
+            return 1.0
+        return times.with_drafts(num_drafts, num_drafts)[0] * times.plain_rate / num_rows
+
     def _times(self, num_rows: int, is_proposing: bool) -> RowTimes | None:
         """None where no step of about so many rows was measured. What only steps of more or fewer rows have shown is
         taken from those."""

@@ -184,6 +184,44 @@ def test_no_drafts_are_looked_for_where_the_device_waits_for_the_router() -> Non
     assert last.drafts and min(read) > 10
 
 
+class TwoTenants(Decoding):
+    """`a` says something new with every token, `b` the same again and again. A step with drafts takes longer."""
+
+    def __init__(self, num_rows: dict[str, int], price: float) -> None:
+        ids = itertools.count()
+        requests = [
+            GenerationRequest(next(ids), [5] * 20, 10_000, ignore_eos=True, tenant=tenant)
+            for tenant, number in num_rows.items()
+            for _ in range(number)
+        ]
+        super().__init__(ROOM, requests, 0.01, 0.9)
+        self._price = price
+        self._new = itertools.count(1000)
+
+    def run(self, num_steps: int) -> int:
+        """How many of the last steps had drafts."""
+        num_drafted = 0
+        for number in range(2 * num_steps):
+            plan = self.scheduler.plan(self._now)
+            assert plan is not None
+            forward = 0.01 * (1 + self._price * bool(plan.drafts))
+            self._now += forward
+            entries = [entry for entry, *_, samples in self.scheduler._in_flight[0].planned if samples]
+            tokens = [next(self._new) if entry.request.tenant == "a" else 5 for entry in entries]
+            result = StepResult(plan.id, tokens, [0.0] * len(tokens), forward_ns=round(forward * 1e9))
+            result.num_sampled = [1] * len(tokens)
+            self.scheduler.complete(result, self._now)
+            num_drafted += number >= num_steps and bool(plan.drafts)
+        return num_drafted
+
+
+def test_drafts_of_one_tenant_do_not_slow_down_the_streams_of_another() -> None:
+    assert TwoTenants({"b": 16}, price=0.5).run(100) > 90
+    assert TwoTenants({"a": 4, "b": 12}, price=0.5).run(100) <= 5
+    assert TwoTenants({"b": 12, "c": 4}, price=0.5).run(100) > 90, "both get faster"
+    assert TwoTenants({"a": 4, "b": 12}, price=0.01).run(100) > 90, "nobody notices"
+
+
 def test_an_index_of_a_long_answer_stays_small() -> None:
     decoding = Decoding(ROOM, repeating(1), 0.01, 0.9)
     decoding.step()

@@ -19,8 +19,8 @@ from legato.server.fake.adapters import FakeAdapters
 
 # The tokens of the answer to a prompt, the last of which ends it; none: it is made up.
 Script = Callable[[list[int]], list[int]]
-# How far apart in the vocabulary two tokens lie that follow each other. A prime, so that rows do not soon repeat.
-STRIDE = 7919
+# Odd numbers of 32 bits that mix seed and position, and how far apart in the vocabulary likely tokens lie.
+_GOLDEN, _MIX, STRIDE = 0x9E3779B1, 0x85EBCA6B, 7919
 # Log probabilities are sixty-fourths, which float32 holds exactly.
 LOGPROB_STEPS = 64
 
@@ -238,13 +238,17 @@ class FakeEngine:
         row.tokens.append(token)
         return token
 
-    def _token_at(self, seed: int, position: int) -> int:
-        return self._token_ids[(seed + position * STRIDE) % len(self._token_ids)]
+    def _token_at(self, seed: int, position: int, rank: int = 0) -> int:
+        """No token tells which one follows. A text that can be guessed gets drafts, and its row would be several times
+        as fast as the pace of the steps."""
+        mixed = (seed ^ position * _GOLDEN) * _MIX & 0xFFFFFFFF
+        number = len(self._token_ids)
+        return self._token_ids[((mixed * number >> 32) + rank * STRIDE) % number]
 
     def _top_tokens(self, row: _Row, position: int) -> tuple[list[int], list[float]]:
         """The token at `position` first, then others, each less likely than the one before."""
         likeliest = _logprob(row.seed, position + 1)
-        others = [self._token_at(row.seed, position + rank) for rank in range(1, row.num_top_tokens)]
+        others = [self._token_at(row.seed, position, rank) for rank in range(1, row.num_top_tokens)]
         return [row.tokens[position], *others], [likeliest - rank for rank in range(row.num_top_tokens)]
 
     def _score_prompt(self, number: int, row: _Row, start: int, response: pb.StepResponse) -> None:
