@@ -72,11 +72,10 @@ class Model:
         self.loaded = loaded
         self._advance = advance
         self.options = options
-        self.block_size = options.block_size
-        if isinstance(loaded.model.kv_shape, StateShape):
-            self.block_size = StateShape.block_size
-            if options.kv_cache_dtype is not None:
-                raise OptionError(f"--kv-cache-dtype: the states of a {loaded.model.config.model_type} are float32")
+        shape = loaded.model.kv_shape
+        self.block_size = options.block_size if shape.block_size is None else shape.block_size
+        if isinstance(shape, StateShape) and options.kv_cache_dtype is not None:
+            raise OptionError(f"--kv-cache-dtype: the states of a {loaded.model.config.model_type} are float32")
         self.eos_token_ids = loaded.files.eos_token_ids()
         self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
         self.image_rules = image_rules(loaded.files)
