@@ -20,6 +20,8 @@ from legato.kernels.recurrent.states import StateBlocks
 
 # Channels of a program. There are as many programs as sequences, times the channels over this.
 TILE = 64
+# Tokens that a program computes at once, and no fewer than the convolution is wide.
+PIECE = 16
 
 
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, state_size: int, blocks: StateBlocks) -> Tensor:
@@ -64,7 +66,7 @@ def _convolution_triton(x: Tensor, weight: Tensor, bias: Tensor | None, state_si
         out, x, weight, weight if bias is None else bias, blocks.lower, blocks.upper, sequences.block_tables,
         sequences.rows, sequences.context_lens, sequences.firsts, sequences.counts, x.stride(0), out.stride(0),
         sequences.block_tables.stride(0), sequences.block_size, channels, blocks.lower.shape[1], bias is not None,
-        state_size, width, next_power_of_two(width), TILE,
+        state_size, width, next_power_of_two(width, PIECE), TILE,
     )  # fmt: skip
     return out
 
@@ -74,46 +76,52 @@ def _convolution_kernel(
     out: Pointer, x: Pointer, weight: Pointer, bias: Pointer, lower: Pointer, upper: Pointer, tables: Pointer,
     rows: Pointer, context_lens: Pointer, firsts: Pointer, counts: Pointer, x_stride: Scalar, out_stride: Scalar,
     table_stride: Scalar, block_size: Scalar, channels: Scalar, half: Scalar, has_bias: constexpr,
-    state_size: constexpr, width: constexpr, padded_width: constexpr, tile: constexpr,
+    state_size: constexpr, width: constexpr, piece: constexpr, tile: constexpr,
 ) -> None:  # fmt: skip
-    """The window of the last `width` inputs moves along: its first columns are what the state has of it."""
+    """Some channels of one sequence, `piece` tokens at a time. Inputs before the step's own are in the state."""
     sequence = tl.program_id(0)
     context, first = tl.load(context_lens + sequence), tl.load(firsts + sequence).to(tl.int64)
     count = tl.where(context > 0, tl.load(counts + sequence), 0)
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     channel = tl.program_id(1) * tile + tl.arange(0, tile)
-    there = channel < channels
-    taps = tl.arange(0, padded_width)
-    taken = there[:, None] & (taps < width)[None, :]
-    weights = tl.load(weight + channel[:, None] * width + taps[None, :], taken, other=0.0).to(tl.float32)
+    there, is_lower = channel < channels, channel < half
     start = tl.zeros((tile,), tl.float32)
     if has_bias:
         start = tl.load(bias + channel, there, other=0.0).to(tl.float32)
     total: tl.constexpr = state_size + width - 1
-    is_lower = channel < half
-    place = tl.where(is_lower, channel, channel - half)[:, None] * total + state_size + taps[None, :]
-    kept = there[:, None] & (taps < width - 1)[None, :]
+    # Of the state's inputs, the last one is that of the token before the first.
+    last_kept = tl.where(is_lower, channel, channel - half) * total + total - 1
     position = context - count
-    # Column k has the input of k - (width - 1) tokens before the next one, as the state has it.
-    window = tl.zeros((tile, padded_width), tl.float32)
-    if (position > 0) & (count > 0):
-        block = tl.load(table + (position - 1) // block_size).to(tl.int64) * half * total
-        window = tl.load(lower + block + place, kept & is_lower[:, None], other=0.0)
-        window += tl.load(upper + block + place, kept & (channel >= half)[:, None], other=0.0)
-    for number in range(count):
-        token = first + number
-        now = tl.load(x + token * x_stride + channel, there, other=0.0).to(tl.float32)
-        window = tl.where((taps == width - 1)[None, :], now[:, None], window)
-        sums = start + tl.sum(window * weights, 1)
-        tl.store(out + token * out_stride + channel, (sums * tl.sigmoid(sums)).to(out.dtype.element_ty), there)
-        # One column to the left: of k the value of k + 1.
-        moved = tl.zeros((tile, padded_width), tl.float32)
-        for tap in tl.static_range(width - 1):
-            column = tl.sum(tl.where((taps == tap + 1)[None, :], window, 0.0), 1)
-            moved = tl.where((taps == tap)[None, :], column[:, None], moved)
-        window = moved
-        here = position + number
-        if (number == count - 1) | ((here + 1) % block_size == 0):
-            block = tl.load(table + here // block_size).to(tl.int64) * half * total
-            tl.store(lower + block + place, window, kept & is_lower[:, None])
-            tl.store(upper + block + place, window, kept & (channel >= half)[:, None])
+    block = tl.load(table + tl.maximum(position - 1, 0) // block_size).to(tl.int64) * half * total
+    kept = there & (position > 0)
+    for begin in range(0, count, piece):
+        number = begin + tl.arange(0, piece)
+        sums = tl.zeros((piece, tile), tl.float32) + start[None, :]
+        for tap in tl.static_range(width):
+            source = number - (width - 1 - tap)  # counted from the first token of the step
+            mine, before = (source >= 0) & (number < count), (source < 0) & (number < count)
+            place = (first + source)[:, None] * x_stride + channel[None, :]
+            inputs = tl.load(x + place, mine[:, None] & there[None, :], other=0.0).to(tl.float32)
+            if begin == 0:
+                old = block + last_kept[None, :] + (source + 1)[:, None]
+                wanted = before[:, None] & kept[None, :]
+                inputs += tl.load(lower + old, wanted & is_lower[None, :], other=0.0)
+                inputs += tl.load(upper + old, wanted & (channel >= half)[None, :], other=0.0)
+            taken = tl.load(weight + channel * width + tap, there, other=0.0).to(tl.float32)
+            sums += inputs * taken[None, :]
+        result = out + (first + number)[:, None] * out_stride + channel[None, :]
+        tl.store(result, (sums * tl.sigmoid(sums)).to(out.dtype.element_ty), (number < count)[:, None] & there[None, :])
+    # From the last block on: only the first one may be that which the old state is in.
+    last_block = (context - 1) // block_size
+    for back in range(tl.where(count > 0, last_block - position // block_size + 1, 0)):
+        end = tl.minimum(context, (last_block - back + 1) * block_size)
+        written = tl.load(table + last_block - back).to(tl.int64) * half * total
+        for column in tl.static_range(width - 1):
+            source = end - position - (width - 1) + column
+            inputs = tl.load(x + (first + source) * x_stride + channel, there & (source >= 0), other=0.0).to(tl.float32)
+            old, new = block + last_kept + source + 1, written + last_kept - (width - 2 - column)
+            inputs += tl.load(lower + old, kept & is_lower & (source < 0), other=0.0)
+            inputs += tl.load(upper + old, kept & (channel >= half) & (source < 0), other=0.0)
+            tl.debug_barrier()  # what is overwritten has been read
+            tl.store(lower + new, inputs, there & is_lower)
+            tl.store(upper + new, inputs, there & (channel >= half))
