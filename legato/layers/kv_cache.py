@@ -106,6 +106,15 @@ class KVShape:
         is_scaled = bool(self.scales) and self.dtype in EIGHT_BITS
         return LayerCache(keys, values, scales=self.scales[number] if is_scaled else None)
 
+    def allocate(self, number: int, num_blocks: int, block_size: int, device: torch.device) -> LayerCache:
+        """Of layer `number`. Not zeroed: on a CPU the pages are only taken from the system when a block is first
+        written."""
+        keys, values = (
+            torch.empty((num_blocks, *part.shape), dtype=part.dtype, device=device)
+            for part in self.parts(number, block_size)
+        )
+        return self.layer(number, keys, values, block_size)
+
     def block_bytes(self, block_size: int) -> int:
         """Of a block in all layers."""
         return sum(part.num_bytes for i in range(self.num_layers) for part in self.parts(i, block_size))
@@ -181,14 +190,7 @@ class KVCache:
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: list[LayerCache] = []
-        for number in range(shape.num_layers):
-            # Not zeroed: on a CPU the pages are only taken from the system when a block is first written.
-            keys, values = (
-                torch.empty((num_blocks, *part.shape), dtype=part.dtype, device=device)
-                for part in shape.parts(number, block_size)
-            )
-            self.layers.append(shape.layer(number, keys, values, block_size))
+        self.layers = [shape.allocate(number, num_blocks, block_size, device) for number in range(shape.num_layers)]
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
