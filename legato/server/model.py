@@ -281,7 +281,10 @@ class Model:
             return
         if self.loaded.draft is not None:  # whose own keys and values would not come back with a block
             raise RequestRefused("--kv-offload-gb cannot be combined with a draft model; leave out one of them")
-        num_bytes = int(gigabytes * 1e9) // shard.num_on_machine
+        # Blocks are not equally large where heads do not divide evenly; their numbers are those of all shards.
+        block_bytes = self.kv_shape.block_bytes(self.block_size)
+        num_slots = shard.least(int(gigabytes * 1e9) // shard.num_on_machine // block_bytes, self.loaded.device)
+        num_bytes = num_slots * block_bytes
         refused = f"no {gib(num_bytes)} of host memory for blocks of evicted prefixes; lower --kv-offload-gb"
         if num_bytes > available_ram():
             raise OutOfMemory(refused)
