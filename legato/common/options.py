@@ -126,7 +126,9 @@ class ComputeOptions(Options):
         "Decode batch sizes to capture as CUDA graphs, comma-separated; `0` disables CUDA graphs. Default: every size"
         " that occurs.",
     )
-    block_size: int = option(16, "Tokens per KV cache block. Prefixes are shared in whole blocks.", minimum=1)
+    block_size: int = option(
+        16, "Tokens per KV cache block. Prefixes are shared in whole blocks. Fixed for models with states.", minimum=1
+    )
     prefix_caching: bool = option(True, "Reuse KV cache blocks between requests that share a prefix.")
     prefix_cache_mb: int | None = option(
         None,

@@ -97,13 +97,19 @@ short sequences, set `--max-total-tokens` accordingly; the results then equal th
 """
 
 STATES = """\
-## Mamba
+## Mamba, Qwen3-Next and Qwen3.5
 
 Mamba has no attention: each token reads and updates a state of fixed size. Instead of keys and values, a cache block
 holds the state after its last token, and is 256 tokens long. So prefixes are shared in units of 256 tokens; preemption,
 shards and `--kv-offload-gb` work as for all other models. There are no drafts;
 `--speculate` and `--kv-cache-dtype` are refused.
 Sequences may have up to 32,768 tokens.
+
+Most layers of Qwen3-Next and Qwen3.5 keep a state (gated delta nets), the others have attention. A cache block holds
+the keys and values of 1,024 tokens and the state after its last token, in float32; prefixes are shared in units of
+1,024 tokens. `--kv-cache-dtype` applies to the keys and values. There are no drafts: `--speculate` is refused, and the
+layers for predicting several tokens (`mtp`) are not read. Of Qwen3.5, only the language model is served: requests with
+images are refused.
 """
 
 OTHERS = """\

@@ -1,6 +1,6 @@
 """The KV cache: two tensors of blocks per layer. The router allocates the blocks.
 
-A block has the keys and values of its tokens, or, in models without attention, the state after the last of them that
+A block has the keys and values of its tokens, or, in layers without attention, the state after the last of them that
 was computed. Then the state after a full block is there as long as the block, so that the scheduler shares, evicts and
 preempts such sequences like all others. What is after an earlier token of a block is gone: drafts cannot be taken back.
 """
@@ -8,6 +8,7 @@ preempts such sequences like all others. What is after an earlier token of a blo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from legato.kernels.paged_kv import PagedKV
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    keys: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]; of states [num_blocks, half, width]
+    keys: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]; of states [num_blocks, ...]
     values: torch.Tensor
     scales: KVScales | None = field(default=None, kw_only=True)  # what is stored is divided by them
 
@@ -47,9 +48,21 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class StateCache(LayerCache):
-    """States instead of keys and values: of the first half of the channels in `keys`, of the others in `values`."""
+    """States instead of keys and values, in two tensors as the architecture divides them."""
 
     block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """One of the two tensors of a layer: what a block has in it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +74,31 @@ class KVShape:
     # The checkpoint's, for each of these layers; (): it has none.
     scales: tuple[KVScales | None, ...] = field(default=(), kw_only=True)
 
+    # Tokens of a block where layers keep states: so many that states do not take most of the memory. None: there are no
+    # states, and --block-size says it.
+    block_size: ClassVar[int | None] = None
+
     def __post_init__(self) -> None:
         assert len(self.scales) in (0, self.num_layers), (self.scales, self.num_layers)
 
     @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def keeps_states(self) -> bool:
+        """Whether what a step changes in the cache depends on what was there: it can be neither repeated nor undone."""
+        return self.block_size is not None
 
-    def block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Of a block in each of the two tensors of a layer."""
-        return block_size, self.num_kv_heads, self.head_dim
+    @property
+    def numbers_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.numbers_per_token * self.dtype.itemsize
+
+    def parts(self, number: int, block_size: int) -> tuple[BlockPart, BlockPart]:
+        """Of a block in layer `number`."""
+        part = BlockPart((block_size, self.num_kv_heads, self.head_dim), self.dtype)
+        return part, part
 
     def layer(self, number: int, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> LayerCache:
         """The one place where it is decided whether scales are used: where the format has too few bits to do without
@@ -78,9 +106,18 @@ class KVShape:
         is_scaled = bool(self.scales) and self.dtype in EIGHT_BITS
         return LayerCache(keys, values, scales=self.scales[number] if is_scaled else None)
 
+    def allocate(self, number: int, num_blocks: int, block_size: int, device: torch.device) -> LayerCache:
+        """Of layer `number`. Not zeroed: on a CPU the pages are only taken from the system when a block is first
+        written."""
+        keys, values = (
+            torch.empty((num_blocks, *part.shape), dtype=part.dtype, device=device)
+            for part in self.parts(number, block_size)
+        )
+        return self.layer(number, keys, values, block_size)
+
     def block_bytes(self, block_size: int) -> int:
         """Of a block in all layers."""
-        return 2 * self.num_layers * math.prod(self.block_shape(block_size)) * self.dtype.itemsize
+        return sum(part.num_bytes for i in range(self.num_layers) for part in self.parts(i, block_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +128,6 @@ class StateShape(KVShape):
     half: int  # of the channels, rounded up
     width: int
 
-    # Tokens: few enough to share prefixes, and so many that states take less memory than keys and values would.
     block_size: ClassVar[int] = 256
 
     @classmethod
@@ -99,21 +135,71 @@ class StateShape(KVShape):
         half = -(-num_channels // 2)
         return cls(num_layers, 1, -(-half * width // cls.block_size), torch.float32, half, width)
 
-    def block_shape(self, block_size: int) -> tuple[int, ...]:
+    def parts(self, number: int, block_size: int) -> tuple[BlockPart, BlockPart]:
         """The same for any number of tokens."""
-        return self.half, self.width
+        part = BlockPart((self.half, self.width), self.dtype)
+        return part, part
 
     def layer(self, number: int, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> LayerCache:
         return StateCache(keys, values, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class HybridShape(KVShape):
+    """Of models in which some layers have attention and the others keep states, in float32."""
+
+    state_shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of a state's two tensors
+    state_layers: tuple[bool, ...]  # which layers keep states
+
+    # More than `StateShape`'s: a state is as large as the keys and values of thousands of tokens.
+    block_size: ClassVar[int] = 1024
+
+    @property
+    def num_states(self) -> int:
+        return sum(self.state_layers)
+
+    @property
+    def numbers_per_token(self) -> int:
+        return 2 * (self.num_layers - self.num_states) * self.num_kv_heads * self.head_dim
+
+    @property
+    def state_bytes_per_token(self) -> int:
+        """Of a block of the usual size, rounded up."""
+        num_bytes = self.num_states * sum(part.num_bytes for part in self._states)
+        return -(-num_bytes // self.block_size)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.numbers_per_token * self.dtype.itemsize + self.state_bytes_per_token
+
+    def parts(self, number: int, block_size: int) -> tuple[BlockPart, BlockPart]:
+        return self._states if self.state_layers[number] else KVShape.parts(self, number, block_size)
+
+    def layer(self, number: int, keys: torch.Tensor, values: torch.Tensor, block_size: int) -> LayerCache:
+        if self.state_layers[number]:
+            return StateCache(keys, values, block_size)
+        return KVShape.layer(self, number, keys, values, block_size)
+
+    @property
+    def _states(self) -> tuple[BlockPart, BlockPart]:
+        first, second = self.state_shapes
+        return BlockPart(first, torch.float32), BlockPart(second, torch.float32)
 
 
 class KVCache:
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        size = (num_blocks, *shape.block_shape(block_size))
-        # Not zeroed: on a CPU the pages are only taken from the system when a block is first written.
-        tensors = [
-            [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(2)] for _ in range(shape.num_layers)
-        ]
-        self.layers = [shape.layer(i, keys, values, block_size) for i, (keys, values) in enumerate(tensors)]
+        self.layers = [shape.allocate(number, num_blocks, block_size, device) for number in range(shape.num_layers)]
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that blocks are in: [num_blocks, ...] each."""
+        for layer in self.layers:
+            yield layer.keys
+            yield layer.values
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the layers with attention; 1 if there are none."""
+        return next((layer.keys.shape[2] for layer in self.layers if not isinstance(layer, StateCache)), 1)

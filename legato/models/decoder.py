@@ -41,6 +41,14 @@ class Layer(Protocol):
         ...
 
 
+class TokenMixer(Protocol):
+    """What a layer has before its MLP: where a token sees others."""
+
+    def __call__(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
+        """[T, hidden_size] -> the same of the tokens that `step.needed_after_attention` leaves."""
+        ...
+
+
 class Attention:
     """Self-attention with the projections before and behind it."""
 
@@ -67,7 +75,7 @@ class Clipped:
 class SequentialLayer:
     """Attention, then the MLP, each behind a norm of its own: GPT-2's order and that of most."""
 
-    def __init__(self, norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Product) -> None:
+    def __init__(self, norm: Norm, attention: TokenMixer, mlp_norm: Norm, mlp: Product) -> None:
         self.norm = norm
         self.attention = attention
         self.mlp_norm = mlp_norm
@@ -76,10 +84,11 @@ class SequentialLayer:
     def leave_parts(self) -> None:
         """Let its norms and the next layer's add up what its products leave in parts, and quantize what its products
         want in 8 bits."""
-        for product in (self.attention.output, getattr(self.mlp, "down", None)):
+        for product in (getattr(self.attention, "output", None), getattr(self.mlp, "down", None)):
             if isinstance(product, RowLinear):
                 product.leave_parts()
-        behind_norms = ((self.norm, self.attention.qkv), (self.mlp_norm, getattr(self.mlp, "gate_up", None)))
+        qkv, gate_up = getattr(self.attention, "qkv", None), getattr(self.mlp, "gate_up", None)
+        behind_norms = ((self.norm, qkv), (self.mlp_norm, gate_up))
         for norm, product in behind_norms:
             if isinstance(norm, RMSNorm):
                 norm.row_type = row_type_of_weight(getattr(product, "weight", None))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 from legato.common.errors import UnsupportedModel
-from legato.kernels.selective_scan import StateBlocks, selective_scan, short_convolution
+from legato.kernels.recurrent.convolution import short_convolution
+from legato.kernels.recurrent.selective_scan import selective_scan
+from legato.kernels.recurrent.states import StateBlocks, StateSequences
 from legato.layers.kv_cache import LayerCache, StateCache, StateShape
 from legato.layers.norm import RMSNorm
 from legato.layers.step import Step
@@ -42,7 +44,7 @@ class MambaMixer:
         self.output = weights.row(f"{name}.out_proj", hidden, inner, bias=bias)
 
     def __call__(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        blocks = step_blocks(step, cache)
+        blocks = StateBlocks(cache.keys, cache.values, step_sequences(step, cache))
         inputs, gate = self.input(x).split(self.num_channels, dim=1)
         mixed = short_convolution(inputs, self.conv, self.conv_bias, self.state_size, blocks)
         sizes, into, out = self.select(mixed).split((self.rank, self.state_size, self.state_size), dim=1)
@@ -94,19 +96,16 @@ def inner_size(config: ModelConfig) -> int:
     return keys.count("intermediate_size", default=config.hidden_size * keys.count("expand", default=2))
 
 
-def step_blocks(step: Step, cache: LayerCache) -> StateBlocks:
-    """Which states the sequences of a step read and write in this layer."""
-    assert isinstance(cache, StateCache), "the cache of a Mamba has states"
-    firsts, counts = step.once("state_sequences", lambda: _sequences(step))
-    return StateBlocks(
-        cache.keys, cache.values, step.block_tables, step.rows, step.context_lens, firsts, counts, cache.block_size
-    )
+def step_sequences(step: Step, cache: LayerCache) -> StateSequences:
+    """Which states the sequences of a step read and write, in every layer that keeps some."""
+    assert isinstance(cache, StateCache), "the layer keeps states"
+    return step.once("state_sequences", lambda: _sequences(step, cache.block_size))
 
 
-def _sequences(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n] int32 each: where in the step the tokens of each sequence begin, and how many they are."""
+def _sequences(step: Step, block_size: int) -> StateSequences:
     firsts = torch.arange(step.num_decodes, dtype=torch.int32, device=step.rows.device)
-    if step.chunks is None:
-        return firsts, torch.ones_like(firsts)
-    ends = step.chunks.cu_seqlens_q + step.chunks.first_token
-    return torch.cat((firsts, ends[:-1])), torch.cat((torch.ones_like(firsts), ends.diff()))
+    counts = torch.ones_like(firsts)
+    if step.chunks is not None:
+        ends = step.chunks.cu_seqlens_q + step.chunks.first_token
+        firsts, counts = torch.cat((firsts, ends[:-1])), torch.cat((counts, ends.diff()))
+    return StateSequences(step.block_tables, step.rows, step.context_lens, firsts, counts, block_size)

@@ -10,6 +10,7 @@ come without `.weight` and `.bias`.
     weights.qkv(names, heads, in)           cut by heads; three matrices or a fused one
     weights.output(name, heads, out)        cut by heads, summed over the shards
     weights.column(names, out, in)          cut by outputs; several are stacked into one product
+    weights.rows(parts, in)                 the outputs that the caller names, stacked
     weights.row(name, out, in)              cut by inputs, summed over the shards
     weights.per_head(name, heads, size, in) cut by query heads
     weights.linear(names, out, in)          whole, on every shard
@@ -182,6 +183,12 @@ class Weights(ExpertMatrices):
         rows = [(i * out_features + first, i * out_features + last) for i in range(fused)]
         parts = [MatrixPart(name, fused * out_features, rows) for name in _as_list(names)]
         return self._linear(parts, in_features, bias, transposed)
+
+    def rows(
+        self, parts: Sequence[MatrixPart], in_features: int, *, bias: bool = False, quantize: bool = True
+    ) -> Linear:
+        """For layouts that only one family has. Without `quantize` what is dense stays dense, as in `linear`."""
+        return self._linear(parts, in_features, bias, quantize=quantize)
 
     def row(self, name: str, out_features: int, in_features: int, **how: Unpack[RowOptions]) -> RowLinear:
         """What comes behind `column`: each shard brings its span of the inputs."""

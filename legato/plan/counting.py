@@ -17,7 +17,7 @@ import torch
 
 from legato.common.errors import ModelFileError
 from legato.kernels.lora.pages import PAGE_RANKS
-from legato.layers.kv_cache import KVShape, StateShape
+from legato.layers.kv_cache import HybridShape, KVShape, StateShape
 from legato.layers.shard import Shard
 from legato.modelfiles.files import GgufModel, ModelFiles
 from legato.modelfiles.gguf.file import GgmlType
@@ -209,18 +209,20 @@ class CountedModel:
         num_layers, num_kv_heads, head_dim = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
         adapter_bytes = 0
         kv_dtype: str | None = None
+        kv_numbers, state_bytes = 2 * num_layers * num_kv_heads * head_dim, 0
         if is_native := sizes.model_type in ARCHITECTURES:
             model, weights = self._build(Shard())
             adapter_bytes = self._adapter_bytes(weights)
             self.numbers, num_bytes, kv = weights.numbers, weights.num_bytes, model.kv_shape
             kv_dtype = self._kv_dtype(model)
             sizes, num_layers, num_kv_heads, head_dim = model.config, kv.num_layers, kv.num_kv_heads, kv.head_dim
+            kv_numbers, state_bytes = kv.numbers_per_token, _state_bytes(kv)
         else:
             assert self._stored is not None, "transformers has no shapes of ours"
             unused = {"lm_head.weight"} if keys.flag("tie_word_embeddings") else set()
             self.numbers = {name: math.prod(self._stored[name].shape) for name in self._stored.keys() - unused}
             num_bytes = sum(self._stored[name].loaded_bytes(dtype) for name in self.numbers)
-        self._whole = ShardSize(1, num_bytes, 2 * num_layers * num_kv_heads * head_dim, adapter_bytes, kv_dtype)
+        self._whole = ShardSize(1, num_bytes, kv_numbers, adapter_bytes, kv_dtype, state_bytes)
         self.shape = ModelShape(
             model_type=sizes.model_type,
             num_layers=num_layers,
@@ -255,8 +257,8 @@ class CountedModel:
             return self._whole
         model, weights = self._build(Shard(num_shards - 1, num_shards))
         kv = model.kv_shape
-        kv_numbers, kv_dtype = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim, _state_dtype(kv)
-        return ShardSize(num_shards, weights.num_bytes, kv_numbers, self._adapter_bytes(weights), kv_dtype)
+        sizes = weights.num_bytes, kv.numbers_per_token, self._adapter_bytes(weights)
+        return ShardSize(num_shards, *sizes, _state_dtype(kv), _state_bytes(kv))
 
     def _adapter_bytes(self, weights: CountingWeights) -> int:
         """What a shard keeps on the device for LoRA adapters."""
@@ -309,3 +311,8 @@ def _header(path: Path) -> dict[str, Any]:
 def _state_dtype(shape: KVShape) -> str | None:
     """Of a cache of states, which is the same whatever the model's is."""
     return str(shape.dtype).removeprefix("torch.") if isinstance(shape, StateShape) else None
+
+
+def _state_bytes(shape: KVShape) -> int:
+    """For each token, of states beside keys and values."""
+    return shape.state_bytes_per_token if isinstance(shape, HybridShape) else 0

@@ -70,6 +70,7 @@ class ShardSize:
     kv_numbers: int  # of each token in the KV cache
     adapters: int = 0  # bytes for LoRA adapters
     kv_dtype: str | None = None  # the model's own, if it has one
+    state_bytes: int = 0  # of each token in the KV cache, beside keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class MemoryPlan:
         step = self.shape.step_bytes(self.step_tokens, self.num_rows, self.dtype, count)
         if self.device.kind == "cuda":
             step += self.shape.graph_bytes(self.num_rows, self.dtype)
-        token_bytes = size.kv_numbers * SIZES[self._kv_dtype(size)]
+        token_bytes = size.kv_numbers * SIZES[self._kv_dtype(size)] + size.state_bytes
         return Fit(count, size.weights, step, token_bytes, self.device.room(count), size.adapters)
 
     def _kv_dtype(self, size: ShardSize) -> str:

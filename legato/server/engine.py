@@ -14,7 +14,7 @@ import torch
 
 from legato.grammar.reasoning import RowReasoning
 from legato.grammar.wire import from_pb
-from legato.layers.kv_cache import KVCache, StateShape
+from legato.layers.kv_cache import KVCache
 from legato.layers.lora import StepAdapters
 from legato.layers.shard import Shard
 from legato.models.registry import CausalModel, GreedyModel
@@ -94,7 +94,7 @@ class Engine:
         self.shard = shard or Shard()
         # One shard of several must not split a step: the others would compute the whole. And where a state is kept,
         # what a failed forward had begun cannot be computed again.
-        self._max_splits = 0 if not self.shard.is_alone or isinstance(model.kv_shape, StateShape) else MAX_SPLITS
+        self._max_splits = 0 if not self.shard.is_alone or model.kv_shape.keeps_states else MAX_SPLITS
         is_fixed = not has_encoder and self.vision_encoder is None  # encoders of prompts and images have no fixed shape
         self._mixed_sizes = mixed_sizes(max_rows, drafts=drafts > 0) if is_fixed else []
         self._max_sampled = most_sampled(max_rows) if drafts else max_rows

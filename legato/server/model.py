@@ -72,11 +72,10 @@ class Model:
         self.loaded = loaded
         self._advance = advance
         self.options = options
-        self.block_size = options.block_size
-        if isinstance(loaded.model.kv_shape, StateShape):
-            self.block_size = StateShape.block_size
-            if options.kv_cache_dtype is not None:
-                raise OptionError(f"--kv-cache-dtype: the states of a {loaded.model.config.model_type} are float32")
+        shape = loaded.model.kv_shape
+        self.block_size = options.block_size if shape.block_size is None else shape.block_size
+        if isinstance(shape, StateShape) and options.kv_cache_dtype is not None:
+            raise OptionError(f"--kv-cache-dtype: the states of a {loaded.model.config.model_type} are float32")
         self.eos_token_ids = loaded.files.eos_token_ids()
         self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
         self.image_rules = image_rules(loaded.files)
@@ -282,7 +281,10 @@ class Model:
             return
         if self.loaded.draft is not None:  # whose own keys and values would not come back with a block
             raise RequestRefused("--kv-offload-gb cannot be combined with a draft model; leave out one of them")
-        num_bytes = int(gigabytes * 1e9) // shard.num_on_machine
+        # Blocks are not equally large where heads do not divide evenly; their numbers are those of all shards.
+        block_bytes = self.kv_shape.block_bytes(self.block_size)
+        num_slots = shard.least(int(gigabytes * 1e9) // shard.num_on_machine // block_bytes, self.loaded.device)
+        num_bytes = num_slots * block_bytes
         refused = f"no {gib(num_bytes)} of host memory for blocks of evicted prefixes; lower --kv-offload-gb"
         if num_bytes > available_ram():
             raise OutOfMemory(refused)

@@ -37,7 +37,6 @@ from legato.kernels import (
     patch_rotary,
     rotary,
     sample,
-    selective_scan,
     small_linear,
 )
 from legato.kernels import rows as row_kernels
@@ -49,6 +48,8 @@ from legato.kernels.lora.pages import LoraPages, LoraPlace
 from legato.kernels.lora.tiles import LoraGroups
 from legato.kernels.paged_kv import PagedKV, Scoring
 from legato.kernels.quantized import eight_bit, grouped, linear, unpack
+from legato.kernels.recurrent import convolution, delta_rule, selective_scan
+from legato.kernels.recurrent.states import StateBlocks, StateSequences
 from tests.kernels.hopper import Driver
 from tests.kernels.quantized.operands import random_operand
 
@@ -189,15 +190,21 @@ def other_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callable[[
 
 
 def state_launches(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
-    """Of Mamba 2.8B."""
+    """Of Mamba 2.8B and Qwen3-Next."""
     channels, size, width, tokens = 5120, 16, 4, torch.ones(2, dtype=torch.int32)
     caches = (torch.zeros(4, channels // 2, size + width - 1) for _ in range(2))
     tables = torch.zeros(2, 4, dtype=torch.int32)
-    blocks = selective_scan.StateBlocks(*caches, tables, tokens, tokens, tokens, tokens, 256)
+    sequences = StateSequences(tables, tokens, tokens, tokens, tokens, 256)
+    blocks = StateBlocks(*caches, sequences)
     x, scanned, decay = torch.zeros(2, channels, dtype=dtype), torch.zeros(2, size, dtype=dtype), torch.ones(channels)
-    yield partial(selective_scan._convolution_triton, x, torch.zeros(channels, width, dtype=dtype), x[0], size, blocks)
+    yield partial(convolution._convolution_triton, x, torch.zeros(channels, width, dtype=dtype), x[0], size, blocks)
     rates = torch.zeros(channels, size)
     yield partial(selective_scan._scan_triton, x, x, rates, scanned, scanned, decay, x, blocks)
+    heads, states = torch.zeros(2, 32, dtype=dtype), torch.zeros(4, 32, 128, 128)
+    qkv, inputs = torch.zeros(2, 8192, dtype=dtype), torch.zeros(4, 8192, width - 1)
+    whole, rates = StateBlocks(inputs, inputs[:, :0], sequences), torch.zeros(32)
+    yield partial(convolution._convolution_triton, qkv, torch.zeros(8192, width, dtype=dtype), None, 0, whole)
+    yield partial(delta_rule._delta_triton, qkv, heads, heads, rates, rates, states, sequences)
 
 
 def lora_products(dtype: torch.dtype) -> Iterator[Callable[[], object]]:

@@ -18,6 +18,7 @@ from legato.models.registry import get_model
 from tests.lora.test_peft import assert_scores, sharded_scores
 from tests.lora.tiny_adapters import AdaptedModel, peft_logits, random_prompts, scores_of, train_adapter
 from tests.models import tiny_experts as experts
+from tests.models import tiny_hybrid as hybrid
 from tests.models import tiny_mamba as mamba
 from tests.models import tiny_seeds as seeds
 from tests.models import tiny_today as today
@@ -46,6 +47,8 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "qwen2-moe": experts.tiny_qwen2_moe,
     "qwen3": today.tiny_qwen3,
     "qwen3-moe": experts.tiny_qwen3_moe,
+    "qwen3-next": hybrid.tiny_qwen3_next,
+    "qwen3-5": hybrid.tiny_qwen3_5,
     "starcoder": seeds.tiny_gpt_bigcode,
     "starcoder2": seeds.tiny_starcoder2,
 }
@@ -55,7 +58,8 @@ MODULES = {
     "mamba": ["in_proj", "x_proj", "dt_proj"],
 }
 FUSED_EXPERTS = {
-    name: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] for name in ("mixtral", "qwen2-moe", "qwen3-moe")
+    name: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    for name in ("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-next")
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.models import tiny_experts as experts
+from tests.models import tiny_hybrid as hybrid
 from tests.models import tiny_llama4 as llama4
 from tests.models import tiny_mamba as mamba
 from tests.models import tiny_more as more
@@ -125,6 +126,16 @@ CASES = [
     Case("mamba", mamba.tiny_mamba, shards=(2, 3)),
     Case("mamba-biases", mamba.tiny_mamba, dict(use_bias=True, use_conv_bias=False, conv_kernel=3,
          intermediate_size=131, time_step_rank="auto", tie_word_embeddings=False)),
+    Case("qwen3-next", hybrid.tiny_qwen3_next, shards=(2, 3)),
+    Case("qwen3-next-state-last", hybrid.tiny_qwen3_next, dict(num_hidden_layers=3, linear_value_head_dim=20,
+         layer_types=["linear_attention", "full_attention", "linear_attention"], mlp_only_layers=[1],
+         attention_bias=True, norm_topk_prob=False, linear_conv_kernel_dim=3)),
+    Case("qwen3-5", hybrid.tiny_qwen3_5, dict(tie_word_embeddings=True)),
+    Case("qwen3-5-beside-vision", hybrid.beside_vision(hybrid.tiny_qwen3_5), oracle=seeds.oracle_beside,
+         is_variant=True),
+    Case("qwen3-5-moe", hybrid.tiny_qwen3_5_moe),
+    Case("qwen3-5-moe-beside-vision", hybrid.beside_vision(hybrid.tiny_qwen3_5_moe), oracle=seeds.oracle_beside,
+         is_variant=True),
     Case("mixtral", experts.tiny_mixtral, shards=(2, 4)),
     Case("mixtral-window", experts.tiny_mixtral, dict(sliding_window=20)),
     Case("mixtral-fused", experts.fused(experts.tiny_mixtral, "w1", "w3", "w2", "block_sparse_moe")),

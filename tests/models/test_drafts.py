@@ -19,6 +19,7 @@ from tests.models import test_vision as vision
 from tests.models.answers import LENGTHS, prompts
 from tests.models.test_architectures import CASES
 from tests.models.test_fallback import SERVED, fallback
+from tests.models.tiny_hybrid import tiny_qwen3_next
 from tests.models.tiny_mamba import tiny_mamba
 from tests.models.tiny_more import tiny_bart
 from tests.models.tiny_seeds import write
@@ -33,7 +34,8 @@ ATTENTION = (
 PICTURES = ("qwen2-vl", "gemma3", "mllama", "paligemma")
 THROUGH_TRANSFORMERS = ("exaone4",)
 NUM_TOKENS = 40
-ALONE = [case for case in CASES if not case.start and not case.name.startswith("mamba")]
+STATES = ("mamba", "qwen3-next", "qwen3-5")
+ALONE = [case for case in CASES if not case.start and not case.name.startswith(STATES)]
 
 
 def some(names: tuple[str, ...], others: Any) -> list[Any]:
@@ -95,7 +97,7 @@ def test_drafts_are_the_default_and_0_disables_them(tmp_path: Path) -> None:
     assert drafts_of(folder, speculate=3) == (3, 3)
 
 
-@pytest.mark.parametrize("make", [tiny_t5, tiny_bart, tiny_mamba])
+@pytest.mark.parametrize("make", [tiny_t5, tiny_bart, tiny_mamba, tiny_qwen3_next])
 def test_models_that_cannot_verify_drafts_have_none_and_refuse_them(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from tests.models.answers import answer, prompts
 from tests.models.shards import ShardProcesses
 from tests.models.tiny_experts import tiny_deepseek, tiny_mixtral, tiny_qwen3_moe
+from tests.models.tiny_hybrid import tiny_qwen3_next
 from tests.models.tiny_seeds import tiny_gpt2, tiny_gpt_bigcode, tiny_gpt_neox, tiny_gptj
 from tests.models.tiny_t5 import tiny_t5
 from tests.models.tiny_today import tiny_phi3
@@ -99,6 +100,8 @@ FAMILIES: dict[str, tuple[Callable[..., Path], Layout, bool]] = {
     "mixtral-gptq": (partial(tiny_mixtral, intermediate_size=64), gptq(desc_act=True, group=32), False),
     "mixtral-awq": (partial(tiny_mixtral, intermediate_size=64), awq(group=32), False),
     "qwen3-moe-fp8": (tiny_qwen3_moe, fp8("block"), False),
+    "qwen3-next-fp8": (tiny_qwen3_next, fp8("block"), False),
+    "qwen3-next-gptq": (tiny_qwen3_next, gptq(8, group=-1), False),
     "deepseek-fp8": (tiny_deepseek, fp8("block"), False),
     "deepseek-bnb": (tiny_deepseek, bitsandbytes("int8"), False),
     "gpt2-gptq": (tiny_gpt2, gptq(group=32, sym=False), True),

@@ -17,6 +17,7 @@ from legato.scheduling.state import GenerationRequest
 from legato.server.loading import load as load_server
 from legato.server.speculation.guessers import SmallModel
 from tests.generation import generation, sampling
+from tests.models.tiny_mamba import tiny_mamba
 from tests.server.local import LocalServer, load
 from tests.tiny_models import tiny_llama
 
@@ -93,6 +94,13 @@ def test_the_draft_model_is_loaded_beside_the_model(folder: Path, stranger: Path
 def test_options_that_contradict_each_other_are_refused(folder: Path, words: dict[str, int], problem: str) -> None:
     options = ServerOptions(model_id=str(folder), speculate_model=str(folder), **words)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=problem):
+        load_server(ModelFiles.open(folder), options)
+
+
+def test_a_draft_model_that_keeps_a_state_is_refused(folder: Path, tmp_path: Path) -> None:
+    """What a rejected draft changes in it could not be undone."""
+    options = ServerOptions(model_id=str(folder), speculate_model=str(tiny_mamba(tmp_path)))
+    with pytest.raises(OptionError, match=r"--speculate-model.*mamba"):
         load_server(ModelFiles.open(folder), options)
 
 

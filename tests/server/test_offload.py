@@ -10,6 +10,7 @@ import torch
 
 from legato.common.options import ServerOptions
 from legato.layers.kv_cache import KVCache
+from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
 from legato.pb import generate_pb2 as pb
@@ -96,6 +97,27 @@ def test_the_shard_has_as_many_slots_as_fit(folder: Path) -> None:
     model.warmup(warmup())
     assert model.host_blocks is not None
     assert model.host_blocks.num_slots == 10**7 // (model.kv_shape.bytes_per_token * model.block_size)
+
+
+class SmallerPeer:
+    """A shard with half as much room as the one that asks."""
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        raise AssertionError("nothing is computed together")
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("nothing is computed together")
+
+    def least(self, value: int) -> int:
+        return value // 2
+
+
+def test_shards_agree_on_the_number_of_slots(folder: Path) -> None:
+    model = shard(folder, 0.02)
+    model.loaded = replace(model.loaded, shard=Shard(0, 2, SmallerPeer()))
+    model.warmup(warmup())
+    assert model.host_blocks is not None
+    assert model.host_blocks.num_slots == 10**7 // model.kv_shape.block_bytes(model.block_size) // 2
 
 
 def test_more_than_the_host_has_is_refused(folder: Path) -> None:

@@ -51,7 +51,8 @@ BY_MODEL_TYPE = {
     "olmo": "GPTNeoXTokenizer",
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "paligemma"), "GemmaTokenizer"),
     **dict.fromkeys(
-        ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl"), "Qwen2Tokenizer"
+        ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl"),
+        "Qwen2Tokenizer",
     ),
     **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "idefics", "idefics2"), "LlamaTokenizer"),
 }

@@ -9,7 +9,6 @@ from typing import TypeVar
 import grpc
 from tokenizers import Tokenizer
 
-from legato.layers.kv_cache import StateShape
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
 from legato.server.interceptor import RequestRefused
@@ -226,7 +225,7 @@ class UnaryBatches:
             problem = f"{len(ids)} prompt tokens and {new} new ones are not within 1 to {longest}"
         elif max(ids) >= vocab_size:
             problem = f"token {max(ids)} is not in the vocabulary of {vocab_size} tokens"
-        elif request.cache_len % self._model.block_size and isinstance(self._model.kv_shape, StateShape):
+        elif request.cache_len % self._model.block_size and self._model.kv_shape.keeps_states:
             problem = f"{request.cache_len} tokens are cached; of this model it must be whole blocks of its block_size"
         elif request.cache_len >= len(ids):
             problem = f"{request.cache_len} of {len(ids)} prompt tokens are cached; at least one must be computed"

@@ -58,12 +58,11 @@ def _advise(cache: KVCache, runs: Sequence[tuple[int, int]], advice: int) -> Non
         return
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for layer in cache.layers:
-        for tensor in (layer.keys, layer.values):
-            for first, last in runs:
-                start, end = _pages(tensor, first, last)
-                if start < end:
-                    madvise(start, end - start, advice)
+    for tensor in cache.tensors:
+        for first, last in runs:
+            start, end = _pages(tensor, first, last)
+            if start < end:
+                madvise(start, end - start, advice)
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -36,8 +36,7 @@ class HostBlockStore:
             torch.empty(count, self._block_bytes, dtype=torch.uint8, pin_memory=is_pinned) for count in counts
         ]
         num_staged = min(max(BUFFER // self._block_bytes, 1), max(self.num_slots, 1))
-        parts = (shape.num_layers, 2, self._block_bytes // (2 * shape.num_layers))
-        self._buffer = torch.empty(num_staged, *parts, dtype=torch.uint8, device=device)
+        self._buffer = torch.empty(num_staged, self._block_bytes, dtype=torch.uint8, device=device)
 
     def run(self, request: pb.StepRequest, cache: KVCache) -> None:
         """The copies that a step asks for."""
@@ -63,19 +62,25 @@ class HostBlockStore:
 
     def _copy_out(self, cache: KVCache, blocks: torch.Tensor, slots: Sequence[int]) -> None:
         staged = self._buffer[: len(slots)]
-        for index, layer in enumerate(cache.layers):
-            for half, tensor in enumerate((layer.keys, layer.values)):
-                staged[:, index, half] = _as_bytes(tensor).index_select(0, blocks)
+        for tensor, part in self._parts(cache, staged):
+            part.copy_(tensor.index_select(0, blocks))
         for place, piece in self._runs(slots):
-            piece.copy_(staged.flatten(1)[place], non_blocking=True)
+            piece.copy_(staged[place], non_blocking=True)
 
     def _copy_in(self, cache: KVCache, blocks: torch.Tensor, slots: Sequence[int]) -> None:
         staged = self._buffer[: len(slots)]
         for place, piece in self._runs(slots):
-            staged.flatten(1)[place].copy_(piece, non_blocking=True)
-        for index, layer in enumerate(cache.layers):
-            for half, tensor in enumerate((layer.keys, layer.values)):
-                _as_bytes(tensor).index_copy_(0, blocks, staged[:, index, half])
+            staged[place].copy_(piece, non_blocking=True)
+        for tensor, part in self._parts(cache, staged):
+            tensor.index_copy_(0, blocks, part)
+
+    @staticmethod
+    def _parts(cache: KVCache, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor of the cache as bytes [num_blocks, n], and its place in staged blocks [num_staged, n]."""
+        first = 0
+        for tensor in map(_as_bytes, cache.tensors):
+            yield tensor, staged[:, first : first + tensor.shape[1]]
+            first += tensor.shape[1]
 
     def _runs(self, slots: Sequence[int]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Neighbouring slots: where they are in the list, and their bytes."""

@@ -98,7 +98,7 @@ def compile_ahead(engine: Engine, requested: RequestedLimits) -> None:
     common = (
         *_few_tokens(requested),
         *ordinary_steps(requested, decodes, LARGEST_COMPILED),
-        *decodes_beside_a_prompt(requested, engine.cache.layers[0].keys.shape[-2]),
+        *decodes_beside_a_prompt(requested, engine.cache.num_kv_heads),
     )
     with compiling_ahead(), torch.inference_mode():
         for step in common:

@@ -198,24 +198,20 @@ class Calibration:
         self._dense: list[State] = []
         per_batch = max(1, BATCH_TOKENS // max(map(len, sequences)))
         batches = [sequences[first : first + per_batch] for first in range(0, len(sequences), per_batch)]
-        num_blocks = 0
+        self._num_blocks = self._num_layers = 0
         for batch in batches:
             step, needed = _step_of(batch, dtype, device)
-            num_blocks = max(num_blocks, needed)
+            self._num_blocks = max(self._num_blocks, needed)
             self._dense.append((step, model.embed(step), None))
         self._quantized = list(self._dense)
-        shape = model.kv_shape
-        self._cache = LayerCache(
-            *(
-                torch.empty(
-                    num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device
-                )
-                for _ in range(2)
-            )
-        )
+        self._cache: LayerCache | None = None  # of the layer that is computed
 
     def quantize(self, layer: Any, options: GptqOptions) -> Iterator[tuple[str, GptqMatrix]]:
         """The matrices of the next layer. Afterwards the sequences are where the layer leaves them."""
+        device = self._dense[0][1].device
+        self._cache = None  # before there is another one
+        self._cache = self._model.kv_shape.allocate(self._num_layers, self._num_blocks, BLOCK_SIZE, device)
+        self._num_layers += 1
         stages = calibrated_in(layer)
         weights = [weight for stage in stages for weight in stage]
         for stage in stages:

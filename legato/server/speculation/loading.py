@@ -7,7 +7,6 @@ import torch
 
 from legato.common.errors import OptionError
 from legato.common.options import ServerOptions
-from legato.layers.kv_cache import StateShape
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.locate import cache_of, locate_draft
 from legato.modelfiles.speculator import SpeculatorFiles
@@ -25,7 +24,7 @@ def why_no_drafts(model: CausalModel, options: ServerOptions) -> str | None:
     """What to say if drafts are asked for that cannot be verified. If they are not, there are none by default."""
     if model.config.decoder_start_token_id is not None:
         return "--speculate is not supported for encoder-decoder models"
-    if isinstance(model.kv_shape, StateShape):
+    if model.kv_shape.keeps_states:
         return f"--speculate: model_type '{model.config.model_type}' keeps a state, which drafts would change"
     if options.pipeline_parallel_size > 1:
         return "--speculate cannot be combined with --pipeline-parallel-size"
@@ -76,6 +75,8 @@ def load_draft(
         trust_remote_code=options.trust_remote_code,
         packs=packs,
     )
+    if model.kv_shape.keeps_states:
+        raise OptionError(f"{FLAG}: model_type '{config.model_type}' keeps a state, which rejected drafts would change")
     return SmallModel(on_host(model) if packs else model)
 
 

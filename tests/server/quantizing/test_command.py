@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from legato.server.quantizing.options import QuantizeOptions
 from tests.models.answers import step_logits
 from tests.models.test_gguf_families import convert
 from tests.models.tiny_experts import tiny_mixtral
+from tests.models.tiny_hybrid import tiny_qwen3_next
+from tests.models.tiny_mamba import tiny_mamba
 from tests.models.tiny_seeds import tiny_gpt2
 from tests.models.tiny_t5 import tiny_t5
 from tests.quantization.checkpoints import base_model
@@ -65,7 +68,9 @@ CASES: dict[str, tuple[Callable[..., Path], list[str], float]] = {
     "llama-3-bit": (base_model, ["--bits=3", "--group-size=32"], 0.4),
     "llama-one-group": (base_model, ["--group-size=-1", "--sym"], 0.2),
     "gpt2": (tiny_gpt2, ["--bits=8", "--group-size=-1"], 0.02),
+    "mamba": (partial(tiny_mamba, time_step_rank=8), ["--bits=8", "--group-size=-1"], 0.02),
     "mixtral": (tiny_mixtral, ["--bits=8", "--group-size=-1"], 0.02),
+    "qwen3-next": (tiny_qwen3_next, ["--bits=8", "--group-size=-1"], 0.02),
 }
 
 

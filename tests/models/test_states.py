@@ -1,4 +1,4 @@
-"""A model that keeps states, in the server: shared prefixes, preemption and blocks in host memory change no token."""
+"""Models that keep states, in the server: shared prefixes, preemption and blocks in host memory change no token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from legato.common.errors import OptionError
 from legato.common.options import ServerOptions
-from legato.layers.kv_cache import StateShape
+from legato.layers.kv_cache import HybridShape, StateShape
 from legato.modelfiles.files import ModelFiles
 from legato.models.registry import CausalModel
 from legato.scheduling.state import GenerationRequest
@@ -18,6 +18,7 @@ from legato.server.loading import load as load_files
 from legato.server.model import Model
 from tests.models.answers import prompts
 from tests.models.oracle import oracle_logits
+from tests.models.tiny_hybrid import tiny_qwen3_next
 from tests.models.tiny_mamba import tiny_mamba
 from tests.server.graphs.test_mixed import GraphedServer
 from tests.server.local import LocalServer, load
@@ -26,9 +27,10 @@ from tests.server.shard import warmup
 NUM_TOKENS = 20
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_mamba(tmp_path_factory.mktemp("mamba"))
+@pytest.fixture(scope="module", params=[tiny_mamba, tiny_qwen3_next])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = request.param(tmp_path_factory.mktemp("model"))
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -100,23 +102,42 @@ def test_a_step_that_failed_is_not_computed_again(model: CausalModel, monkeypatc
     assert calls == 1
 
 
-@pytest.mark.parametrize(("name", "value"), [("speculate", 2), ("kv_cache_dtype", "fp8_e5m2")])
-def test_what_a_state_cannot_have_is_refused(folder: Path, name: str, value: Any) -> None:
-    options = ServerOptions(model_id=str(folder), device="cpu", dtype="float32", **{name: value})
-    with pytest.raises(OptionError, match=f"--{name.replace('_', '-')}.*mamba"):
-        Model(load_files(ModelFiles.open(folder), options), options)
+def test_drafts_are_refused(folder: Path) -> None:
+    options = ServerOptions(model_id=str(folder), device="cpu", dtype="float32", speculate=2)
+    with pytest.raises(OptionError, match=r"--speculate.*(mamba|qwen3_next)"):
+        load_files(ModelFiles.open(folder), options)
+
+
+def test_another_dtype_is_for_keys_and_values_only(tmp_path: Path) -> None:
+    options = ServerOptions(device="cpu", dtype="float32", kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(OptionError, match=r"--kv-cache-dtype.*mamba"):
+        Model(load_files(ModelFiles.open(tiny_mamba(tmp_path / "mamba")), options), options)
+    hybrid = tiny_qwen3_next(tmp_path / "hybrid")
+    shard = Model(load_files(ModelFiles.open(hybrid), options), options)
+    shard.warmup(warmup())
+    dtypes = [layer.keys.dtype for layer in shard.engine.cache.layers]
+    assert dtypes == [torch.float32] * 3 + [torch.float8_e5m2]
 
 
 def test_the_servers_blocks_are_those_of_states(folder: Path) -> None:
     options = ServerOptions(device="cpu", dtype="float32")
     shard = Model(load_files(ModelFiles.open(folder), options), options)
     shard.warmup(warmup())
-    assert shard.info().block_size == shard.engine.cache.block_size == StateShape.block_size
+    expected = shard.loaded.model.kv_shape.block_size
+    assert expected is not None and shard.info().block_size == shard.engine.cache.block_size == expected
     assert shard.info().use_prefix_caching and shard.info().support_chunking
 
 
-def test_a_block_is_counted_whole(model: CausalModel) -> None:
-    shape = model.kv_shape
+def test_a_block_is_counted_whole(tmp_path: Path) -> None:
+    shape = load(tiny_mamba(tmp_path)).kv_shape
     assert isinstance(shape, StateShape)
     assert shape.block_bytes(16) == shape.block_bytes(256) == 2 * 3 * 96 * 11 * 4
     assert 0 <= shape.bytes_per_token * shape.block_size - shape.block_bytes(256) < 2 * 3 * 4 * shape.block_size
+
+
+def test_a_block_of_both_kinds_is_counted_whole(tmp_path: Path) -> None:
+    shape = load(tiny_qwen3_next(tmp_path)).kv_shape
+    assert isinstance(shape, HybridShape)
+    states = 3 * (4 * 16 * 12 + (2 * 2 * 16 + 4 * 12) * 3) * 4
+    assert shape.block_bytes(16) == states + 16 * 2 * 2 * 24 * 4
+    assert 0 <= shape.bytes_per_token * shape.block_size - shape.block_bytes(shape.block_size) < shape.block_size

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from legato.kernels import selective_scan as kernels
-from legato.kernels.selective_scan import StateBlocks
+from legato.kernels.recurrent import convolution
+from legato.kernels.recurrent import selective_scan as kernels
+from legato.kernels.recurrent.states import StateBlocks, StateSequences
 
 STATE, WIDTH, SIZE = 5, 4, 4
 # Tokens of each sequence in the step, and how many it has with them: decodes, the first chunk of a prompt, later ones
@@ -25,11 +26,12 @@ def make_blocks(channels, device):
         for _ in range(2)
     ]
     tables = (torch.randperm(num * most, generator=generator).int() + 1).view(num, most)
-    return StateBlocks(
-        *caches, tables.to(device), torch.randperm(num, generator=generator).int().to(device),
+    sequences = StateSequences(
+        tables.to(device), torch.randperm(num, generator=generator).int().to(device),
         torch.tensor(CONTEXTS, dtype=torch.int32, device=device), (counts.cumsum(0).int() - counts).to(device),
         counts.to(device), SIZE,
     )  # fmt: skip
+    return StateBlocks(*caches, sequences)
 
 
 def inputs_of(channels, device, dtype=torch.float32):
@@ -60,8 +62,8 @@ def test_triton_computes_what_torch_does(device, channels, dtype):
     x, conv, scan = inputs_of(channels, device, dtype)
     ours, theirs = make_blocks(channels, device), make_blocks(channels, device)
     for bias in (conv["bias"], None):
-        actual = kernels._convolution_triton(x, conv["weight"], bias, STATE, ours)
-        expected = kernels._convolution_torch(x, conv["weight"], bias, STATE, theirs)
+        actual = convolution._convolution_triton(x, conv["weight"], bias, STATE, ours)
+        expected = convolution._convolution_torch(x, conv["weight"], bias, STATE, theirs)
         torch.testing.assert_close(actual[computed()], expected[computed()], rtol=2e-2, atol=1e-5)
     actual = kernels._scan_triton(expected, **scan, blocks=ours)
     expected = kernels._scan_torch(expected, **scan, blocks=theirs)
@@ -82,11 +84,12 @@ def test_a_sequence_in_pieces_is_the_sequence_at_once(device):
             here = slice(first, first + count)
             first += count
             one = torch.tensor([[count], [first]], dtype=torch.int32, device=device)
-            piece = StateBlocks(
-                blocks.lower, blocks.upper, blocks.block_tables, blocks.rows[:1], one[1], torch.zeros_like(one[0]),
-                one[0], SIZE,
-            )  # fmt: skip
-            mixed = kernels.short_convolution(x[here], conv["weight"], conv["bias"], STATE, piece)
+            whole = blocks.sequences
+            sequences = StateSequences(
+                whole.block_tables, whole.rows[:1], one[1], torch.zeros_like(one[0]), one[0], SIZE
+            )
+            piece = StateBlocks(blocks.lower, blocks.upper, sequences)
+            mixed = convolution.short_convolution(x[here], conv["weight"], conv["bias"], STATE, piece)
             cut = {name: value[here] if len(value) == length else value for name, value in scan.items()}
             outs.append(kernels.selective_scan(mixed, **cut, blocks=piece))
         return torch.cat(outs)
