@@ -128,7 +128,10 @@ class Shortcut:
             scope[ROUTED] = self._route_key.read(scope)
         if scope.get("method") == "POST":
             await self._throttle.enter()
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            del scope[DIRECT_SEND]  # which refers to the scope: a circle that only the garbage collector would find
 
 
 class Endpoint:

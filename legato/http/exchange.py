@@ -110,6 +110,10 @@ class ClientConnection:
     def when_gone(self, callback: Callable[[], None]) -> None:
         self._on_gone = callback
 
+    def forget(self) -> None:
+        """Nobody needs to know any more."""
+        self._on_gone = self.abort = None
+
 
 class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -194,6 +198,9 @@ class Exchange:
             self._watching.cancel()
             if self._timer is not None:
                 self._timer.cancel()
+            # What they refer to refers to them, and is to be freed without a search for garbage.
+            self._watching = self._timer = None
+            client.forget()
 
     def _start_watching(self, client: ClientConnection) -> None:
         self._watching = self._loop.create_task(self._watch(client))

@@ -130,6 +130,10 @@ class LingeringTransport(asyncio.Transport):
         self.write = transport.write  # type: ignore[method-assign]
         self.abort = transport.abort  # type: ignore[method-assign]
 
+    def forget_protocol(self) -> None:
+        """It knows this transport, too, and both are to be freed without a search for garbage."""
+        self._allowance = int
+
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         """After `close`: dropped. The protocol has been told that the connection is lost."""
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from functools import partial
 from typing import Any, cast
+from weakref import ReferenceType, ref
 
 import httptools
 from starlette.types import ASGIApp, Scope
@@ -61,10 +62,17 @@ class CloseDelimitedCycle(RequestResponseCycle):
         await super().send(message)
 
 
-def write_chunk(cycle: RequestResponseCycle, pieces: list[bytes]) -> bool:
+def write_chunk(reference: ReferenceType[RequestResponseCycle], pieces: list[bytes]) -> bool:
     """Writes pieces of an answer that has begun as one chunk, without a coroutine. False if that has to wait, or if the
     answer has no chunks: `send` knows what to do."""
-    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+    cycle = reference()
+    if (
+        cycle is None
+        or cycle.flow.write_paused
+        or cycle.disconnected
+        or cycle.response_complete
+        or not cycle.chunked_encoding
+    ):
         return False
     data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     if data:  # an empty chunk would be the last
@@ -131,6 +139,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
+        # All of these know this protocol, too. Only the garbage collector would find them, and a flood of connections
+        # would have it look for so long that all streams notice.
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        self.pipeline.clear()
+        cast(LingeringTransport, self.transport).forget_protocol()
 
     def close_at_once(self) -> None:
         self._context.open.discard(self)  # its descriptor is free by the next turn of the event loop
@@ -222,7 +235,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = CloseDelimitedCycle
         else:
-            self.scope[WRITE] = partial(write_chunk, self.cycle)  # type: ignore[literal-required]
+            self.scope[WRITE] = partial(write_chunk, ref(self.cycle))  # type: ignore[literal-required]
             self.scope[SWITCH] = self._switch  # type: ignore[literal-required]
 
     def _switch(self) -> None:
