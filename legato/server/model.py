@@ -15,7 +15,8 @@ from legato.common.errors import OptionError
 from legato.common.gc import unfreeze_gc
 from legato.common.options import DEFAULT_DRAFTS, ServerOptions
 from legato.common.progress import WARMED_UP, WARMING_UP
-from legato.kernels.precompile import can_compile_ahead
+from legato.kernels.compilation.ahead import can_compile_ahead
+from legato.kernels.compilation.start import CompilerStart
 from legato.layers.kv_cache import KVCache, KVShape, StateShape
 from legato.models.registry import LimitedModel
 from legato.models.vision import CrossModel, MutualModel
@@ -67,10 +68,17 @@ class NotWarm(RequestRefused):
 
 
 class Model:
-    def __init__(self, loaded: LoadedModel, options: ServerOptions, advance: Callable[[], None] = lambda: None) -> None:
-        """`advance` is called after every step of warm-up."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: ServerOptions,
+        advance: Callable[[], None] = lambda: None,
+        compiler: CompilerStart | None = None,
+    ) -> None:
+        """`advance` is called after every step of warm-up. The first warm-up closes `compiler`."""
         self.loaded = loaded
         self._advance = advance
+        self._compiler = compiler
         self.options = options
         self.block_size = options.block_size
         if isinstance(loaded.model.kv_shape, StateShape):
@@ -336,7 +344,9 @@ class Model:
         no kernels the first time, where these can be compiled meanwhile."""
         if not self._has_compiled and can_compile_ahead() and not self.options.disable_custom_kernels:
             with self._stage("compile_seconds"):
-                compile_ahead(self._make_engine(WARMUP_BLOCKS, requested, requested.longest), requested)
+                engine = self._make_engine(WARMUP_BLOCKS, requested, requested.longest)
+                compile_ahead(engine, requested, self._compiler)
+                del engine
             self._has_compiled, common = True, []
             self._advance()
         else:
@@ -355,24 +365,12 @@ class Model:
     def _make_engine(self, num_blocks: int, requested: RequestedLimits, longest: int, graphs: bool = True) -> Engine:
         cache = KVCache(self.kv_shape, num_blocks, self.block_size, self.loaded.device)
         sizes = self.graph_sizes if graphs else (0,)
-        model = self.loaded.model
         return Engine(
-            model,
-            cache,
-            requested.max_rows,
-            longest,
-            self._make_sampler,
-            self.grammars,
-            sizes,
-            self.loaded.shard,
-            self.image_rules,
-            self.loaded.speculator,
-            self.loaded.draft,
-            drafts=self.num_proposals or self.max_drafts,
-            adapters=self.adapters,
-            host_blocks=self.host_blocks,
+            self.loaded.model, cache, requested.max_rows, longest, self._make_sampler, self.grammars, sizes,
+            self.loaded.shard, self.image_rules, self.loaded.speculator, self.loaded.draft,
+            drafts=self.num_proposals or self.max_drafts, adapters=self.adapters, host_blocks=self.host_blocks,
             stage=self.loaded.stage,
-        )
+        )  # fmt: skip
 
     def _make_sampler(self, max_rows: int) -> Sampler:
         watermark = {
