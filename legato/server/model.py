@@ -381,13 +381,15 @@ class Model:
         return Sampler(self.loaded.model.config.vocab_size, max_rows, self.loaded.device, **given)
 
     def _first_steps(self, capacity: Capacity) -> None:
-        """One prompt, one decode and the first CUDA graphs: everything has run once before the first request."""
+        """One prompt, the first CUDA graphs and one decode: everything has run once before the first request. The
+        decode runs with a graph, as all decodes will: eagerly it would need kernels that nothing else needs."""
         with self._stage("first_steps_seconds"):
             self.engine.launch(first_step(capacity, self.block_size)).read()
-            self.engine.launch(decode_step()).read()
             self._advance()
         if self.engine.graphs is not None:
             with self._stage("graphs_seconds"):
                 self.engine.graphs.capture_first()
+        with self._stage("first_steps_seconds"):
+            self.engine.launch(decode_step()).read()
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize()

@@ -6,7 +6,7 @@
 
 Prints a line of JSON for each variant of a kernel: the stage that asked for it first, its name, constants and options.
 Tensors are in the host's memory and say that they are on a GPU; kernels write nothing, and no matrix product is
-computed. The model has one layer, and the vocabulary and the widths of the shape.
+computed. The model has two layers, and the vocabulary and the widths of the shape.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from legato.kernels.compilation import ahead
 from legato.kernels.compilation.start import CompilerStart
 from legato.layers.kv_cache import KVCache
 from legato.modelfiles.files import ModelFiles
-from legato.modelfiles.shapes import SHAPES, write_shape
+from legato.modelfiles.shapes import SHAPES
 from legato.models import dummy
 from legato.models.registry import get_model, model_config
 from legato.pb import generate_pb2 as pb
+from legato.sampling.logprobs import PromptScores
 from legato.sampling.sampler import Sampled, Sampler
 from legato.scheduling.budget import STEP_SIZES
 from legato.server import engine as engines
@@ -90,7 +91,9 @@ def pretend() -> None:
     F.embedding = lambda ids, table: table.new_empty(*ids.shape, table.shape[1])  # type: ignore[assignment]
     prepare = preparation.prepare
     engines.prepare = lambda *args: replace(prepare(*args), on_host=None)
+    # Sampling and scores of prompts have no kernels but torch's.
     Sampler._sample = _sampled  # type: ignore[method-assign]
+    engines.prompt_scores = _scored
 
 
 def _untouched(
@@ -100,8 +103,12 @@ def _untouched(
 
 
 def _sampled(self: Sampler, logits: torch.Tensor, *args: Any) -> Sampled:
-    """Sampling has no kernels but torch's."""
     return Sampled(torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits)), None)
+
+
+def _scored(logits: torch.Tensor, successors: torch.Tensor, num_top: int = 0) -> PromptScores:
+    size = len(successors), num_top
+    return PromptScores(torch.zeros(size[0]), torch.zeros(size, dtype=torch.int64), torch.zeros(size))
 
 
 class GraphedModel(Model):
@@ -113,7 +120,9 @@ class GraphedModel(Model):
 
             def record(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
                 made.rows.last_tokens.zero_()
-                return lambda: None, compute()
+                computed = compute()
+                computed.token_ids.zero_()  # no kernel has written them
+                return lambda: None, computed
 
             made.use_graphs(self.graph_sizes, record)
         return made
@@ -124,10 +133,8 @@ def shape_model(
     options: ServerOptions, shape: str, num_layers: int, compiler: CompilerStart | None
 ) -> Iterator[GraphedModel]:
     with tempfile.TemporaryDirectory() as folder:
-        path = write_shape(shape, Path(folder) / "model")
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
-        files = ModelFiles.open(path)
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape] | {"num_hidden_layers": num_layers}))
+        files = ModelFiles.open(Path(folder))
         cpu = torch.device("cpu")
         model = get_model(files, model_config(files), torch.bfloat16, cpu, dummy=True)
         yield GraphedModel(LoadedModel(model, files, cpu, torch.bfloat16), options, compiler=compiler)
@@ -161,7 +168,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile, one after the other")
     parser.add_argument("--start", choices=("threads", "processes"), help="compile as a start does")
     parser.add_argument("--shape", choices=sorted(SHAPES), default=SHAPE)
-    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=2, help="the last one computes rows that sample")
     parser.add_argument("--speculate", type=int, default=None)
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from legato.kernels.compilation.jobs import encode, is_cached
+from legato.kernels.compilation.jobs import encode, is_cached, uses_cache
 from legato.kernels.compilation.processes import CompileProcesses
 from legato.kernels.language import is_interpreted, tl
 
@@ -71,7 +71,7 @@ class _Compiler:
 
     def __init__(self, processes: CompileProcesses | None) -> None:
         self.counts = CompiledKernels()
-        self._processes = processes
+        self._processes = processes if uses_cache() else None
         self._replaced: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
 

@@ -65,14 +65,20 @@ def compile_job(job: bytes) -> None:
     triton.compile(src, target=target, options=options)
 
 
+def uses_cache() -> bool:
+    """Whether Triton looks for kernels on disk, where another process may have put them."""
+    from triton import knobs
+
+    return not knobs.compilation.always_compile
+
+
 def is_cached(src: Any, target: Any, options: dict[str, Any], environment: dict[str, str] | None = None) -> bool:
     """Whether Triton's `compile` would find the kernel on disk."""
-    from triton import knobs
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler.compiler import make_backend
     from triton.runtime.cache import get_cache_key, get_cache_manager
 
-    if knobs.compilation.always_compile:
+    if not uses_cache():
         return False
     backend = make_backend(target)
     parsed = backend.parse_options({**options, **src.parse_options()})

@@ -89,6 +89,7 @@ def _serve(connection: socket.socket) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         gc.disable()  # a collection would copy the memory that is shared with the shard
         _close_others(connection.fileno())
+        _build_driver()
         _hash_compiler()
         while True:
             job, descriptors, _, _ = socket.recv_fds(connection, MAX_JOB_BYTES, 1)
@@ -137,6 +138,18 @@ def _close_others(kept: int) -> None:
     most = os.sysconf("SC_OPEN_MAX")
     os.closerange(3, kept)
     os.closerange(kept + 1, min(most, 1 << 20) if most > 0 else 1 << 16)
+
+
+def _build_driver() -> None:
+    """The module through which Triton reaches the driver, in a process that ends with it. Unless it is in the cache, a
+    C compiler works on it for a second; the shard loads it from there."""
+    if os.fork() == 0:
+        try:
+            from triton.backends.nvidia.driver import CudaUtils
+
+            CudaUtils()
+        finally:
+            os._exit(0)
 
 
 def _hash_compiler() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from contextlib import suppress
 
 from legato.kernels.compilation.processes import CompileProcesses
 
@@ -13,18 +13,16 @@ class CompilerStart:
 
     def __init__(self) -> None:
         self._processes = CompileProcesses.start()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="compiler")
-        # What fails here fails again where it is needed, and is reported there.
-        self._begun: list[Future[None]] = [self._threads.submit(each) for each in (_hash_compiler, _make_driver)]
+        self._hashing = threading.Thread(target=_hash_compiler, name="compiler", daemon=True)
+        self._hashing.start()
 
     def processes(self) -> CompileProcesses | None:
-        """Waits until Triton is ready to compile. None: there are only threads."""
-        self._threads.shutdown()
+        """Waits until Triton can look up kernels. None: there are only threads."""
+        self._hashing.join()
         return self._processes
 
     def close(self) -> None:
         """Everything is compiled. What comes later is compiled where it is launched."""
-        self._threads.shutdown()
         if self._processes is not None:
             self._processes.close()
         self._processes = None
@@ -32,14 +30,7 @@ class CompilerStart:
 
 def _hash_compiler() -> None:
     """Half a second for 400 MB, which Triton wants before it looks up its first kernel. Python's lock is free."""
-    from triton.runtime.cache import triton_key
+    with suppress(ImportError):  # of a Triton that has it elsewhere
+        from triton.runtime.cache import triton_key
 
-    key: Callable[[], str] = triton_key  # which remembers what it has returned
-    key()
-
-
-def _make_driver() -> None:
-    """Triton has a C compiler build a module for it, unless that is in its cache."""
-    from triton.runtime import driver
-
-    driver.active  # noqa: B018  made when it is asked for
+        triton_key()  # which remembers what it has returned

@@ -101,7 +101,7 @@ def compile_ahead(engine: Engine, requested: RequestedLimits, compiler: Compiler
     graphs, engine.graphs = engine.graphs, None  # the steps are to run eagerly
     decodes = _ladder(requested.max_rows) if graphs is None else []
     common = (
-        *_few_tokens(requested),
+        *_few_tokens(requested, graphs=graphs is not None),
         *ordinary_steps(requested, decodes, LARGEST_COMPILED),
         *decodes_beside_a_prompt(requested, engine.cache.layers[0].keys.shape[-2]),
     )
@@ -119,11 +119,12 @@ def compile_ahead(engine: Engine, requested: RequestedLimits, compiler: Compiler
     logger.info("Kernels compiled", extra={"fields": asdict(counts)})
 
 
-def _few_tokens(requested: RequestedLimits) -> list[pb.StepRequest]:
-    """As `first_step` and `decode_step`, which would compile for two seconds and a half what nothing else launches."""
+def _few_tokens(requested: RequestedLimits, *, graphs: bool) -> list[pb.StepRequest]:
+    """As `first_step` and, where it has no graph, `decode_step`: what they launch nothing else may."""
     if requested.longest < 2 * PROMPT:
         return []
-    return [_step(requested, prompts=range(1), length=FEW_TOKENS), _step(requested, decodes=range(1))]
+    prompt = _step(requested, prompts=range(1), length=FEW_TOKENS)
+    return [prompt] if graphs else [prompt, _step(requested, decodes=range(1))]
 
 
 def _ladder(highest: int) -> list[int]:

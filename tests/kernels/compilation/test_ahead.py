@@ -84,6 +84,12 @@ with ahead.compiling_ahead(processes) as counts:
     norm._norm_triton(x, weight, None, 1e-5, False)
     activation._gate_and_mul_triton(x, "silu")
 assert counts == ahead.CompiledKernels(found=2), counts
+# Of no use where Triton compiles whatever the cache has.
+triton.knobs.compilation.always_compile = True
+norm._norm_kernel.device_caches.clear()
+with ahead.compiling_ahead(processes) as counts:
+    norm._norm_triton(x, weight, None, 1e-5, False)
+assert counts == ahead.CompiledKernels(on_threads=1), counts
 processes.close()
 print("done")
 """
