@@ -33,8 +33,8 @@ from torch import Tensor
 from benchmarks.kernel_cases import HIDDEN, INNER, QKV, Variant, distance, num_sets, randn
 from benchmarks.kernels import attempt, graph_seconds
 from legato.benchmark.report import environment, write_json
+from legato.kernels.compilation.ahead import can_compile_ahead, compiling_ahead
 from legato.kernels.device import limits_of
-from legato.kernels.precompile import can_compile_ahead, compiling_ahead
 from legato.kernels.quantized.eight_bit import quantize_rows
 from legato.kernels.quantized.linear import kernel_for, quantized_linear, tiled_config
 from legato.kernels.quantized.one_row import OneRowConfig, one_row_linear

@@ -96,7 +96,8 @@ def _advance_rows_triton(rows: Tensor, token_ids: Tensor, tables: RowTables) -> 
     )
 
 
-@jit_for_any("rows", "count")
+# What is written lies behind as many numbers as there are rows: aligned or not.
+@jit_for_any("slots", "context_lens", "rows", "count")
 def _gather_rows_kernel(
     input_ids: Pointer,
     positions: Pointer,

@@ -20,6 +20,7 @@ from legato.common.tgi_variables import variable_warnings
 from legato.modelfiles.files import ModelFiles, has_pickles
 from legato.modelfiles.locate import cache_of, locate, open_model
 from legato.modelfiles.merged import MergedModel
+from legato.server.driver_start import DriverStart
 from legato.server.quantizing.options import QuantizeOptions
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,9 @@ def serve(options: ServerOptions) -> None:
     if options.load_format == "auto":
         files.check_weights()
     let_openmp_sleep(os.environ)
+    driver = None if options.device == "cpu" else DriverStart()
     with paused_gc():
-        _leave_out_triton(options)
+        _leave_out_triton(options, driver)
         # Brings in torch, which takes seconds: wrong flags and files end before.
         if options.task == "embed":
             from legato.server.embedding.service import run
@@ -66,10 +68,12 @@ def serve(options: ServerOptions) -> None:
     run(files, options)
 
 
-def _leave_out_triton(options: ServerOptions) -> None:
+def _leave_out_triton(options: ServerOptions, driver: DriverStart | None) -> None:
     """On a CPU none of its kernels ever runs, and its library takes 50 MB and a part of the start."""
     import torch
 
+    if driver is not None:
+        driver.wait()  # the shard may fork, which it does without other threads
     if options.device == "cpu" or not torch.cuda.is_available():
         sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # an import then fails as if it were missing
 

@@ -15,6 +15,8 @@ from legato.common.options import ServerOptions
 from legato.common.progress import LOADING_WEIGHTS
 from legato.cpu.library import library
 from legato.cpu.threads import usable_cores
+from legato.kernels.compilation.ahead import can_compile_ahead
+from legato.kernels.compilation.start import CompilerStart
 from legato.kernels.language import enable_triton
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
@@ -114,6 +116,12 @@ def _speculator(
             f"--speculate {options.speculate}: the speculator {files.path} proposes at most {files.num_tokens} tokens"
         )
     return load_speculator(files, model, dtype, device)
+
+
+def begin_compiler(options: ServerOptions) -> CompilerStart | None:
+    """Of a shard that may launch our kernels on a GPU. Has to be called before there are threads."""
+    uses_kernels = options.device != "cpu" and not options.disable_custom_kernels and torch.cuda.is_available()
+    return CompilerStart() if uses_kernels and can_compile_ahead() else None
 
 
 def start_kernels(world_size: int) -> None:

@@ -15,7 +15,8 @@ from legato.common.errors import OptionError
 from legato.common.gc import unfreeze_gc
 from legato.common.options import DEFAULT_DRAFTS, ServerOptions
 from legato.common.progress import WARMED_UP, WARMING_UP
-from legato.kernels.precompile import can_compile_ahead
+from legato.kernels.compilation.ahead import can_compile_ahead
+from legato.kernels.compilation.start import CompilerStart
 from legato.layers.kv_cache import KVCache, KVShape, StateShape
 from legato.models.registry import LimitedModel
 from legato.models.vision import CrossModel, MutualModel
@@ -67,10 +68,17 @@ class NotWarm(RequestRefused):
 
 
 class Model:
-    def __init__(self, loaded: LoadedModel, options: ServerOptions, advance: Callable[[], None] = lambda: None) -> None:
-        """`advance` is called after every step of warm-up."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: ServerOptions,
+        advance: Callable[[], None] = lambda: None,
+        compiler: CompilerStart | None = None,
+    ) -> None:
+        """`advance` is called after every step of warm-up. The first warm-up closes `compiler`."""
         self.loaded = loaded
         self._advance = advance
+        self._compiler = compiler
         self.options = options
         shape = loaded.model.kv_shape
         self.block_size = options.block_size if shape.block_size is None else shape.block_size
@@ -338,7 +346,9 @@ class Model:
         no kernels the first time, where these can be compiled meanwhile."""
         if not self._has_compiled and can_compile_ahead() and not self.options.disable_custom_kernels:
             with self._stage("compile_seconds"):
-                compile_ahead(self._make_engine(WARMUP_BLOCKS, requested, requested.longest), requested)
+                engine = self._make_engine(WARMUP_BLOCKS, requested, requested.longest)
+                compile_ahead(engine, requested, self._compiler)
+                del engine
             self._has_compiled, common = True, []
             self._advance()
         else:
@@ -357,24 +367,12 @@ class Model:
     def _make_engine(self, num_blocks: int, requested: RequestedLimits, longest: int, graphs: bool = True) -> Engine:
         cache = KVCache(self.kv_shape, num_blocks, self.block_size, self.loaded.device)
         sizes = self.graph_sizes if graphs else (0,)
-        model = self.loaded.model
         return Engine(
-            model,
-            cache,
-            requested.max_rows,
-            longest,
-            self._make_sampler,
-            self.grammars,
-            sizes,
-            self.loaded.shard,
-            self.image_rules,
-            self.loaded.speculator,
-            self.loaded.draft,
-            drafts=self.num_proposals or self.max_drafts,
-            adapters=self.adapters,
-            host_blocks=self.host_blocks,
+            self.loaded.model, cache, requested.max_rows, longest, self._make_sampler, self.grammars, sizes,
+            self.loaded.shard, self.image_rules, self.loaded.speculator, self.loaded.draft,
+            drafts=self.num_proposals or self.max_drafts, adapters=self.adapters, host_blocks=self.host_blocks,
             stage=self.loaded.stage,
-        )
+        )  # fmt: skip
 
     def _make_sampler(self, max_rows: int) -> Sampler:
         watermark = {
@@ -385,13 +383,15 @@ class Model:
         return Sampler(self.loaded.model.config.vocab_size, max_rows, self.loaded.device, **given)
 
     def _first_steps(self, capacity: Capacity) -> None:
-        """One prompt, one decode and the first CUDA graphs: everything has run once before the first request."""
+        """One prompt, the first CUDA graphs and one decode: everything has run once before the first request. The
+        decode runs with a graph, as all decodes will: eagerly it would need kernels that nothing else needs."""
         with self._stage("first_steps_seconds"):
             self.engine.launch(first_step(capacity, self.block_size)).read()
-            self.engine.launch(decode_step()).read()
             self._advance()
         if self.engine.graphs is not None:
             with self._stage("graphs_seconds"):
                 self.engine.graphs.capture_first()
+        with self._stage("first_steps_seconds"):
+            self.engine.launch(decode_step()).read()
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize()

@@ -27,7 +27,7 @@ from legato.server.graphs.steps import StepGraphs
 from legato.server.interceptor import RequestRefused
 from legato.server.legacy.unary import UnaryBatches
 from legato.server.listening import serve, socket_paths, socket_urls
-from legato.server.loading import load
+from legato.server.loading import begin_compiler, load
 from legato.server.memory.allocator import keep_freed_memory
 from legato.server.model import Model
 from legato.server.nodes.joining import join_links
@@ -269,14 +269,17 @@ def _failed(step_id: int, error: Exception) -> pb.StepResponse:
 
 def run(files: ModelFiles, options: ServerOptions) -> None:
     """A shard as a process: load, then serve."""
+    compiler = begin_compiler(options)  # forks, so before anything else
     keep_freed_memory()
     engine, reports = ThreadPoolExecutor(1, thread_name_prefix="engine"), LoadingReports()
     reports.advance()  # torch is imported
     path = socket_paths(options)[options.rank]
     links = join_links(options, files, path)
     model = engine.submit(
-        lambda: Model(load(files, options, reports.advance, links), options, reports.advance)
+        lambda: Model(load(files, options, reports.advance, links), options, reports.advance, compiler)
     ).result()
+    if model.loaded.device.type == "cuda":
+        freeze_gc()  # warm-up collects garbage whenever it measures memory: what is loaded need not be looked at again
     service = TextGenerationService(model, socket_urls(options), engine, when_warm=freeze_gc, reports=reports)
     reports.done()
     asyncio.run(serve(service, path, ShardSpans.open(options)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
 
 from legato.kernels.attention.configs import distinct_batches
-from legato.kernels.precompile import compiling_ahead
+from legato.kernels.compilation.ahead import compiling_ahead
+from legato.kernels.compilation.start import CompilerStart
 from legato.pb import generate_pb2 as pb
 from legato.pb import pack_token_ids
 from legato.server.memory.budget import largest_step
@@ -16,6 +19,8 @@ from legato.server.memory.capacity import RESERVED_BLOCKS, Capacity, RequestedLi
 
 if TYPE_CHECKING:
     from legato.server.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 # All parameters that take memory for each row and each token of the vocabulary.
 COSTLY = pb.NextTokenChooserParameters(
@@ -90,17 +95,18 @@ def decodes_beside_a_prompt(requested: RequestedLimits, num_kv_heads: int) -> It
         yield _step(requested, prompts=all_rows[-1:], length=length, decodes=all_rows[:count])
 
 
-def compile_ahead(engine: Engine, requested: RequestedLimits) -> None:
-    """Compile on several threads what `ordinary_steps`, the first steps, the first CUDA graphs and larger steps with
-    decodes launch."""
+def compile_ahead(engine: Engine, requested: RequestedLimits, compiler: CompilerStart | None = None) -> None:
+    """Compile, many at a time, what `ordinary_steps`, the first steps, the first CUDA graphs and larger steps with
+    decodes launch. `compiler` is closed."""
     graphs, engine.graphs = engine.graphs, None  # the steps are to run eagerly
     decodes = _ladder(requested.max_rows) if graphs is None else []
     common = (
-        *_few_tokens(requested),
+        *_few_tokens(requested, graphs=graphs is not None),
         *ordinary_steps(requested, decodes, LARGEST_COMPILED),
         *decodes_beside_a_prompt(requested, engine.cache.num_kv_heads),
     )
-    with compiling_ahead(), torch.inference_mode():
+    processes = None if compiler is None else compiler.processes()
+    with compiling_ahead(processes, engine.shard.num_on_machine) as counts, torch.inference_mode():
         for step in common:
             engine.launch(step).read()
             engine.rows.last_tokens.zero_()  # nothing has chosen them, and the next step looks them up
@@ -108,13 +114,17 @@ def compile_ahead(engine: Engine, requested: RequestedLimits) -> None:
             for size in kind.policy.at_start:
                 kind.dry_run(size)
                 engine.rows.last_tokens.zero_()
+    if compiler is not None:
+        compiler.close()
+    logger.info("Kernels compiled", extra={"fields": asdict(counts)})
 
 
-def _few_tokens(requested: RequestedLimits) -> list[pb.StepRequest]:
-    """As `first_step` and `decode_step`, which would compile for two seconds and a half what nothing else launches."""
+def _few_tokens(requested: RequestedLimits, *, graphs: bool) -> list[pb.StepRequest]:
+    """As `first_step` and, where it has no graph, `decode_step`: what they launch nothing else may."""
     if requested.longest < 2 * PROMPT:
         return []
-    return [_step(requested, prompts=range(1), length=FEW_TOKENS), _step(requested, decodes=range(1))]
+    prompt = _step(requested, prompts=range(1), length=FEW_TOKENS)
+    return [prompt] if graphs else [prompt, _step(requested, decodes=range(1))]
 
 
 def _ladder(highest: int) -> list[int]:
