@@ -22,7 +22,7 @@ from legato.kernels.compilation.jobs import compile_job
 logger = logging.getLogger(__name__)
 
 # Far more than any kernel takes: the process has been stopped, or waits for something.
-LONGEST_SECONDS = 300.0
+LONGEST_SECONDS = 60.0
 MAX_JOB_BYTES = 1 << 16
 DONE = b"\x00"
 
