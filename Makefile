@@ -169,12 +169,13 @@ $(CLIENTS)/tool-schemas/.fetched: Makefile | setup
 # The libraries that make quantized checkpoints, in an environment of their own.
 QUANTIZERS := .quantizers
 
-test-quantizers: $(QUANTIZERS)/.installed ## test reading of checkpoints quantized by bitsandbytes and compressed-tensors
+test-quantizers: $(QUANTIZERS)/.installed ## test checkpoints of bitsandbytes and compressed-tensors, and those of `quantize` in transformers
 	$(QUANTIZERS)/bin/pytest -c tests/quantizers/pytest.ini --rootdir . tests/quantizers
 
-$(QUANTIZERS)/.installed: tests/quantizers/requirements.txt pyproject.toml constraints.txt
+$(QUANTIZERS)/.installed: tests/quantizers/requirements.txt tests/quantizers/without-dependencies.txt pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip $(PIP_INSTALL) -q -e '.[dev]' -r $< || $(NO_INDEX)
+	$(@D)/bin/pip $(PIP_INSTALL) -q --no-deps -r tests/quantizers/without-dependencies.txt || $(NO_INDEX)
 	touch $@
 
 # Ray, in an environment of its own that begins empty.

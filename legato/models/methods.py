@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from legato.quantization.method import DENSE, Method
 from legato.quantization.on_load import QUANTIZERS
 from legato.quantization.readers.awq import AwqReader
 from legato.quantization.readers.bitsandbytes import BitsAndBytesReader
-from legato.quantization.readers.compressed_tensors import FORMATS, CompressedTensorsReader, TargetGroup
+from legato.quantization.readers.compressed_tensors import FORMATS, PACKED, CompressedTensorsReader, TargetGroup
 from legato.quantization.readers.eight_bit import EightBitReader
 from legato.quantization.readers.exl2 import Exl2Reader
 from legato.quantization.readers.gptq import GptqReader, check_bits
@@ -95,11 +96,11 @@ def _gptq(keys: Keys, source: TensorSource) -> Reader:
     if checkpoint_format not in ("gptq", "gptq_v2", "gptq_p"):
         raise UnsupportedModel(f"{keys.path}: checkpoint_format '{checkpoint_format}' is not supported")
     check_bits(bits, checkpoint_format, keys.path)
-    overrides = _overrides(keys.below("dynamic"))
+    overrides = _overrides(keys.below("dynamic"), checkpoint_format)
     return GptqReader(bits, group_size(keys), checkpoint_format != "gptq", keys.flag("desc_act"), overrides)
 
 
-def _overrides(keys: Keys) -> dict[str, dict[str, int]]:
+def _overrides(keys: Keys, checkpoint_format: str) -> dict[str, dict[str, int]]:
     """GPTQModel's `dynamic`: regular expression -> what is different. Modules that `-:` excludes are stored dense."""
     found: dict[str, dict[str, int]] = {}
     for pattern in keys.raw:
@@ -107,8 +108,18 @@ def _overrides(keys: Keys) -> dict[str, dict[str, int]]:
             changes = keys.below(pattern)
             bits = {"bits": changes.count("bits")} if "bits" in changes.raw else {}
             size = {"group_size": group_size(changes)} if "group_size" in changes.raw else {}
-            found[pattern.removeprefix("+:")] = bits | size
+            for number in bits.values():
+                check_bits(number, checkpoint_format, changes.path)
+            found[regular_expression(pattern.removeprefix("+:"), keys.path)] = bits | size
     return found
+
+
+def regular_expression(pattern: str, where: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ModelFileError(f"{where}: '{pattern}' is not a regular expression: {error}") from None
+    return pattern
 
 
 def group_size(keys: Keys) -> int:
@@ -173,8 +184,14 @@ def _compressed_tensors(keys: Keys, source: TensorSource) -> Reader:
         stored = group.text("format", default=overall)
         if stored not in FORMATS:
             raise UnsupportedModel(f"{group.path}: format '{stored}' is not supported; supported: {', '.join(FORMATS)}")
+        bits = weights.count("num_bits")
+        if stored == PACKED and bits > 8:
+            raise UnsupportedModel(f"{weights.path}: '{PACKED}' with {bits} bits is not supported; supported: 2 to 8")
         targets = tuple(str(target) for target in group.get("targets") or [])
-        groups.append(TargetGroup(targets, stored, weights.count("num_bits"), _block(weights, "block_structure")))
+        for target in targets:
+            if target.startswith("re:"):
+                regular_expression(target[3:], group.path)
+        groups.append(TargetGroup(targets, stored, bits, _block(weights, "block_structure")))
     if not groups and keys.get("kv_cache_scheme") is None:  # with it matrices may be dense
         raise ModelFileError(f"{keys.path} has no 'config_groups'")
     return CompressedTensorsReader(groups)

@@ -23,6 +23,7 @@ BLOCK = 128
 # Shrunken ranges that are tried for each group: of both ends, each by itself, and of symmetric ones.
 SHRINK = (1.0, 0.92, 0.84, 0.76, 0.68)
 SHRINK_SYMMETRIC = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72, 0.68, 0.64, 0.6)
+LEAST_SCALE = 1e-30
 # Turns of fitting scales and codes.
 TURNS = 2
 # A fitted scale is at most this share away from the one before.
@@ -251,11 +252,13 @@ def _range_of(group: torch.Tensor, inverse: torch.Tensor, options: GptqOptions) 
         pairs = [(share, share) for share in SHRINK_SYMMETRIC]
     best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     for below, above in pairs:
-        scale = ((high * above - low * below) / options.largest).to(torch.float16)
+        scale = (high * above - low * below) / options.largest
+        zero = (-low * below / scale.clamp(min=LEAST_SCALE)).round_()
+        # A zero is not 0: version 1 stores zeros minus one, and other readers add one to whole words, with carries.
+        scale = torch.where(zero < 1, high * above / (options.largest - 1), scale).to(torch.float16)
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         wide = scale.float()[:, None]
-        middle = torch.full_like(low, (options.largest + 1) // 2)
-        zero = middle if options.sym else (-low * below / scale.float()).round_().clamp_(0, options.largest)
+        zero = torch.full_like(low, (options.largest + 1) // 2) if options.sym else zero.clamp_(1, options.largest)
         code = (group / wide).round_().add_(zero[:, None]).clamp_(0, options.largest)
         error = (((code - zero[:, None]) * wide - group) / inverse).square_().sum(1)
         if best is None:

@@ -84,6 +84,19 @@ class Reader(Protocol):
     def read(self, wanted: MatrixSlice, tensors: StoredTensors) -> QuantizedMatrix | torch.Tensor: ...
 
 
+def read_typed(
+    tensors: StoredTensors,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    cut: Mapping[int, Ranges] | None = None,
+) -> torch.Tensor:
+    """`raw`, where only one type makes sense."""
+    if (found := tensors.stored_dtype(name) if name in tensors else dtype) != dtype:
+        raise tensors.fault(name, f"has type {found}, not {str(dtype).removeprefix('torch.')}")
+    return tensors.raw(name, shape, cut)
+
+
 def read_packed(
     tensors: StoredTensors,
     name: str,
@@ -104,9 +117,7 @@ def read_packed(
     # Whole units, and as many more values at both ends as they bring.
     units = [(first // values, -(-last // values)) for first, last in ranges]
     cuts = {**cut, dim: [(first * words, last * words) for first, last in units]} if dim in cut else cut
-    raw = tensors.raw(name, (stored[0], stored[1]), cuts)
-    if raw.dtype != torch.int32:
-        raise tensors.fault(name, f"has type {raw.dtype}, not int32")
+    raw = read_typed(tensors, name, (stored[0], stored[1]), torch.int32, cuts)
     codes = unpack_words(raw, bits, dim, raw.shape[dim] * WORD // bits)
     if order is not None:
         places = torch.tensor(order, device=codes.device)

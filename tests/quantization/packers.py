@@ -100,6 +100,20 @@ def gptq(
     return Layout(config, pack, file)
 
 
+def gptq_dynamic() -> Layout:
+    """GPTQModel's `dynamic`: some modules in other widths and groups, some not quantized."""
+    most, wider = gptq(), gptq(8, group=32)
+
+    def pack(name: str, w: Array) -> Packed:
+        if name.endswith("o_proj"):
+            return {"weight": torch.from_numpy(w).float()}, w
+        return (wider if name.endswith(("v_proj", "down_proj")) else most).pack(name, w)
+
+    changes = {"bits": 8, "group_size": 32}
+    dynamic = {r"+:.*\.v_proj": changes, r".*\.1\.mlp\.down_proj": changes, r"+:.*\.0\.mlp\.down_proj": changes}
+    return Layout({**most.config, "dynamic": {**dynamic, r"-:.*\.o_proj": {}}}, pack)
+
+
 def hash_of(name: str) -> int:
     """The same for q and k, and for gate and up, so that some products are one and others are not."""
     return sum(name.replace("k_proj", "q_proj").replace("up_proj", "gate_proj").encode())
@@ -158,6 +172,22 @@ def packed_integers(bits: int = 4, *, group: int = GROUP, sym: bool = True, act_
     strategy = "group" if group > 0 else "channel"
     weights = dict(num_bits=bits, type="int", symmetric=sym, strategy=strategy, group_size=group if group > 0 else None)
     return compressed(weights, "pack-quantized", pack)
+
+
+def several_groups() -> Layout:
+    """compressed-tensors: values in fp8, the second layer's last matrix in 8-bit integers, all others in 4 bits."""
+    kinds = [packed_integers(), fp8("row", method="compressed-tensors"), w8a8()]
+    targets = [["Linear"], [r"re:.*\.v_proj$"], ["layers.1.mlp.down_proj"]]
+    found = [layout.config["config_groups"]["group_0"] | {"format": layout.config["format"]} for layout in kinds]
+    groups = {
+        f"group_{i}": {**group, "targets": names} for i, (group, names) in enumerate(zip(found, targets, strict=True))
+    }
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+
+    def pack(name: str, w: Array) -> Packed:
+        return kinds[1 if "v_proj" in name else 2 if name.endswith("1.mlp.down_proj") else 0].pack(name, w)
+
+    return Layout(config, pack)
 
 
 def int8_rows(w: Array) -> tuple[Array, Array]:

@@ -17,7 +17,18 @@ from legato.common.options import ServerOptions
 from legato.modelfiles.files import ModelFiles
 from legato.server.loading import load
 from tests.quantization.checkpoints import base_model, write_twins
-from tests.quantization.packers import Layout, awq, bitsandbytes, fp8, gptq, packed_integers
+from tests.quantization.packers import (
+    Layout,
+    awq,
+    bitsandbytes,
+    exl2,
+    fp4,
+    fp8,
+    gptq,
+    marlin,
+    packed_integers,
+    w8a8,
+)
 
 Q = "model.layers.0.self_attn.q_proj"
 DOWN = "model.layers.1.mlp.down_proj"
@@ -34,6 +45,15 @@ def error_of(folder: Path, **options: Any) -> LegatoError:
         load(ModelFiles.open(folder), ServerOptions(device="cpu", **options))
     assert str(folder) in str(caught.value)
     return caught.value
+
+
+STATE = rf"{Q}\.weight\.quant_state\.bitsandbytes__nf4"
+
+
+def set_state(tensors: dict[str, torch.Tensor], **changes: Any) -> None:
+    name = f"{Q}.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist())) | changes
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
 def keep_half(tensors: dict[str, torch.Tensor], name: str) -> None:
@@ -77,6 +97,65 @@ TENSORS: dict[str, tuple[Layout, Change, str]] = {
     "bnb with a state that is no JSON": (
         bitsandbytes(), lambda t: t[f"{Q}.weight.quant_state.bitsandbytes__nf4"].fill_(7),
         rf"tensor '{Q}\.weight\.quant_state\.bitsandbytes__nf4' is not valid JSON"),
+    "bnb with blocks of no size": (
+        bitsandbytes(), lambda t: set_state(t, blocksize=0),
+        rf"tensor '{STATE}' has 0 as 'blocksize'; expected a positive number"),
+    "bnb with blocks of a size that is no number": (
+        bitsandbytes(), lambda t: set_state(t, blocksize="many"),
+        rf"tensor '{STATE}' has 'many' as 'blocksize'; expected a positive number"),
+    "bnb with an offset that is no number": (
+        bitsandbytes(double=True), lambda t: set_state(t, nested_offset=None),
+        rf"tensor '{STATE}' has None as 'nested_offset'; expected a number"),
+    "bnb without scales of its scales": (
+        bitsandbytes(double=True), lambda t: t.pop(f"{Q}.weight.nested_absmax"),
+        rf"the checkpoint has no tensor '{Q}\.weight\.nested_absmax'"),
+    "bnb of 8 bits with scales missing": (
+        bitsandbytes("int8"), lambda t: keep_half(t, f"{Q}.SCB"),
+        rf"tensor '{Q}\.SCB' has shape \(64,\), the configuration says \(128,\)"),
+    "w8a8 without a scale": (
+        w8a8(), lambda t: t.pop(f"{Q}.weight_scale"), rf"tensor '{Q}\.weight' has no scale"),
+    "w8a8 with too few zeros": (
+        w8a8(), lambda t: t.update({f"{Q}.weight_zero_point": torch.ones(64, 1, dtype=torch.int8)}),
+        rf"tensor '{Q}\.weight_zero_point' has type torch\.int8 and shape \(64, 1\)"),
+    "packed without scales": (
+        packed_integers(), lambda t: t.pop(f"{Q}.weight_scale"),
+        rf"the checkpoint has no tensor '{Q}\.weight_scale'"),
+    "packed with zeros of another size": (
+        packed_integers(sym=False), lambda t: keep_half(t, f"{Q}.weight_zero_point"),
+        rf"tensor '{Q}\.weight_zero_point' has shape \(8, 2\), \(16, 2\) expected"),
+    "packed with a group that is not there": (
+        packed_integers(act_ordered=True), lambda t: t[f"{Q}.weight_g_idx"].__setitem__(7, 2),
+        rf"tensor '{Q}\.weight_g_idx' refers to groups beyond the last of 2"),
+    "packed in another type": (
+        packed_integers(), lambda t: t.update({f"{Q}.weight_packed": t[f"{Q}.weight_packed"].float()}),
+        rf"tensor '{Q}\.weight_packed' has type torch\.float32, not int32"),
+    "nvfp4 without the scale of the matrix": (
+        fp4("nvfp4"), lambda t: t.pop(f"{Q}.weight_global_scale"),
+        rf"the checkpoint has no tensor '{Q}\.weight_global_scale'"),
+    "mxfp4 with scales of half the inputs": (
+        fp4("mxfp4"), lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :2].clone()}),
+        rf"tensor '{Q}\.weight_scale' has shape \(128, 2\), the configuration says \(128, 4\)"),
+    "mxfp4 with scales that are no exponents": (
+        fp4("mxfp4"), lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"].float()}),
+        rf"tensor '{Q}\.weight_scale' has type torch\.float32, not uint8"),
+    "exl2 without its groups": (
+        exl2(), lambda t: t.pop(f"{Q}.q_groups"), rf"the checkpoint has no tensor '{Q}\.q_groups'"),
+    "exl2 with a group of no bits": (
+        exl2(), lambda t: t[f"{Q}.q_groups"].__setitem__(0, 0), rf"tensor '{Q}\.q_groups' has group 0 with 0 bits"),
+    "exl2 with a group of 7 bits": (
+        exl2(), lambda t: t[f"{Q}.q_groups"].__setitem__(0, 7), rf"tensor '{Q}\.q_groups' has group 0 with 7 bits"),
+    "exl2 with groups in disorder": (
+        exl2(), lambda t: t[f"{Q}.q_groups"].__setitem__(3, 0), rf"tensor '{Q}\.q_groups' has group 0 with"),
+    "exl2 with an input twice": (
+        exl2(), lambda t: t[f"{Q}.q_invperm"].__setitem__(0, int(t[f"{Q}.q_invperm"][1])),
+        rf"tensor '{Q}\.q_invperm' is not an order of 128 inputs"),
+    "marlin without scales": (
+        marlin(), lambda t: t.pop(f"{Q}.s"), rf"the checkpoint has no tensor '{Q}\.s'"),
+    "marlin in another type": (
+        marlin(), lambda t: t.update({f"{Q}.B": t[f"{Q}.B"].float()}),
+        rf"tensor '{Q}\.B' has type torch\.float32, not int32"),
+    "awq gemv without zeros": (
+        awq("gemv"), lambda t: t.pop(f"{Q}.qzeros"), rf"the checkpoint has no tensor '{Q}\.qzeros'"),
 }  # fmt: skip
 
 
@@ -128,6 +207,28 @@ CONFIGS: dict[str, tuple[Layout, dict[str, Any], type[LegatoError], str]] = {
     "blocks of another size": (
         fp8("block"), {"weight_block_size": [64, 64]}, ModelFileError,
         rf"tensor '{Q}\.weight_scale_inv' has shape \(4, 2\); blocks of 64 x 64 make \(2, 2\)"),
+    "awq of 8 bits": (awq(), {"bits": 8}, UnsupportedModel, rf"{WHERE}: AWQ with 8 bits is not supported"),
+    "marlin of 8 bits": (
+        marlin(method="marlin"), {"bits": 8}, UnsupportedModel,
+        rf"{WHERE}: Marlin files with 8 bits are not supported"),
+    "sparse marlin": (
+        marlin(method="marlin"), {"checkpoint_format": "marlin_24"}, UnsupportedModel,
+        rf"{WHERE}: sparse Marlin files \('marlin_24'\) are not supported"),
+    "unknown algorithm of modelopt": (
+        fp4("modelopt"), {"quant_algo": "W4A8_AWQ"}, UnsupportedModel,
+        rf"{WHERE}: quant_algo 'W4A8_AWQ' is not supported; supported: FP8, .*NVFP4"),
+    "packed with bits that nobody has": (
+        packed_integers(), {"config_groups": {"group_0": {"weights": {"num_bits": 12}}}}, UnsupportedModel,
+        rf"{WHERE}, config_groups, group_0, weights: 'pack-quantized' with 12 bits is not supported"),
+    "a pattern that is no regular expression": (
+        gptq(), {"dynamic": {"+:.*q_proj(": {"bits": 8}}}, ModelFileError,
+        rf"{WHERE}, dynamic: '\.\*q_proj\(' is not a regular expression: "),
+    "bits that nobody has in some modules": (
+        gptq(), {"dynamic": {".*q_proj": {"bits": 5}}}, UnsupportedModel,
+        rf"{WHERE}, dynamic, \.\*q_proj: GPTQ with 5 bits is not supported"),
+    "a target that is no regular expression": (
+        packed_integers(), {"config_groups": {"group_0": {"targets": ["re:("], "weights": {"num_bits": 4}}}},
+        ModelFileError, rf"{WHERE}, config_groups, group_0: '\(' is not a regular expression: "),
     "blocks that are none": (
         fp8("block"), {"weight_block_size": [0]}, ModelFileError, rf"{WHERE}: 'weight_block_size' is \[0\], not two"),
 }  # fmt: skip

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.answers import answer, prompts
+from legato.common.options import ServerOptions
+from legato.cpu.library import library
+from legato.modelfiles.files import ModelFiles
+from legato.models.host import HostDecoder
+from legato.server.loading import load
+from tests.cpu.test_forward import relative_error
+from tests.models.answers import answer, prompts, step_logits
 from tests.models.shards import ShardProcesses
 from tests.models.tiny_experts import tiny_deepseek, tiny_mixtral, tiny_qwen3_moe
 from tests.models.tiny_hybrid import tiny_qwen3_next
@@ -27,8 +33,10 @@ from tests.quantization.packers import (
     fp4,
     fp8,
     gptq,
+    gptq_dynamic,
     marlin,
     packed_integers,
+    several_groups,
     w8a8,
 )
 
@@ -44,6 +52,7 @@ LAYOUTS = {
     "gptq-zero-index": gptq(zero_index=True),
     "gptq-quantize-config": gptq(file="quantize_config.json"),
     "gptq-tensors-of-tgi": gptq(tensors=True, sym=False),
+    "gptq-dynamic": gptq_dynamic(),
     "awq": awq(),
     "awq-gemv": awq("gemv"),
     "awq-quant-config": awq(file="quant_config.json"),
@@ -56,6 +65,7 @@ LAYOUTS = {
     "compressed-fp8-static": fp8(method="compressed-tensors", static=True),
     "compressed-fp8-dynamic": fp8("row", method="compressed-tensors"),
     "compressed-fp8-block": fp8("block", method="compressed-tensors"),
+    "compressed-several-groups": several_groups(),
     "mxfp4": fp4("mxfp4"),
     "nvfp4": fp4("nvfp4"),
     "fp8": fp8(static=True, kv_scales=True),
@@ -94,6 +104,19 @@ def test_tokens_and_logits_are_those_of_the_dequantized_model(
         assert found.tokens == expected.tokens
         for ours, theirs in zip(found.logits, expected.logits, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_cpu_packs_every_layout(name: str, base: Path, tmp_path: Path) -> None:
+    """What the server makes of it by default is as near to the dequantized model as what it makes of that one: what is
+    not packed as it is, is rounded to 8 bits, and so are activations."""
+    quantized, dense = write_twins(base, tmp_path, LAYOUTS[name])
+    model, twin = (load(ModelFiles.open(folder), ServerOptions(device="cpu")).model for folder in (quantized, dense))
+    exact = load(ModelFiles.open(dense), ServerOptions(device="cpu", dtype="float32")).model
+    assert isinstance(model, HostDecoder) and isinstance(twin, HostDecoder)
+    found, rounded, expected = (torch.cat(step_logits(each, prompts(320)[2:5])) for each in (model, twin, exact))
+    assert relative_error(found, expected) < 1.5 * relative_error(rounded, expected) < 0.1
 
 
 FAMILIES: dict[str, tuple[Callable[..., Path], Layout, bool]] = {

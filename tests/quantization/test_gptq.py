@@ -52,6 +52,16 @@ def test_without_correlation_it_is_rounding_to_nearest() -> None:
     assert ((found.dense() - weight).abs() <= scale / 2 + 1e-4).float().mean() > 0.95  # the rest is cut off
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_no_zero_is_0_which_minus_one_has_no_code(bits: int) -> None:
+    """Also where all weights of a group are positive."""
+    weight = torch.rand(8, 64, generator=torch.Generator().manual_seed(0)) + 1
+    for act_order in (False, True):
+        found = quantize(weight, torch.eye(64), GptqOptions(bits, 32, act_order))
+        assert int(found.zero.min()) == 1
+        assert float((found.dense() - weight).abs().max()) < 2.5 / (1 << bits)
+
+
 def test_inputs_that_were_never_seen_do_no_harm() -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     hessian = Hessian(64, torch.device("cpu"))

@@ -21,7 +21,8 @@ from legato.quantization.on_load import QUANTIZERS
 from legato.quantization.operands import operand_of
 from legato.quantization.schemes import FP4, NF4, ScaledMatrix, TableCodes
 from legato.server.loading import load
-from tests.models.answers import answer, prompts
+from tests.cpu.test_forward import relative_error
+from tests.models.answers import answer, prompts, step_logits
 from tests.models.shards import ShardProcesses
 from tests.models.tiny_experts import tiny_mixtral
 from tests.models.tiny_t5 import tiny_t5
@@ -106,9 +107,9 @@ def test_numbers_of_the_table_keep_their_codes(name: str, table: tuple[float, ..
     torch.testing.assert_close(quantized.dense(torch.float32), matrix)
 
 
-# One method of each kind for every model, and every method for one.
-CASES = [(model, name) for model in MODELS for name in ("int8", "int4")]
-CASES += [("llama-odd", name) for name in ("fp8", "eetq", "bitsandbytes-nf4", "bitsandbytes-fp4")]
+# One method of each kind for every model, and every method for a model, for experts, and for an encoder.
+CASES = [("llama", "int8"), ("llama", "int4")]
+CASES += [(model, name) for model in ("llama-odd", "mixtral", "t5") for name in QUANTIZERS]
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
@@ -122,6 +123,20 @@ def test_two_shards_give_the_tokens_of_one(name: str, model: str, tmp_path: Path
         for ours, theirs in zip(found.logits, expected.logits, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     assert answer(tmp_path, requests).tokens != expected.tokens
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_cpu_packs_every_method(name: str, tmp_path: Path) -> None:
+    """As the server does by default: the logits are as near to those of the dequantized matrices as without a method
+    to those of the dense ones, and are others."""
+    files = ModelFiles.open(base_model(tmp_path))
+    asked = [(method, dtype) for method in (name, None) for dtype in (None, "float32")]
+    models = [load(files, ServerOptions(device="cpu", quantize=method, dtype=dtype)).model for method, dtype in asked]
+    assert isinstance(models[0], HostDecoder)
+    found, expected, rounded, dense = (torch.cat(step_logits(each, prompts(320)[2:5])) for each in models)
+    assert relative_error(found, expected) < 1.5 * relative_error(rounded, dense) < 0.1
+    assert not torch.equal(found, rounded)
 
 
 def test_the_log_says_the_method_and_what_multiplies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,7 +37,7 @@ class BitsAndBytesReader:
         weight = f"{wanted.name}.weight"
         for kind in KINDS:
             if (state := f"{weight}.quant_state.bitsandbytes__{kind}") in tensors:
-                return self._read_table(wanted, _state(state, tensors), kind, tensors)
+                return self._read_table(wanted, QuantState.read(state, tensors), kind, tensors)
         if f"{wanted.name}.SCB" not in tensors:
             raise tensors.fault(weight, "is quantized, but has neither 'SCB' nor a 'quant_state'")
         numbers = tensors.raw(weight, (wanted.out_features, wanted.in_features), wanted.cut())
@@ -45,12 +45,12 @@ class BitsAndBytesReader:
         return wanted.of_columns(ScaledMatrix(ColumnGroups.regular(wanted.in_features, 0), scale, numbers))
 
     def _read_table(
-        self, wanted: MatrixSlice, state: dict[str, Any], kind: str, tensors: StoredTensors
+        self, wanted: MatrixSlice, state: QuantState, kind: str, tensors: StoredTensors
     ) -> QuantizedMatrix | torch.Tensor:
         name, shape = f"{wanted.name}.weight", (wanted.out_features, wanted.in_features)
-        size = int(state.get("blocksize", 64))
-        if tuple(state.get("shape", shape)) != shape:
-            raise tensors.fault(name, f"is a matrix {state['shape']}, the configuration says {shape}")
+        size = state.block_size
+        if state.shape not in (None, list(shape)):
+            raise tensors.fault(name, f"is a matrix {state.shape}, the configuration says {shape}")
         count = math.prod(shape)
         packed = tensors.raw(name, tensors.stored_shape(name)).flatten().view(torch.uint8)
         if packed.numel() != -(-count // 2):
@@ -67,25 +67,40 @@ class BitsAndBytesReader:
         rows = numbers[wanted.places(numbers.device)]
         return rows if wanted.columns is None else rows[:, slice(*wanted.columns)].contiguous()
 
-    def _absmax(self, name: str, num_blocks: int, state: dict[str, Any], tensors: StoredTensors) -> torch.Tensor:
+    def _absmax(self, name: str, num_blocks: int, state: QuantState, tensors: StoredTensors) -> torch.Tensor:
         absmax = tensors.raw(f"{name}.absmax", (num_blocks,))
         if absmax.dtype != torch.uint8:
             return absmax.float()
-        size = int(state.get("nested_blocksize", 256))
+        size = state.nested_block_size
         table = tensors.raw(f"{name}.nested_quant_map", (256,))
         scales = tensors.raw(f"{name}.nested_absmax", (-(-num_blocks // size),))
-        offset = float(state.get("nested_offset", 0.0))
-        return table[absmax.int()] * scales.repeat_interleave(size)[:num_blocks] + offset
+        return table[absmax.int()] * scales.repeat_interleave(size)[:num_blocks] + state.nested_offset
 
 
-def _state(name: str, tensors: StoredTensors) -> dict[str, Any]:
-    raw = tensors.raw(name, tensors.stored_shape(name))
-    if raw.is_meta:
-        return {}
-    try:
-        state: Any = json.loads(bytes(raw.cpu().tolist()))
-    except ValueError as error:
-        raise tensors.fault(name, f"is not valid JSON: {error}") from None
-    if not isinstance(state, dict):
-        raise tensors.fault(name, "is not a JSON object")
-    return state
+@dataclass(frozen=True)
+class QuantState:
+    """What bitsandbytes says about a matrix, in JSON in a tensor of bytes."""
+
+    shape: Any = None  # [out, in]
+    block_size: int = 64
+    nested_block_size: int = 256
+    nested_offset: float = 0.0
+
+    @classmethod
+    def read(cls, name: str, tensors: StoredTensors) -> QuantState:
+        raw = tensors.raw(name, tensors.stored_shape(name))
+        if raw.is_meta:  # only counted
+            return cls()
+        try:
+            state: Any = json.loads(bytes(raw.cpu().tolist()))
+        except ValueError as error:
+            raise tensors.fault(name, f"is not valid JSON: {error}") from None
+        if not isinstance(state, dict):
+            raise tensors.fault(name, "is not a JSON object")
+        for key in ("blocksize", "nested_blocksize"):
+            if type(value := state.get(key, 1)) is not int or value < 1:
+                raise tensors.fault(name, f"has {value!r} as '{key}'; expected a positive number")
+        offset = state.get("nested_offset", 0.0)
+        if not isinstance(offset, int | float):
+            raise tensors.fault(name, f"has {offset!r} as 'nested_offset'; expected a number")
+        return cls(state.get("shape"), state.get("blocksize", 64), state.get("nested_blocksize", 256), float(offset))

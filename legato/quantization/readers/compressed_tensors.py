@@ -20,7 +20,7 @@ from legato.quantization.packing import WORD, packed_len, unpack_padded_words, u
 from legato.quantization.readers.eight_bit import ACTIVATION_SCALES, EightBitReader
 from legato.quantization.readers.tables import Fp4Reader
 from legato.quantization.schemes import GroupedIntegers
-from legato.quantization.stored import MatrixSlice, Reader, StoredTensors
+from legato.quantization.stored import MatrixSlice, Reader, StoredTensors, read_typed
 
 PACKED, INT8, FP8 = "pack-quantized", "int-quantized", "float-quantized"
 MXFP4, NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
@@ -88,6 +88,8 @@ class PackedReader:
         groups = ColumnGroups.regular(num_inputs, num_inputs // num_groups)
         if f"{name}.weight_g_idx" in tensors:
             index = tensors.raw(f"{name}.weight_g_idx", (num_inputs,)).long()
+            if not index.is_meta and bool((index >= num_groups).any()):
+                raise tensors.fault(f"{name}.weight_g_idx", f"refers to groups beyond the last of {num_groups}")
             if index.is_meta or bool((index >= 0).all()):  # -1: in order
                 inputs = torch.arange(num_inputs, device=index.device)
                 groups, places, left = grouped_columns(index, inputs, num_inputs // num_groups)
@@ -100,8 +102,9 @@ class PackedReader:
         shape = tensors.stored_shape(name)
         dense, padded = packed_len(count, self.bits), -(-count // (WORD // self.bits))
         if shape[-1] == padded != dense:  # before version 0.13
-            return unpack_padded_words(tensors.raw(name, shape, wanted.cut()), self.bits, count)
-        return unpack_words(tensors.raw(name, (wanted.out_features, dense), wanted.cut()), self.bits, 1, count)
+            return unpack_padded_words(read_typed(tensors, name, shape, torch.int32, wanted.cut()), self.bits, count)
+        words = read_typed(tensors, name, (wanted.out_features, dense), torch.int32, wanted.cut())
+        return unpack_words(words, self.bits, 1, count)
 
     def _zero(self, wanted: MatrixSlice, num_groups: int, tensors: StoredTensors) -> torch.Tensor | None:
         name = f"{wanted.name}.weight_zero_point"
@@ -111,7 +114,7 @@ class PackedReader:
         if tensors.stored_dtype(name) == torch.int8:
             signed = tensors.raw(name, (count, num_groups), wanted.cut())
             return (signed.int() + (1 << (self.bits - 1))).to(torch.uint8)
-        stored = tensors.raw(name, shape)
+        stored = read_typed(tensors, name, shape, torch.int32)
         dense, padded = packed_len(count, self.bits), -(-count // (WORD // self.bits))
         if shape == (padded, num_groups) and padded != dense:
             zero = unpack_padded_words(stored.t(), self.bits, count).t()

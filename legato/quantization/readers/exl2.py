@@ -15,9 +15,10 @@ import torch
 from legato.quantization.matrix import ColumnGroups, QuantizedMatrix
 from legato.quantization.packing import WORD, packed_len, unpack_words
 from legato.quantization.schemes import ColumnParts, GroupedIntegers
-from legato.quantization.stored import MatrixSlice, StoredTensors
+from legato.quantization.stored import MatrixSlice, StoredTensors, read_typed
 
 SCALE_BITS = 4
+WIDTHS = (2, 3, 4, 5, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,15 @@ class Exl2Reader:
         if padded < wanted.out_features:
             raise tensors.fault(f"{name}.q_weight", f"has {padded} outputs, {wanted.out_features} expected")
         table = tensors.raw(f"{name}.q_groups", table_shape).view(-1, 2)
-        words = tensors.raw(f"{name}.q_weight", words_shape)
-        codes = tensors.raw(f"{name}.q_scale", (num_groups, packed_len(padded, SCALE_BITS)))
+        words = read_typed(tensors, f"{name}.q_weight", words_shape, torch.int32)
+        codes = read_typed(tensors, f"{name}.q_scale", (num_groups, packed_len(padded, SCALE_BITS)), torch.int32)
         largest = tensors.raw(f"{name}.q_scale_max", (num_groups,))
         factors = unpack_words(codes, SCALE_BITS, 1, padded).float() + 1
         scale = (factors.square() * (largest.float() / 256)[:, None]).to(torch.float16)  # [groups, N']
-        order = tensors.raw(f"{name}.q_invperm", (num_inputs,)).argsort()
+        places = tensors.raw(f"{name}.q_invperm", (num_inputs,))
+        order = places.argsort()
+        if not order.is_meta and not torch.equal(places[order].long(), torch.arange(num_inputs, device=order.device)):
+            raise tensors.fault(f"{name}.q_invperm", f"is not an order of {num_inputs} inputs")
         groups = ColumnGroups(num_inputs, num_inputs, order=order.int())
         if table.is_meta:
             parts = _counted(words, scale, num_inputs)
@@ -64,8 +68,8 @@ class Exl2Reader:
         for group, (bits, row) in enumerate(table):
             is_last = group + 1 == len(table)
             end = words.shape[0] if is_last else table[group + 1][1]
-            count = num_inputs - done if is_last else (end - row) * WORD // bits
-            if bits not in (2, 3, 4, 5, 6, 8) or count < 1 or packed_len(count, bits) > end - row:
+            count = num_inputs - done if is_last or bits not in WIDTHS else (end - row) * WORD // bits
+            if bits not in WIDTHS or count < 1 or packed_len(count, bits) > end - row:
                 raise tensors.fault(f"{name}.q_groups", f"has group {group} with {bits} bits and {count} inputs")
             pieces.append(unpack_words(words[row:end], bits, 0, count))
             sizes.append(count)

@@ -12,7 +12,7 @@ import torch
 
 from legato.quantization.matrix import ColumnGroups, QuantizedMatrix
 from legato.quantization.schemes import GroupedIntegers
-from legato.quantization.stored import MatrixSlice, StoredTensors
+from legato.quantization.stored import MatrixSlice, StoredTensors, read_typed
 
 TILE = 16
 BITS = 4
@@ -52,7 +52,7 @@ class MarlinReader:
             raise tensors.fault(
                 f"{name}.B", f"cannot be a matrix {num_outputs} x {num_inputs}: not a multiple of 64 x 16"
             )
-        stored = tensors.raw(f"{name}.B", (num_inputs // TILE, num_outputs * TILE // 8))
+        stored = read_typed(tensors, f"{name}.B", (num_inputs // TILE, num_outputs * TILE // 8), torch.int32)
         shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=stored.device)
         codes = ((stored[..., None] >> shifts) & 15).to(torch.uint8).reshape(-1, 1024)
         codes = _unpermuted(codes, code_order())

@@ -16,7 +16,7 @@ from legato.quantization.matrix import ColumnGroups, QuantizedMatrix
 from legato.quantization.packing import pack_pairs
 from legato.quantization.readers.eight_bit import ACTIVATION_SCALES
 from legato.quantization.schemes import E2M1, TableCodes
-from legato.quantization.stored import MatrixSlice, StoredTensors
+from legato.quantization.stored import MatrixSlice, StoredTensors, read_typed
 
 MX_GROUP, NV_GROUP = 32, 16
 EXPONENT_BIAS = 127
@@ -45,10 +45,11 @@ class Fp4Reader:
         num_outputs, num_inputs, name = wanted.out_features, wanted.in_features, wanted.name
         if num_inputs % size:
             raise tensors.fault(f"{name}.{self.packed}", f"has {num_inputs} inputs, which is not a multiple of {size}")
-        scale = tensors.raw(f"{name}.weight_scale", (num_outputs, num_inputs // size), wanted.cut())
+        scale_name, shape, cut = f"{name}.weight_scale", (num_outputs, num_inputs // size), wanted.cut()
         if self.global_scale is None:
-            scale = power_of_two(scale)
+            scale = power_of_two(read_typed(tensors, scale_name, shape, torch.uint8, cut))
         else:
+            scale = tensors.raw(scale_name, shape, cut)
             whole_name = f"{name}.{self.global_scale}"
             whole = tensors.raw(whole_name, tensors.stored_shape(whole_name)).float().flatten()[:1]
             scale = scale.float() / whole if self.divides else scale.float() * whole
@@ -73,8 +74,9 @@ class GptOssReader:
             raise tensors.fault(
                 f"{wanted.name}_blocks", f"is not a matrix {wanted.out_features} x {wanted.in_features}"
             )
-        blocks = tensors.raw(f"{wanted.name}_blocks", (num_experts, num_outputs, num_groups, MX_GROUP // 2))
-        scales = tensors.raw(f"{wanted.name}_scales", (num_experts, num_outputs, num_groups))
+        shape = (num_experts, num_outputs, num_groups)
+        blocks = read_typed(tensors, f"{wanted.name}_blocks", (*shape, MX_GROUP // 2), torch.uint8)
+        scales = read_typed(tensors, f"{wanted.name}_scales", shape, torch.uint8)
         groups = ColumnGroups.regular(wanted.in_features, MX_GROUP)
         codes = pack_pairs(blocks.reshape(wanted.out_features, -1))
         matrix = TableCodes(groups, power_of_two(scales).reshape(wanted.out_features, -1), codes, E2M1)
