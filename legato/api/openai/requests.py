@@ -158,7 +158,13 @@ class CompletionRequest(SharedFields, kw_only=True, frozen=True):
         U32 | None,
         Meta(description="Maximum generated tokens. Default: as many as fit. 0 is allowed only with `echo`."),
     ] = None
-    suffix: Annotated[str | None, Meta(description="Not supported: refused unless empty.")] = None
+    suffix: Annotated[
+        str | None,
+        Meta(
+            description="Text that follows the output (fill in the middle). Needs a model with tokens for it, such as"
+            " StarCoder or Qwen2.5-Coder, and text prompts; not with `echo`."
+        ),
+    ] = None
 
 
 class ChatRequest(SharedFields, kw_only=True, frozen=True):
