@@ -64,9 +64,7 @@ class StreamOptions(Struct, kw_only=True, frozen=True):
 class SharedFields(Struct, kw_only=True, frozen=True):
     """What both routes take."""
 
-    model: Annotated[
-        str | None, Meta(description="Any name, or the name of a LoRA adapter; the response repeats it.")
-    ] = None
+    model: Annotated[str | None, Meta(description="Any name, or the name of a LoRA adapter.")] = None
     frequency_penalty: Annotated[
         Penalty, Meta(description="Subtracted from a token's logit for every time it was generated.")
     ] = None
