@@ -58,6 +58,11 @@ class MalformedBody(RequestError):
 class NotFound(RequestError):
     status, error_type = 404, "not_found"
 
+    @property
+    def counted_as(self) -> str:
+        """A request that names an adapter which does not exist is the client's mistake."""
+        return "validation"
+
 
 class UnknownAdapterId(NotFound):
     """Never the base model instead."""

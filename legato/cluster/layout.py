@@ -44,9 +44,6 @@ class RankLayout:
     def node(self, rank: int) -> int:
         return rank // self.num_local
 
-    def local_rank(self, rank: int) -> int:
-        return rank % self.num_local
-
     def ranks_of(self, node: int) -> range:
         return range(node * self.num_local, (node + 1) * self.num_local)
 

@@ -22,6 +22,7 @@ from legato.http.validation import Validator, ValidRequest
 from legato.ipc.settings import RouterSettings
 from legato.telemetry.metrics import Metrics, Timings
 from legato.text.detokenize import Vocabulary
+from legato.text.infill import InfillFormat
 from legato.vision.prompts import Images
 from legato.vision.rules import ImageRules
 
@@ -34,6 +35,8 @@ class Inference:
     chat_template: ChatRenderer | None
     chat_format: ChatFormat
     vocabulary: Vocabulary
+    # None: the vocabulary has no tokens for filling in the middle.
+    infill: InfillFormat | None
     validator: Validator
     settings: RouterSettings
     metrics: Metrics
@@ -66,6 +69,7 @@ class Inference:
             chat_template=chat_template,
             chat_format=ChatFormat.of(tokenizer, chat_template, settings.tool_call_parser, settings.reasoning_parser),
             vocabulary=Vocabulary(tokenizer),
+            infill=InfillFormat.of(tokenizer),
             validator=Validator(
                 tokenizer, scheduler.limits, settings, scheduler.prepare, images, lambda: scheduler.adapters
             ),

@@ -1,4 +1,4 @@
-"""Learned position embeddings and ALiBi."""
+"""Learned and sinusoidal position embeddings, and ALiBi."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ class LearnedPositions:
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         return F.embedding(positions + self.offset if self.offset else positions, self.weight)
+
+
+def sinusoids(num_positions: int, width: int) -> torch.Tensor:
+    """[num_positions, width] float32: sines of a position times `width // 2` falling frequencies, then cosines, then 0
+    if `width` is odd."""
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10_000) / (half - 1)))
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    return F.pad(torch.cat((angles.sin(), angles.cos()), dim=1), (0, width % 2))
 
 
 def alibi_slopes(heads: Heads, device: torch.device, bias_max: float = 8.0, scale: float = 1.0) -> torch.Tensor:

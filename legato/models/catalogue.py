@@ -97,4 +97,5 @@ CATALOGUE = {
     "smolvlm": CatalogueEntry("SmolVLM, SmolVLM2", ("HuggingFaceTB/SmolVLM-Instruct",), "smolvlm", test=VISION),
     "starcoder2": CatalogueEntry("StarCoder2", ("bigcode/starcoder2-3b",), "starcoder2", gguf=f"{GGUF}[starcoder2]"),
     "t5": CatalogueEntry("T5, Flan-T5", ("google-t5/t5-small", "google/flan-t5-large"), "t5", FOUR),
+    "xglm": CatalogueEntry("XGLM", ("facebook/xglm-564M",), "xglm"),
 }  # fmt: skip

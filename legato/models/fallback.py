@@ -275,10 +275,10 @@ def _config(files: ModelFiles, trust_remote_code: bool) -> Any:
 
 def _architecture(config: Any, trust_remote_code: bool) -> Any:
     """The class of the model, found by building one without memory, if all it remembers is keys and values."""
+    if config.is_encoder_decoder:  # asked first: classes that are the decoder alone change it
+        raise UnsupportedModel(foreign.ENCODER_DECODER)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModel("it is an encoder-decoder model")
     if model._is_stateful:
         raise UnsupportedModel(foreign.STATEFUL)
     if not model._can_set_attn_implementation():

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from legato.common.errors import UnsupportedModel
 from legato.modelfiles.files import ModelFiles
-from legato.models.registry import ARCHITECTURES
+from legato.models.catalogue import CATALOGUE
 
 STATEFUL = "it keeps a state, which the KV cache has no place for"
-# Those of which that is known. Others are found out when they are built.
+ENCODER_DECODER = "it is an encoder-decoder model"
+# Those of which the former is known. Others are found out when they are built.
 STATEFUL_TYPES = {
     "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba",
     "zamba2",
@@ -33,14 +34,22 @@ class Mentioned:
 
 def check(files: ModelFiles, trust_remote_code: bool, known: Container[str]) -> None:
     """Raises unless transformers can build the model, as far as the name of its type says."""
-    kind = str(files.config().get("model_type"))
+    config = files.config()
+    kind = str(config.get("model_type"))
+    if kind == "ssm" or (kind == "None" and "ssm_cfg" in config):
+        raise UnsupportedModel(
+            "config.json is that of Mamba's first format, which comes without a tokenizer; serve the model in"
+            " transformers' format, such as state-spaces/mamba-130m-hf"
+        )
     if files.weight_format != "safetensors":
         raise UnsupportedModel(f"model_type '{kind}' runs through transformers, which needs safetensors")
     if kind in STATEFUL_TYPES and not trust_remote_code:
         raise unsupported(kind, f"transformers has it, but {STATEFUL}")
+    if config.get("is_encoder_decoder") is True:
+        raise unsupported(kind, ENCODER_DECODER)
     if kind in known or trust_remote_code:
         return
-    if "auto_map" in files.config():
+    if "auto_map" in config:
         raise UnsupportedModel(
             f"model_type '{kind}' is not supported without the Python code that comes with the model; "
             "--trust-remote-code runs it"
@@ -49,5 +58,5 @@ def check(files: ModelFiles, trust_remote_code: bool, known: Container[str]) -> 
 
 
 def unsupported(model_type: str, reason: str) -> UnsupportedModel:
-    known = ", ".join(sorted(ARCHITECTURES))
+    known = ", ".join(sorted(CATALOGUE))
     return UnsupportedModel(f"model_type '{model_type}' is not supported: {reason}. Supported: {known}")

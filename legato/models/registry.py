@@ -94,6 +94,7 @@ ARCHITECTURES = {
     "smolvlm": "legato.models.idefics3:Idefics3",
     "starcoder2": "legato.models.starcoder2:Starcoder2",
     "t5": "legato.models.t5:T5",
+    "xglm": "legato.models.xglm:XGLM",
 }
 
 # For all others, if these packages are installed.

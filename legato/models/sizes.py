@@ -63,7 +63,9 @@ class Sizes:
         language = Keys(config).below("text_config").raw
         model_type = str(config.get("model_type"))
         keys = Keys({**LEFT_OUT.get(model_type, {}), **config, **language})
-        num_heads = keys.count("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+        num_heads = keys.count(
+            "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"
+        )
         hidden_size = keys.count("hidden_size", "n_embd", "n_embed", "d_model")
         shared = keys.below("attn_config").get("kv_n_heads")  # DBRX's
         return Sizes(

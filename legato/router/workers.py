@@ -174,10 +174,12 @@ class Workers:
 
     async def _all(self, steps: list[asyncio.Future[None]]) -> None:
         exits = [asyncio.ensure_future(worker.exit()) for worker in self._workers]
-        done: asyncio.Future[Any] = asyncio.gather(*steps)
-        await asyncio.wait([done, *exits], return_when=asyncio.FIRST_COMPLETED)
+        waiting: set[asyncio.Future[Any]] = set(steps)
+        while waiting and not any(each.done() for each in exits):
+            done, _ = await asyncio.wait([*waiting, *exits], return_when=asyncio.FIRST_COMPLETED)
+            waiting -= done
         ended = [each.result() for each in exits if each.done()]
-        for each in [done, *exits]:
+        for each in [*steps, *exits]:
             each.cancel()
         if ended:
             raise WorkerFailed(ended[0])

@@ -191,6 +191,32 @@ def test_a_model_that_is_not_here_yet_is_no_problem() -> None:
     assert finding.verdict == "warning" and "download-weights organisation/never-downloaded" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        (dict(model_type="mamba2"), "keeps a state"),
+        (dict(model_type="marian", is_encoder_decoder=True), "encoder-decoder"),
+        (dict(model_type="nobodys"), "transformers does not support it either"),
+    ],
+)
+def test_a_type_that_would_be_refused_is_a_problem(changes: dict[str, Any], found: str, tmp_path: Path) -> None:
+    file = tiny_llama(tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    finding = looked_at(tmp_path)["model_type"]
+    assert finding.verdict == "problem" and found in finding.found and "Supported" not in finding.found
+
+
+def test_a_type_that_runs_through_transformers_is_a_warning(tmp_path: Path) -> None:
+    file = tiny_llama(tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(model_type="stablelm")))
+    assert looked_at(tmp_path)["model_type"].verdict == "warning"
+
+
+def test_a_folder_that_does_not_exist_needs_another_name(tmp_path: Path) -> None:
+    finding = looked_at(tmp_path / "nowhere")["model"]
+    assert finding.verdict == "problem" and "exists" in finding.remedy
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,14 @@ def test_an_unknown_adapter_id_is_404_and_never_the_base_model(path: str, name: 
     assert not scheduler.requests
 
 
+def test_an_unknown_adapter_is_the_clients_mistake_in_the_metrics() -> None:
+    app = app_for(backend())
+    assert asyncio.run(post(app, "/generate", native("german"))).status == 404
+    samples = asyncio.run(get(app, "/metrics")).body.decode()
+    assert 'tgi_request_failure{err="validation"} 1.0' in samples
+    assert 'tgi_request_failure{err="internal"} 0.0' in samples
+
+
 def test_a_stream_of_an_unknown_adapter_says_so_in_its_event() -> None:
     answer = ask("/generate_stream", native("german"), backend())
     assert answer.events()[0]["error_type"] == "not_found"

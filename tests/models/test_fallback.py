@@ -52,8 +52,8 @@ SERVED: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba2": (dict(hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, n_groups=1), "it keeps a state"),
     "lfm2": (dict(GROUPED, layer_types=["conv", "full_attention", "conv"]), "it has layers of the type 'conv'"),
-    "xglm": (
-        dict(d_model=32, ffn_dim=64, num_layers=2, attention_heads=4),
+    "gpt_neox_japanese": (
+        dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
         "its attention implementation cannot be replaced",
     ),
     "bert": (SIZES, "its attention is not causal"),
@@ -112,6 +112,15 @@ def test_what_cannot_be_right_is_refused_with_the_reason(model_type: str, tmp_pa
     settings, reason = REFUSED[model_type]
     folder = write(tmp_path, model_type, settings, {})
     with pytest.raises(UnsupportedModel, match=f"'{model_type}' is not supported: transformers has it, but {reason}"):
+        fallback(folder)
+
+
+@pytest.mark.parametrize("model_type", ["marian", "mbart", "m2m_100", "blenderbot"])
+def test_an_encoder_decoder_is_refused_as_such(model_type: str, tmp_path: Path) -> None:
+    """transformers would build the decoders of most of them alone."""
+    folder = write(tmp_path, "stablelm", GROUPED, {})
+    (folder / "config.json").write_text(json.dumps(dict(model_type=model_type, d_model=32, is_encoder_decoder=True)))
+    with pytest.raises(UnsupportedModel, match=f"'{model_type}' is not supported: .*it is an encoder-decoder model"):
         fallback(folder)
 
 
@@ -201,6 +210,16 @@ def test_without_transformers_the_error_names_the_cure(tmp_path: Path, monkeypat
     with pytest.raises(
         UnsupportedModel, match=r"'stablelm' is not supported; supported: .*llama.*legato\[transformers"
     ):
+        fallback(folder)
+
+
+@pytest.mark.parametrize("config", [dict(d_model=64, n_layer=2, ssm_cfg={}), dict(model_type="ssm")])
+def test_mamba_in_its_first_format_is_refused_with_the_name_of_the_other(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tiny_llama(tmp_path)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="mamba-130m-hf"):
         fallback(folder)
 
 

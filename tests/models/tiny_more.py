@@ -123,6 +123,11 @@ def tiny_gpt_neo(folder: Path, **changes: Any) -> Path:
     return write(folder, "gpt_neo", settings, changes)
 
 
+def tiny_xglm(folder: Path, **changes: Any) -> Path:
+    settings = dict(d_model=96, ffn_dim=136, num_layers=3, attention_heads=6, max_position_embeddings=256, spread=0.2)
+    return write(folder, "xglm", settings, changes)
+
+
 def tiny_codegen(folder: Path, **changes: Any) -> Path:
     settings = dict(n_embd=96, n_inner=136, n_layer=3, n_head=8, n_positions=256, rotary_dim=8, spread=0.25,
                     tie_word_embeddings=False)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -332,7 +333,11 @@ def test_each_worker_has_a_socket_of_its_own() -> None:
 
 
 def test_a_worker_that_cannot_load_says_why(tmp_path: object) -> None:
+    """And nothing else: asyncio logs exceptions that nobody asks a future for."""
+    logged: list[str] = []
+
     async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
         listeners = Listeners("127.0.0.1", 0, 1)
         workers = Workers(msg.WorkerSetup("info", True, f"{tmp_path}/nothing", None, 1000), listeners.sockets)
         try:
@@ -341,8 +346,11 @@ def test_a_worker_that_cannot_load_says_why(tmp_path: object) -> None:
         finally:
             workers.kill()
             listeners.close()
+        await asyncio.sleep(0)
+        gc.collect()
 
     asyncio.run(main())
+    assert logged == []
 
 
 def loading(test: Callable[[WorkerProcess], Awaitable[None]]) -> None:

@@ -21,7 +21,8 @@ from tests.tgi.chats import CHAT_CASES, CHATS, SEEN
 from tests.tgi.shapes import shape, stored
 
 CASES = [*NATIVE, *GRAMMARS, *CHAT_CASES]
-COMPATIBILITY = Path(__file__).parents[2] / "docs" / "compatibility.md"
+DOCS = Path(__file__).parents[2] / "docs"
+COMPATIBILITY, QUICK_TOUR = DOCS / "compatibility.md", DOCS / "quicktour.md"
 # What Legato's answers have that TGI's do not, or the other way round, and the row of compatibility.md that says so.
 MORE = {
     r".*usage\.(prompt|completion)_tokens_details\.\w+: number": "| `usage` | three sums |",
@@ -97,8 +98,10 @@ def shape_of(case: OracleCase) -> set[str]:
     return lines if in_list or "stream" not in case.test.split("_nostream")[0] else {f"[].{line}" for line in lines}
 
 
-def test_at_least_twenty_files_of_tgi_are_covered() -> None:
-    assert len({case.file for case in CASES}) >= 20
+def test_at_least_twenty_files_of_tgi_are_covered_and_the_quick_tour_says_how_many() -> None:
+    num_files = len({case.file for case in CASES})
+    assert num_files >= 20
+    assert f"the requests of {num_files} of TGI's integration test files" in QUICK_TOUR.read_text()
 
 
 def test_every_difference_is_listed_where_users_look() -> None:

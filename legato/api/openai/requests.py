@@ -64,9 +64,7 @@ class StreamOptions(Struct, kw_only=True, frozen=True):
 class SharedFields(Struct, kw_only=True, frozen=True):
     """What both routes take."""
 
-    model: Annotated[
-        str | None, Meta(description="Any name, or the name of a LoRA adapter; the response repeats it.")
-    ] = None
+    model: Annotated[str | None, Meta(description="Any name, or the name of a LoRA adapter.")] = None
     frequency_penalty: Annotated[
         Penalty, Meta(description="Subtracted from a token's logit for every time it was generated.")
     ] = None
@@ -158,7 +156,13 @@ class CompletionRequest(SharedFields, kw_only=True, frozen=True):
         U32 | None,
         Meta(description="Maximum generated tokens. Default: as many as fit. 0 is allowed only with `echo`."),
     ] = None
-    suffix: Annotated[str | None, Meta(description="Not supported: refused unless empty.")] = None
+    suffix: Annotated[
+        str | None,
+        Meta(
+            description="Text that follows the output (fill in the middle). Needs a model with tokens for it, such as"
+            " StarCoder or Qwen2.5-Coder, and text prompts; not with `echo`."
+        ),
+    ] = None
 
 
 class ChatRequest(SharedFields, kw_only=True, frozen=True):

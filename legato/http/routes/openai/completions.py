@@ -11,10 +11,9 @@ from legato.http.answering import Choice, serve
 from legato.http.exchange import Exchange
 from legato.http.inference import Inference
 from legato.http.routes.openai.chunks import CompletionChunks, Envelope
-from legato.http.routes.openai.errors import unsupported
 from legato.http.routes.openai.logprobs import completion_logprobs, joined, prompt_logprobs
 from legato.http.routes.openai.options import shared_options, top_logprobs
-from legato.http.routes.openai.prompts import CompletionPrompt, raw_prompts, read_prompt
+from legato.http.routes.openai.prompts import CompletionPrompt, raw_prompts, read_prompt, with_suffix
 from legato.http.routes.openai.serving import (
     STREAM_ERRORS,
     ChunkWriter,
@@ -51,15 +50,14 @@ class CompletionRoutes:
 
 class CompletionJob(OpenAIJob):
     def __init__(self, request: CompletionRequest, inference: Inference, names: TokenNames) -> None:
-        if request.suffix:
-            raise unsupported("suffix")
         if request.max_tokens == 0 and not request.echo:
             raise InvalidRequest("`max_tokens` must be strictly positive, unless `echo` is set", "max_tokens")
         self._inference = inference
         self._names = names
         options = shared_options(request, inference.validator, request.best_of)
         self._num_top = top_logprobs("logprobs", request.logprobs)
-        self._raw_prompts = raw_prompts(request, inference.settings.max_client_batch_size)
+        prompts = raw_prompts(request, inference.settings.max_client_batch_size)
+        self._raw_prompts = with_suffix(prompts, request, inference.infill)
         super().__init__(options, len(self._raw_prompts), inference.settings)
         self._prompts: list[CompletionPrompt] = []
         self._echo = bool(request.echo)

@@ -28,9 +28,10 @@ from legato.http.auth import Unauthorized
 _PLACE = re.compile(r"required field `(?P<missing>\w+)`$| - at (`key` in )?`\$\.?(?P<wrong>[^`]*)`$")
 
 
-def unsupported(param: str) -> InvalidRequest:
-    """A field of OpenAI's API that this server does not implement."""
-    return InvalidRequest(f"`{param}` is not supported by this server", param, "unsupported_parameter")
+def unsupported(param: str, reason: str = "") -> InvalidRequest:
+    """A field of OpenAI's API that this server does not implement, or, for a `reason`, not with this model."""
+    problem = f"`{param}` is not supported" + (f": {reason}" if reason else " by this server")
+    return InvalidRequest(problem, param, "unsupported_parameter")
 
 
 def status(error: RequestError) -> int:

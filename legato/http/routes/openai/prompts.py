@@ -7,8 +7,10 @@ from typing import TypeGuard
 
 from legato.api.errors import InvalidRequest
 from legato.api.openai.requests import CompletionRequest
+from legato.http.routes.openai.errors import unsupported
 from legato.http.validation import Validator
 from legato.text.detokenize import Vocabulary
+from legato.text.infill import InfillFormat
 
 RawPrompt = str | list[int]
 
@@ -40,6 +42,20 @@ def raw_prompts(request: CompletionRequest, max_batch_size: int) -> list[RawProm
     if len(prompts) < len(given) or len({type(prompt) for prompt in prompts}) > 1:
         raise InvalidRequest("`prompt` must hold texts, token ids or lists of token ids, not a mixture", "prompt")
     return prompts
+
+
+def with_suffix(prompts: list[RawPrompt], request: CompletionRequest, infill: InfillFormat | None) -> list[RawPrompt]:
+    """The prompts that make a model write what stands between each of them and the request's `suffix`."""
+    if not request.suffix:
+        return prompts
+    if infill is None:
+        raise unsupported("suffix", "this model's vocabulary has no tokens for filling in the middle")
+    if request.echo:
+        raise InvalidRequest("`echo` is not supported together with `suffix`", "echo")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise InvalidRequest("`prompt` must be a text, or a list of texts, together with `suffix`", "prompt")
+    return [infill.prompt(text, request.suffix) for text in texts]
 
 
 def _are_ids(given: list[str | int | list[int]]) -> TypeGuard[list[int]]:

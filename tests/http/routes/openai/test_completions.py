@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from legato.api.openai.requests import ChatRequest, CompletionRequest
+from legato.http.app import create_app
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
+from legato.text.infill import KNOWN, InfillFormat
 from tests.generation import admission_of, parameters_of
-from tests.http.asgi import EOS, FakeBackend, outputs_of, token_ids
-from tests.http.routes.openai.fakes import COMPLETIONS, Server, chat, chunks, complete
+from tests.http.asgi import EOS, SETTINGS, Answer, FakeBackend, outputs_of, post, token_ids, tokenizer
+from tests.http.routes.openai.fakes import COMPLETIONS, Server, chat, chunks, complete, problem
 
 LENGTH = FinishReason.LENGTH
 
@@ -281,3 +285,51 @@ def test_prompt_logprobs_are_computed_only_where_somebody_sees_them() -> None:
         backend = FakeBackend()
         complete(backend, **request)
         assert not backend.requests[0].prompt_logprobs
+
+
+# ---- filling in the middle -------------------------------------------------------------------------------------------
+
+INFILL = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+
+
+def ask_with_infill(**request: Any) -> tuple[Answer, list[list[int]]]:
+    """The answer of a model whose vocabulary has the tokens, and the prompts that its shard got."""
+    infilling = Tokenizer.from_str(tokenizer().to_str())
+    infilling.add_special_tokens(list(INFILL))
+    backend = FakeBackend()
+    answer = asyncio.run(post(create_app(backend, infilling, SETTINGS), COMPLETIONS, {"prompt": "hi", **request}))
+    return answer, [list(prompt.input_ids) for prompt in backend.requests]
+
+
+def test_a_suffix_makes_the_model_fill_in_the_middle() -> None:
+    prefix, suffix, middle = range(num_tokens := tokenizer().get_vocab_size(), num_tokens + 3)
+    answer, prompts = ask_with_infill(prompt=["hi", ""], suffix="the end")
+    assert answer.status == 200 and len(answer.json()["choices"]) == 2
+    end = [suffix, *token_ids("the end"), middle]
+    assert sorted(prompts, key=len, reverse=True) == [[0, prefix, *token_ids("hi"), *end], [0, prefix, *end]]
+
+
+def test_an_empty_suffix_is_none() -> None:
+    assert ask_with_infill(suffix="")[1] == ask_with_infill()[1]
+
+
+@pytest.mark.parametrize(("fields", "param"), [(dict(echo=True), "echo"), (dict(prompt=[5, 6]), "prompt")])
+def test_what_cannot_be_combined_with_a_suffix_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    answer, prompts = ask_with_infill(suffix="end", **fields)
+    assert problem(answer)[:2] == (400, param) and prompts == []
+
+
+def test_a_suffix_is_refused_where_the_vocabulary_has_no_tokens_for_it() -> None:
+    answer = complete(suffix="end")
+    assert problem(answer)[:2] == (400, "suffix") and "filling in the middle" in problem(answer)[2]
+    assert answer.json()["error"]["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_every_infill_format_is_found_by_its_tokens(known: InfillFormat) -> None:
+    found = Tokenizer.from_str(tokenizer().to_str())
+    assert InfillFormat.of(found) is None
+    found.add_special_tokens([known.prefix, known.suffix])
+    assert InfillFormat.of(found) is None
+    found.add_special_tokens([known.middle])
+    assert InfillFormat.of(found) == known
