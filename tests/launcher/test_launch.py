@@ -315,9 +315,9 @@ def test_a_port_in_use_is_refused_before_anything_starts(launch: Launch, free_po
 
 
 def test_options_without_effect_are_logged(launch: Launch) -> None:
-    launched = launch("--waiting-served-ratio=0.5", MAX_WAITING_TOKENS="7")
+    launched = launch("--usage-stats=on", MAX_WAITING_TOKENS="7")
     launched.until_logged("Starting")
-    assert "WARN launcher: --waiting-served-ratio has no effect: " in launched.log
+    assert "WARN launcher: --usage-stats has no effect: " in launched.log
     assert "WARN launcher: --max-waiting-tokens has no effect: " in launched.log
 
 
