@@ -69,8 +69,8 @@ def test_the_chosen_configs_equal_torch(randn, assert_close, out_features):
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_gate_and_up_in_one_kernel_are_bit_identical(randn, device, config, activation):
-    """20 features: the last tile is not full. In the interpreter NumPy multiplies tiles, in an order of sums that depends
-    on their shape and on the processor, so there the numbers are such that every order has the same sum."""
+    """20 features: the last tile is not full. In the interpreter NumPy multiplies tiles; the order of its sums depends
+    on their shape and on the processor: there the numbers are such that every order has the same sum."""
     x, weight = randn(2 if isinstance(config, FewConfig) else 1, 70), scaled(randn(40, 70))
     if device.type == "cpu":
         x, weight = (x * 8).round() / 8, (weight * 64).round() / 64

@@ -314,11 +314,12 @@ def test_a_port_in_use_is_refused_before_anything_starts(launch: Launch, free_po
     assert launched.journal == []
 
 
-def test_options_without_effect_are_logged(launch: Launch) -> None:
-    launched = launch("--usage-stats=on", MAX_WAITING_TOKENS="7")
+@pytest.mark.parametrize("flags, variables", [(["--max-waiting-tokens=7"], {}), ([], {"MAX_WAITING_TOKENS": "7"})])
+def test_options_without_effect_are_logged(launch: Launch, flags: list[str], variables: dict[str, str]) -> None:
+    launched = launch(*flags, **variables)
     launched.until_logged("Starting")
-    assert "WARN launcher: --usage-stats has no effect: " in launched.log
     assert "WARN launcher: --max-waiting-tokens has no effect: " in launched.log
+    assert "--waiting-served-ratio" not in launched.log
 
 
 def test_every_visible_device_gets_a_shard(launch: Launch) -> None:
