@@ -179,7 +179,8 @@ class Workers:
             done, _ = await asyncio.wait([*waiting, *exits], return_when=asyncio.FIRST_COMPLETED)
             waiting -= done
         ended = [each.result() for each in exits if each.done()]
-        for each in [*steps, *exits]:
+        unfinished: list[asyncio.Future[Any]] = [*steps, *exits]
+        for each in unfinished:
             each.cancel()
         if ended:
             raise WorkerFailed(ended[0])
