@@ -248,7 +248,9 @@ class Forwarding:
                 data.append(piece[end:])
                 self._is_ended = kind == LAST
             written = b"".join(data)
-            if written:
+            if self._is_ended:
+                await reply.end(written)
+            elif written:
                 await reply.write(written)
             if self._last_words:
                 answer.abort()

@@ -19,8 +19,8 @@ class Reply:
         # Writes pieces of a body that has begun, without waiting; False if it could not.
         self.write_at_once = exchange.write_at_once
         self.has_started = False
-        # Whether anything of a body went out.
-        self.has_begun = False
+        # Whether anything of a body went out, and whether all of it did.
+        self.has_begun = self._has_ended = False
 
     async def start(self, status: int, headers: Headers) -> None:
         """Once; what later replicas would start with is the same."""
@@ -32,21 +32,22 @@ class Reply:
         self.has_begun = True
         await self._exchange.write(data)
 
-    async def end(self) -> None:
-        await self._exchange.end()
+    async def end(self, data: bytes = b"") -> None:
+        """`data` are the last bytes. A reply that has ended stays as it is."""
+        if not self._has_ended:
+            self.has_begun = self._has_ended = True
+            await self._exchange.end(data)
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """A whole answer."""
         kept = [(name, value) for name, value in headers if name != b"content-length"]
         await self.start(status, [*kept, (b"content-length", b"%d" % len(body))])
-        await self.write(body)
-        await self.end()
+        await self.end(body)
 
     async def fail(self, error: RequestError) -> None:
         """As a status if none went out, else as the last event of the stream."""
         if self.has_started:
-            await self.write(self._event(error))
-            await self.end()
+            await self.end(self._event(error))
             return
         status, body = self._refusal(error)
         headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]

@@ -145,7 +145,7 @@ class _Answer:
         self._make_job = make_job
         self._arrived_at = time.monotonic()
         self._headers = {"x-compute-type": inference.settings.compute_type}
-        self._started = False
+        self._started = self._ended = False
         self._writer: Writer | None = None
         self._routed = exchange.routed
         # Set for a request that is traced.
@@ -197,7 +197,8 @@ class _Answer:
             tell = errors.error_event if self._writer is None else self._writer.fail
             line = b"" if self._routed is None else self._routed.failure_mark(answered)
             await self._write(line + tell(answered))
-        await self._exchange.end()
+        if not self._ended:
+            await self._exchange.end()
 
     async def _events(self, job: Job) -> None:
         num_sequences = job.num_prompts * job.num_sequences
@@ -224,6 +225,8 @@ class _Answer:
                     data += writer.end()
                     self._succeeded(job, request, choices)
                     await job.record()
+                    await self._end(data)
+                    break
                 elif not news:
                     # A server that goes on with the stream does not know of events that tokens did not bring.
                     data += writer.silence() if self._routed is None else sse.KEEP_ALIVE
@@ -254,10 +257,18 @@ class _Answer:
                     writer.write(choice, group)
 
     async def _write(self, data: bytes) -> None:
+        await self._start()
+        await self._exchange.write(data)
+
+    async def _end(self, data: bytes) -> None:
+        await self._start()
+        self._ended = True
+        await self._exchange.end(data)
+
+    async def _start(self) -> None:
         if not self._started:
             await self._exchange.start({**sse.HEADERS, **self._headers})
             self._started = True
-        await self._exchange.write(data)
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 

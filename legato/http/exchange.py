@@ -31,6 +31,10 @@ DIRECT_SEND = "legato.send"
 ABORT = "legato.abort"
 # ... and one that writes pieces of a chunked body at once, and says whether it could.
 WRITE = "legato.write"
+# ... and one that has the head of an answer sent together with the first bytes of its body.
+HOLD = "legato.hold"
+# ... and one that is given what to call when the client hangs up; at once if it has.
+WATCH = "legato.watch"
 # ... and one that makes the connection one for many requests (`connections/multiplexed.py`).
 SWITCH = "legato.switch"
 # ... and whose request it is, among those who share the server.
@@ -127,14 +131,16 @@ class Exchange:
         self.trace: RequestTrace | None = scope.get(TRACE)
         self.routed: RoutedRequest | None = scope.get(ROUTED)
         self._abort: Callable[[], None] | None = scope.get(ABORT)
+        self._hold: Callable[[], None] | None = scope.get(HOLD)
+        self._watch: Callable[[Callable[[], None] | None], None] | None = scope.get(WATCH)
         self.write_at_once: Callable[[list[bytes]], bool] | None = scope.get(WRITE)
         self._loop = asyncio.get_running_loop()
         # Bytes of the request's body, once it was read.
         self.body_size = 0
         # Since when something is being written; None while nothing is.
         self._writing_since: float | None = None
-        # Waits for the client to hang up, or is about to; and looks whether it reads.
-        self._watching: asyncio.Handle | asyncio.Task[None] | None = None
+        # Waits for the client to hang up, if the server does not tell; and checks whether it reads.
+        self._waiting: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -188,23 +194,24 @@ class Exchange:
 
     @contextmanager
     def client(self) -> Iterator[ClientConnection]:
-        """Watches for the client to stop reading, and to hang up: once the body was read, `receive` tells of that."""
+        """Watches for the client to stop reading, and to hang up, after its request was read."""
         client = ClientConnection(self.tenant, self._abort)
-        # In the next turn of the event loop: what the request has to wait for comes first.
-        self._watching = self._loop.call_soon(self._start_watching, client)
+        if self._watch is not None:
+            self._watch(client.hang_up)
+        else:
+            self._waiting = self._loop.create_task(self._wait_for_end(client))
+        self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
         try:
             yield client
         finally:
-            self._watching.cancel()
-            if self._timer is not None:
-                self._timer.cancel()
+            if self._watch is not None:
+                self._watch(None)
+            if self._waiting is not None:
+                self._waiting.cancel()
+            self._timer.cancel()
             # What they refer to refers to them, and is to be freed without a search for garbage.
-            self._watching = self._timer = None
+            self._waiting = self._timer = None
             client.forget()
-
-    def _start_watching(self, client: ClientConnection) -> None:
-        self._watching = self._loop.create_task(self._watch(client))
-        self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
 
     def _look(self) -> None:
         """A client who takes nothing would keep its permit for ever. One timer is cheaper than one for each write."""
@@ -217,7 +224,8 @@ class Exchange:
         else:
             self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
 
-    async def _watch(self, client: ClientConnection) -> None:
+    async def _wait_for_end(self, client: ClientConnection) -> None:
+        """For servers that tell of a client who hangs up only in `receive`."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         client.hang_up()
@@ -231,6 +239,8 @@ class Exchange:
         await self.start_raw(status, encoded)
 
     async def start_raw(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if self._hold is not None:
+            self._hold()
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
@@ -238,5 +248,8 @@ class Exchange:
         await self._send_directly({"type": "http.response.body", "body": data, "more_body": True})
         self._writing_since = None
 
-    async def end(self) -> None:
-        await self._send_directly({"type": "http.response.body", "body": b"", "more_body": False})
+    async def end(self, data: bytes = b"") -> None:
+        """`data` are the last bytes of the body: written with its end, they are one packet."""
+        self._writing_since = self._loop.time()
+        await self._send_directly({"type": "http.response.body", "body": data, "more_body": False})
+        self._writing_since = None

@@ -42,7 +42,7 @@ async def writes(server: Server, path: str, body: Any, sent: list[SentTokens] | 
     answer = await call.answer()
     assert answer.status == 200, answer.body
     assert answer.headers[HEAD_HEADER] == MARKED
-    return [message["body"] for message in call.sent[1:-1]]
+    return [message["body"] for message in call.sent[1:] if message["body"]]
 
 
 def split(written: list[bytes]) -> tuple[list[bytes], list[bytes]]:

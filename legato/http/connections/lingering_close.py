@@ -126,9 +126,30 @@ class LingeringTransport(asyncio.Transport):
         self._allowance = allowance
         self._connections = connections
         self._closed = False
+        # What is held back until the next write, or until the next turn of the event loop.
+        self._held = b""
         # Tokens bypass this class while the connection is open.
         self.write = transport.write  # type: ignore[method-assign]
         self.abort = transport.abort  # type: ignore[method-assign]
+
+    def hold_next_write(self) -> None:
+        """The next write is sent together with the one after it, if that comes in the same turn of the event loop."""
+        if not self._closed:
+            self.write = self._hold  # type: ignore[method-assign]
+
+    def _hold(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self._held = bytes(data)
+        self.write = self._write_behind  # type: ignore[method-assign]
+        asyncio.get_running_loop().call_soon(self._release)
+
+    def _write_behind(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        held, self._held = self._held, b""
+        self.write = self._transport.write  # type: ignore[method-assign]
+        self.write(held + data)
+
+    def _release(self) -> None:
+        if self._held:
+            self._write_behind(b"")
 
     def forget_protocol(self) -> None:
         """It knows this transport, too, and both are to be freed without a search for garbage."""
@@ -140,6 +161,7 @@ class LingeringTransport(asyncio.Transport):
     def close(self) -> None:
         if self.is_closing():
             return
+        self._release()
         self._closed = True
         del self.write
         allowance = self._allowance()
@@ -150,6 +172,7 @@ class LingeringTransport(asyncio.Transport):
 
     def close_at_once(self) -> None:
         """Without lingering. What the client has not taken yet is lost only if it did not even fit in its socket."""
+        self._release()
         self._closed = True
         if self._transport.get_write_buffer_size():
             self._transport.abort()

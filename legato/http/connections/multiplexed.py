@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Scope
 
 from legato.common.sockets import watch_peer
-from legato.http.exchange import ABORT, WRITE
+from legato.http.exchange import ABORT, WATCH, WRITE
 from legato.ipc.multiplexing import (
     BROKEN,
     CANCEL,
@@ -57,6 +57,7 @@ class LinkedExchange:
         # Bytes that were sent and that the client has not got.
         self._num_sent = 0
         self._is_gone = False
+        self._on_gone: Callable[[], None] | None = None
         self._has_started = False
         self.is_complete = False
 
@@ -112,7 +113,16 @@ class LinkedExchange:
 
     def hang_up(self) -> None:
         self._is_gone = True
+        on_gone, self._on_gone = self._on_gone, None
+        if on_gone is not None:
+            on_gone()
         self.wake()
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        if on_gone is not None and self._is_gone:
+            on_gone()
+        else:
+            self._on_gone = on_gone
 
     def taken(self, num_bytes: int) -> None:
         self._num_sent -= num_bytes
@@ -232,6 +242,7 @@ class MultiplexedRequests(asyncio.Protocol):
             "state": {},
             ABORT: exchange.abort,
             WRITE: exchange.write_at_once,
+            WATCH: exchange.watch,
         }
         task = self._loop.create_task(self._run(number, exchange, scope))
         self._tasks.add(task)

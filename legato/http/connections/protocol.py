@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 from weakref import ReferenceType, ref
@@ -29,7 +30,7 @@ from legato.http.connections.limits import (
 from legato.http.connections.lingering_close import LingeringConnections, LingeringTransport
 from legato.http.connections.multiplexed import MultiplexedRequests
 from legato.http.connections.shortage import BodyMemory, IdleConnections
-from legato.http.exchange import ABORT, SWITCH, WRITE
+from legato.http.exchange import ABORT, HOLD, SWITCH, WATCH, WRITE
 from legato.ipc.multiplexing import UPGRADE
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._multiplexed: MultiplexedRequests | None = None
         # What came behind requests that wait for the answers to others.
         self._unparsed = b""
+        # Called when the client hangs up during the current request.
+        self._on_gone: Callable[[], None] | None = None
+        self._is_lost = False
 
     # ---- the connection --------------------------------------------------------------------------------------------
 
@@ -139,6 +143,10 @@ class HttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
+        self._is_lost = True
+        if self._on_gone is not None:
+            self._on_gone()
+            self._on_gone = None
         # All of these know this protocol, too. Only the garbage collector would find them, and a flood of connections
         # would have it look for so long that all streams notice.
         self.cycle = self.scope = None  # type: ignore[assignment]
@@ -203,6 +211,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # scopes may have more keys
+        self.scope[WATCH] = self._watch  # type: ignore[literal-required]
+        self.scope[HOLD] = self.transport.hold_next_write  # type: ignore[literal-required, attr-defined]
         self._num_read = self._head_size = 0
         self._in_head, self._has_host = True, False
         self._expect_within(self._limits.header_seconds)
@@ -237,6 +247,16 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.scope[WRITE] = partial(write_chunk, ref(self.cycle))  # type: ignore[literal-required]
             self.scope[SWITCH] = self._switch  # type: ignore[literal-required]
+
+    def _watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Called by the application with what to call when the client hangs up; with None at the end."""
+        self._on_gone = on_gone
+        if on_gone is None:
+            return
+        if self._is_lost:
+            on_gone()
+        elif not self.transport.is_closing():
+            self.flow.resume_reading()  # a connection that is not read from does not tell of its end
 
     def _switch(self) -> None:
         """Called by the application in place of an answer."""

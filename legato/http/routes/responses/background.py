@@ -55,8 +55,10 @@ class BackgroundExchange(Exchange):
         await self._store.add_event(self._id, self._num_writes, data)
         self._num_writes += 1
 
-    async def end(self) -> None:
+    async def end(self, data: bytes = b"") -> None:
         """The last event says so."""
+        if data:
+            await self.write(data)
 
 
 class BackgroundResponses:
