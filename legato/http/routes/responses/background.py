@@ -17,7 +17,7 @@ from legato.api.errors import ClientGone, InternalError, RequestError
 from legato.api.responses.events import ResponseFailed
 from legato.api.responses.items import ResponseObject
 from legato.http.answering import serve
-from legato.http.exchange import ClientConnection, Exchange
+from legato.http.exchange import ROUTE, TENANT, ClientConnection, Exchange
 from legato.http.inference import Inference
 from legato.http.routes.openai.serving import STREAM_ERRORS
 from legato.http.routes.responses.job import ResponseJob, failed
@@ -33,9 +33,10 @@ class BackgroundExchange(Exchange):
     """An exchange without a client: events are numbered and stored."""
 
     def __init__(self, outer: Exchange, store: ResponseStore, response_id: str) -> None:
-        super().__init__(outer._scope, outer._receive, outer._send)
+        # Nothing of the connection, where somebody may follow the events, and no trace, which ended with the request.
+        scope = {"type": "http", "headers": [], TENANT: outer.tenant, ROUTE: outer.route}
+        super().__init__(scope, outer._receive, outer._send)
         self.body_size = outer.body_size
-        self.trace = None  # which ended with the request
         self.asker = ClientConnection(outer.tenant)
         self._store = store
         self._id = response_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from legato.router.response_store import response_store
 from tests.http.asgi import Call, get, post, until
 from tests.http.routes.agents.machines import events_of
 from tests.http.routes.agents.test_responses import KEYS, PATH, rendered, response, server_for
+from tests.http.test_server import TIMEOUT, running
 
 CALL = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 TOOLS = [{"type": "function", "name": "look"}]
@@ -143,6 +145,19 @@ def test_a_response_in_the_background_says_that_it_runs_and_is_continued_when_it
         assert [message["content"] for message in rendered(server)] == ["hi", "hello", "go on"]
 
     asyncio.run(main())
+
+
+def test_who_starts_and_follows_a_stream_in_the_background_gets_its_events_from_the_store() -> None:
+    """On the connection that started it, which could write them at once: nobody else would ever get them."""
+    app = server_for("the quick brown fox jumps over the lazy dog").app
+    with running(app) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT)
+        connection.request("POST", PATH, json.dumps({"input": "hi", "background": True, "stream": True}))
+        events = events_of(connection.getresponse().read())
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        connection.request("GET", f"{PATH}/{events[0]['response']['id']}?stream=true")
+        assert events_of(connection.getresponse().read()) == events
+        connection.close()
 
 
 def test_tokens_are_counted_as_they_are_billed() -> None:
