@@ -134,10 +134,10 @@ class Forwarding:
             is_pending = False
             return await self._pass(replica, answer)
         except ReplicaLost as error:
-            self._client.raise_if_gone()  # then it was we who broke the connection off
-            if self._is_ended:  # the answer was complete
+            if self._is_ended:  # the answer was complete, and a client who has it may be gone
                 await self._reply.end()
                 return Outcome.DONE
+            self._client.raise_if_gone()  # then it was we who broke the connection off
             if error.is_alive:  # it gave this stream up, of a client that does not read perhaps, and no other
                 replica.probe_now.set()
             else:

@@ -215,6 +215,19 @@ def test_a_stream_whose_end_was_passed_on_is_complete() -> None:
     through([FakeReplica(cut), FakeReplica([BUSY, None])], test)
 
 
+def test_a_client_who_hangs_up_with_the_end_of_a_stream_has_got_it() -> None:
+    """The end of the replica's own answer may come a moment later."""
+
+    async def test(balancer: Balancer) -> None:
+        call = Call(balancer, "POST", "/generate_stream", [b"{}"])
+        await call.wait_for(2)
+        call.hang_up()
+        assert (await call.answer()).body == b"data: a\n\n"
+        assert b'outcome="answered"} 1' in balancer.metrics.render(0.0)
+
+    through([FakeReplica([MARKS, chunk(b":.0=11/length\ndata: a\n\n"), None])], test)
+
+
 @pytest.mark.parametrize(("path", "word"), [("/generate_stream", "generation"), ("/v1/chat/completions", "generation")])
 def test_a_stream_without_marks_that_was_cut_ends_with_an_error_and_is_not_doubled(path: str, word: str) -> None:
     cut = [EVENTS + b"\r\n", chunk(b"data: a\n\n")]
