@@ -33,7 +33,7 @@ ABORT = "legato.abort"
 WRITE = "legato.write"
 # ... and one that has the head of an answer sent together with the first bytes of its body.
 HOLD = "legato.hold"
-# ... and one that is given what to call when the client hangs up; at once if it has.
+# ... and one that is given what to call when the client hangs up, at once if it has; it returns what ends that.
 WATCH = "legato.watch"
 # ... and one that makes the connection one for many requests (`connections/multiplexed.py`).
 SWITCH = "legato.switch"
@@ -132,15 +132,14 @@ class Exchange:
         self.routed: RoutedRequest | None = scope.get(ROUTED)
         self._abort: Callable[[], None] | None = scope.get(ABORT)
         self._hold: Callable[[], None] | None = scope.get(HOLD)
-        self._watch: Callable[[Callable[[], None] | None], None] | None = scope.get(WATCH)
+        self._watch: Callable[[Callable[[], None]], Callable[[], None]] | None = scope.get(WATCH)
         self.write_at_once: Callable[[list[bytes]], bool] | None = scope.get(WRITE)
         self._loop = asyncio.get_running_loop()
         # Bytes of the request's body, once it was read.
         self.body_size = 0
         # Since when something is being written; None while nothing is.
         self._writing_since: float | None = None
-        # Waits for the client to hang up, if the server does not tell; and checks whether it reads.
-        self._waiting: asyncio.Task[None] | None = None
+        # Checks whether the client reads.
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -196,21 +195,15 @@ class Exchange:
     def client(self) -> Iterator[ClientConnection]:
         """Watches for the client to stop reading, and to hang up, after its request was read."""
         client = ClientConnection(self.tenant, self._abort)
-        if self._watch is not None:
-            self._watch(client.hang_up)
-        else:
-            self._waiting = self._loop.create_task(self._wait_for_end(client))
+        unwatch = self._wait_for_end(client) if self._watch is None else self._watch(client.hang_up)
         self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
         try:
             yield client
         finally:
-            if self._watch is not None:
-                self._watch(None)
-            if self._waiting is not None:
-                self._waiting.cancel()
+            unwatch()
             self._timer.cancel()
             # What they refer to refers to them, and is to be freed without a search for garbage.
-            self._waiting = self._timer = None
+            self._timer = None
             client.forget()
 
     def _look(self) -> None:
@@ -224,11 +217,15 @@ class Exchange:
         else:
             self._timer = self._loop.call_later(WRITE_PATIENCE, self._look)
 
-    async def _wait_for_end(self, client: ClientConnection) -> None:
-        """For servers that tell of a client who hangs up only in `receive`."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        client.hang_up()
+    def _wait_for_end(self, client: ClientConnection) -> Callable[[], object]:
+        """For servers that tell of a client who hangs up only in `receive`. Returns what ends that."""
+
+        async def wait() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            client.hang_up()
+
+        return self._loop.create_task(wait()).cancel
 
     async def respond(self, body: bytes, headers: Mapping[str, str], *, status: int = 200) -> None:
         await self.start({**headers, "content-length": str(len(body))}, status=status)

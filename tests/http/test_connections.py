@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -24,9 +25,10 @@ from legato.http.connections import accepting, lingering_close
 from legato.http.connections.accepting import Acceptor
 from legato.http.connections.limits import MAX_CONNECTIONS, ConnectionLimits
 from legato.http.connections.protocol import HEAD_PIECE
+from legato.http.exchange import Exchange
 from tests.clock import FakeClock
 from tests.http.asgi import app_for
-from tests.http.test_server import HOST, Running, running, until, whole
+from tests.http.test_server import HOST, TIMEOUT, Running, running, until, whole
 
 KB, MB = 1 << 10, 1 << 20
 LIMITS = ConnectionLimits()
@@ -146,6 +148,74 @@ def test_all_requests_that_were_sent_in_advance_are_answered_in_order() -> None:
     assert re.findall(rb"/(\d+) (\d+);", answers) == [
         (str(number).encode(), str(size).encode()) for number, size in enumerate(sizes)
     ]
+
+
+def test_what_was_sent_in_advance_is_read_in_order_whatever_the_application_waits_for() -> None:
+    """Waiting for the client to hang up takes reading, too, while more waits to be parsed than a buffer has."""
+
+    async def echo(scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send)
+        body = await exchange.body(MB)
+        with exchange.client():
+            await asyncio.sleep(0.001)
+            await exchange.respond(scope["path"].encode() + b" %d;" % len(body), {})
+
+    num, size = 100, 900
+    request = b"POST /%d HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+    data = b"".join(request % (number, size) + b"x" * size for number in range(num))
+    with running(echo) as server, server.connect() as connection:
+        sending = threading.Thread(target=connection.sendall, args=(data,))
+        sending.start()
+        answers = b""
+        while answers.count(b";") < num and (received := connection.recv(65536)):
+            answers += received
+        sending.join()
+    assert re.findall(rb"/(\d+) (\d+);", answers) == [(b"%d" % number, b"%d" % size) for number in range(num)]
+
+
+def test_a_client_who_hangs_up_before_the_first_of_several_answers_leaves_none_to_be_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    messages: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        messages.append((await receive())["type"])
+        messages.append((await receive())["type"])
+        await Exchange(scope, receive, send).respond(b"too late", {})
+
+    with running(app) as server:
+        with server.connect() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(REQUEST + b"\r\n" + REQUEST + b"\r\n")
+            until(lambda: len(messages) == 1, "the first is there")
+        until(lambda: not server.server.server_state.tasks, "its task is over")
+    assert messages == ["http.request", "http.disconnect"]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_request_that_is_not_over_when_the_next_begins_does_not_take_its_client_away() -> None:
+    ends: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send)
+        with exchange.client() as client:
+            gone = asyncio.Event()
+            client.when_gone(gone.set)
+            if scope["path"] == "/first":
+                await exchange.respond(b"over", {})
+                await asyncio.wait_for(begun.wait(), TIMEOUT)
+                ends.append("first")
+            else:
+                begun.set()
+                await asyncio.wait_for(gone.wait(), TIMEOUT)
+                ends.append("second")
+
+    begun = asyncio.Event()
+    with running(app) as server:
+        with server.connect() as connection:
+            connection.sendall(b"GET /first HTTP/1.1\r\nHost: a\r\n\r\nGET /second HTTP/1.1\r\nHost: a\r\n\r\n")
+            until(lambda: ends == ["first"], "the first is over")
+        until(lambda: ends == ["first", "second"], "the second learns that its client is gone")
 
 
 def send_in_pieces(connection: socket.socket, data: bytes, rng: random.Random) -> None:

@@ -118,11 +118,16 @@ class LinkedExchange:
             on_gone()
         self.wake()
 
-    def watch(self, on_gone: Callable[[], None] | None) -> None:
-        if on_gone is not None and self._is_gone:
+    def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
+        """Called by the application with what to call when the client hangs up. Returns what ends that."""
+        if self._is_gone:
             on_gone()
         else:
             self._on_gone = on_gone
+        return self._unwatch
+
+    def _unwatch(self) -> None:
+        self._on_gone = None
 
     def taken(self, num_bytes: int) -> None:
         self._num_sent -= num_bytes

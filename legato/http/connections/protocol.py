@@ -9,17 +9,19 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
-from weakref import ReferenceType, ref
+from typing import cast
+from weakref import ref
 
 import httptools
 from starlette.types import ASGIApp, Scope
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from legato.api.errors import RequestError
 from legato.common.throttled_log import ThrottledLog
+from legato.http.connections.cycles import CloseDelimitedCycle, OrderedReading, write_chunk
 from legato.http.connections.limits import (
     ConnectionLimits,
     HeadersTooLarge,
@@ -48,39 +50,6 @@ FEWEST_BODIES = 8
 LINE_OVERHEAD = len(b": \r\n")
 
 
-class CloseDelimitedCycle(RequestResponseCycle):
-    """HTTP/1.0 has no chunks: a body of unknown length ends with its connection."""
-
-    _is_open_ended = False
-
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self._is_open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
-            if self._is_open_ended:
-                self.chunked_encoding = False
-        elif self._is_open_ended:
-            self.expected_content_length = len(message.get("body", b""))  # uvicorn compares, piece by piece
-        await super().send(message)
-
-
-def write_chunk(reference: ReferenceType[RequestResponseCycle], pieces: list[bytes]) -> bool:
-    """Writes pieces of an answer that has begun as one chunk, without a coroutine. False if that has to wait, or if the
-    answer has no chunks: `send` knows what to do."""
-    cycle = reference()
-    if (
-        cycle is None
-        or cycle.flow.write_paused
-        or cycle.disconnected
-        or cycle.response_complete
-        or not cycle.chunked_encoding
-    ):
-        return False
-    data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    if data:  # an empty chunk would be the last
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-    return True
-
-
 class ConnectionContext:
     """What all connections of a server share."""
 
@@ -100,6 +69,8 @@ class ConnectionContext:
 class HttpProtocol(HttpToolsProtocol):
     """A connection that the application can abort, for clients that do not read, and that lingers after its last
     answer, for clients that are still sending."""
+
+    flow: OrderedReading
 
     def __init__(self, context: ConnectionContext) -> None:
         super().__init__(context.config, context.state, {})
@@ -122,16 +93,18 @@ class HttpProtocol(HttpToolsProtocol):
         self._refusal: RequestError | None = None
         # Set when a balancer has taken the connection for many requests.
         self._multiplexed: MultiplexedRequests | None = None
-        # What came behind requests that wait for the answers to others.
-        self._unparsed = b""
-        # Called when the client hangs up during the current request.
-        self._on_gone: Callable[[], None] | None = None
+        # The request that is being answered; `cycle` is the newest, of which others may be in front.
+        self._served: RequestResponseCycle | None = None
+        # Called when the client hangs up, by the requests that want to know. One that has answered may not be over yet
+        # when the next begins.
+        self._watchers: set[Callable[[], None]] = set()
         self._is_lost = False
 
     # ---- the connection --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(LingeringTransport(transport, self._allowance, self._context.lingering))
+        self.flow = OrderedReading(self.transport)
         self._context.idle.add(self)
         self._expect_within(self._limits.header_seconds)
 
@@ -144,12 +117,15 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer.cancel()
         super().connection_lost(exc)
         self._is_lost = True
-        if self._on_gone is not None:
-            self._on_gone()
-            self._on_gone = None
+        if self._served is not None and not self._served.response_complete:  # uvicorn tells only the newest
+            self._served.disconnected = True
+            self._served.message_event.set()
+        watchers, self._watchers = self._watchers, set()
+        for on_gone in watchers:
+            on_gone()
         # All of these know this protocol, too. Only the garbage collector would find them, and a flood of connections
         # would have it look for so long that all streams notice.
-        self.cycle = self.scope = None  # type: ignore[assignment]
+        self.cycle = self.scope = self._served = None  # type: ignore[assignment]
         self.pipeline.clear()
         cast(LingeringTransport, self.transport).forget_protocol()
 
@@ -179,7 +155,7 @@ class HttpProtocol(HttpToolsProtocol):
             if self.transport.is_closing():
                 return
             if self.pipeline and data:
-                self._unparsed = data
+                self.flow.unparsed = data
                 self.flow.pause_reading()
                 return
 
@@ -248,18 +224,24 @@ class HttpProtocol(HttpToolsProtocol):
             self.scope[WRITE] = partial(write_chunk, ref(self.cycle))  # type: ignore[literal-required]
             self.scope[SWITCH] = self._switch  # type: ignore[literal-required]
 
-    def _watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Called by the application with what to call when the client hangs up; with None at the end."""
-        self._on_gone = on_gone
-        if on_gone is None:
-            return
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
+        """Called by the application with what to call when the client hangs up. Returns what ends that."""
         if self._is_lost:
             on_gone()
-        elif not self.transport.is_closing():
-            self.flow.resume_reading()  # a connection that is not read from does not tell of its end
+        else:
+            self._watchers.add(on_gone)
+            if not self.transport.is_closing():
+                self.flow.resume_reading()  # a connection that is not read from does not tell of its end
+        return partial(self._watchers.discard, on_gone)
 
     def _switch(self) -> None:
         """Called by the application in place of an answer."""
+        if self._is_lost:
+            return
         self.cycle.response_started = self.cycle.response_complete = True
         self._multiplexed = MultiplexedRequests(
             cast(ASGIApp, self.app), cast(Scope, self.scope), self.transport, self.tasks, self.connection_lost
@@ -293,19 +275,19 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._context.bodies.end(self)
         super().on_response_complete()
-        if self.pipeline or self._unparsed:
+        if self.pipeline or self.flow.unparsed:
             self.flow.pause_reading()  # or every answer would let another buffer full of requests in
         if not (self.pipeline or self.transport.is_closing()):
-            if self._unparsed:
+            if self.flow.unparsed:
                 self.loop.call_soon(self._go_on)
             else:
                 self._context.idle.add(self)
 
     def _go_on(self) -> None:
         """Parse what was left when requests began to wait for their answers."""
-        if self.pipeline or not self._unparsed or self.transport.is_closing():
+        if self.pipeline or not self.flow.unparsed or self.transport.is_closing():
             return
-        data, self._unparsed = self._unparsed, b""
+        data, self.flow.unparsed = self.flow.unparsed, b""
         self.flow.resume_reading()
         self.data_received(data)
 
