@@ -6,6 +6,7 @@ often, 4 the device failed, 130 interrupted.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import types
@@ -236,8 +237,18 @@ def _click_type(option: Option) -> Any:
         # All integers are counts, sizes or ports: never negative.
         return click.IntRange(int(option.minimum or 0), None if option.maximum is None else int(option.maximum))
     if kind is float:
-        return click.FloatRange(option.minimum, option.maximum)
+        return _Number(option.minimum, option.maximum)
     return click.BOOL if kind is bool else click.STRING
+
+
+class _Number(click.FloatRange):
+    """Every comparison with NaN is false, so it is within all limits and fails later, where nobody names the flag."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
 
 
 def _comma_list(item: type[int] | type[str]) -> Callable[[str], tuple[int | str, ...]]:

@@ -255,6 +255,7 @@ def test_both_names_of_max_input_tokens_are_refused(capsys: pytest.CaptureFixtur
         ["--port=http"],
         ["--port=70000"],
         ["--max-best-of=-1"],
+        ["--waiting-served-ratio=nan"],
         ["--dtype=int3"],
         ["--cuda-graphs=1,two"],
         ["--no-such-flag"],
