@@ -30,9 +30,12 @@ DONE = b"\x00"
 class CompileProcesses:
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
+        connection.settimeout(LONGEST_SECONDS)  # jobs that nobody takes fill its buffer
         self._pid = pid
         self._lock = threading.Lock()
         self._is_open = True
+        # A job was not answered in time: those that follow would not be either, and each would be waited for.
+        self._is_silent = False
 
     @classmethod
     def start(cls) -> CompileProcesses | None:
@@ -62,10 +65,13 @@ class CompileProcesses:
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
+                if self._is_silent:
+                    return "the processes do not answer"
                 socket.send_fds(self._connection, [job], [theirs.fileno()])
             ours.settimeout(LONGEST_SECONDS)
             answer = ours.recv(MAX_JOB_BYTES)
-        except OSError as error:  # a TimeoutError, too
+        except OSError as error:
+            self._is_silent = self._is_silent or isinstance(error, TimeoutError)
             return f"{type(error).__name__}: {error}"
         finally:
             ours.close()

@@ -55,6 +55,22 @@ def test_a_process_with_threads_does_not_fork():
         thread.join()
 
 
+def test_when_nobody_answers_one_job_is_waited_for_and_no_other(monkeypatch):
+    """The process has been stopped, perhaps: its socket takes a few jobs more, then a sender would wait for ever."""
+    monkeypatch.setattr("legato.kernels.compilation.processes.LONGEST_SECONDS", 0.05)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork() or os._exit(0)
+    processes = CompileProcesses(ours, child)
+    problems: list[str | None] = []
+    jobs = [b" " * MAX_JOB_BYTES] * 20
+    sender = threading.Thread(target=lambda: problems.extend(map(processes.compile, jobs)), daemon=True)
+    sender.start()
+    sender.join(30.0)
+    assert "TimeoutError" in str(problems[0]) and problems[1:] == ["the processes do not answer"] * 19
+    theirs.close()
+    processes.close()
+
+
 def test_a_job_that_nobody_answers_is_said_to_have_failed():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork() or os._exit(0)
