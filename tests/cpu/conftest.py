@@ -9,7 +9,7 @@ import pytest
 from legato.cpu.library import Library, library
 
 
-@pytest.fixture(params=["avx512-vnni", "avx-vnni", "avx2", "plain"])
+@pytest.fixture(params=["amx", "avx512-vnni", "avx-vnni", "avx2", "plain"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[Library]:
     found = library()
     if found is None:

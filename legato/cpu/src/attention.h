@@ -23,6 +23,7 @@ static void head(const struct shape *s, const struct layer *l, const struct quan
     const int64_t kv_head = is_query ? 0 : (head - s->num_heads) % kv_heads;
     const float *weight = is_query ? l->q_norm : is_key ? l->k_norm : 0;
     const float *bias = l->qkv->bias ? l->qkv->bias + head * dim : 0;
+    begin_tiles(m1 - m0);
     for (int64_t m = m0; m < m1; m += AT_ONCE) {
         int64_t count = MIN(AT_ONCE, m1 - m);
         for (int64_t b = 0; b < num_blocks; b += 2)
@@ -54,6 +55,7 @@ static void head(const struct shape *s, const struct layer *l, const struct quan
             for (int64_t i = 0; i < dim; i++) to[i * LANES] = halves[i];
         }
     }
+    end_tiles(m1 - m0);
 }
 
 // Where vectors come from: row i of vector v is at from[v] + i * step, as floats or as half floats. Half floats are in
