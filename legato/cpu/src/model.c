@@ -102,6 +102,7 @@ static void *at_least(struct buffer *b, size_t size) {
         size = CEIL(size + size / 4, 64) * 64;
         b->data = aligned_alloc(64, size);
         b->size = b->data ? size : 0;
+        if (b->data) memset(b->data, 0, size);  // rows that nobody has written are computed, too, and not slowly
     }
     return b->data;
 }
