@@ -4,6 +4,9 @@
 
 #include "legato.h"
 
+#ifndef __linux__
+#undef HAS_AMX  // other systems are asked for it in other ways
+#endif
 #ifdef HAS_AMX
 #include <sys/syscall.h>
 #include <unistd.h>

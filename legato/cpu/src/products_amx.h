@@ -2,20 +2,21 @@
 #pragma once
 
 enum {
-    GROUPS_AT_ONCE = 8,  // whose sums are in the first level cache
-    FEWEST_ROWS = 6,     // that are not better left to vectors
+    GROUPS_AT_ONCE = 8,  // whose sums fit into the first level cache, with all that they are made of
+    FEWEST_ROWS = 13,    // fewer are better left to vectors
 };
 
-// Tile registers.
-#define SUMS 0     // [16 rows][16 outputs] int32
-#define INPUTS 1   // [16 rows][32 inputs] int8
-#define MORE_WEIGHTS 3
-#define MORE_SUMS 4
-#define WEIGHTS 2  // [8][16 outputs][4 inputs] int8
+// Tile registers: [16 rows][32 inputs] int8; of two blocks [8][16 outputs][4 inputs] and [16 rows][16 outputs] int32.
+#define INPUTS 0
+#define WEIGHTS_0 1
+#define WEIGHTS_1 2
+#define SUMS_0 3
+#define SUMS_1 4
 
-// The registers belong to a thread between these two: state that the kernel would save whenever it is interrupted.
+// The registers are a thread's between these two: otherwise the kernel would save them whenever it is interrupted.
 INLINE void begin_tiles(int64_t rows) {
-    static const uint8_t shapes[64] = {1, [16] = 64, [18] = 32, [20] = 64, [22]=64, [24]=64, [48] = 16, [49] = 16, [50] = 8, 8, 16};
+    static const uint8_t shapes[64] = {1,  [16] = 32, [18] = 64, [20] = 64, [22] = 64, [24] = 64,  // bytes of a line
+                                       [48] = 16, 8, 8, 16, 16};                                   // lines
     if (rows >= FEWEST_ROWS) _tile_loadconfig(shapes);
 }
 INLINE void end_tiles(int64_t rows) {
@@ -23,45 +24,44 @@ INLINE void end_tiles(int64_t rows) {
 }
 
 // Codes of some groups of a block as signed bytes, in the order of FORM_8.
-static __attribute__((noinline)) void unpack_groups(const uint8_t *w, int form, int64_t count, uint8_t *out) {
+INLINE void unpack_groups(const uint8_t *w, int form, int64_t count, uint8_t *out) {
     for (int64_t g = 0; g < count; g++, out += 512)
         if (form == FORM_4) {
-            for (int i = 0; i < 4; i++) {
-                vb codes = vb_load(w + 64 * i);
-                _mm512_store_si512(out + 64 * i, vb_low(codes));
-                _mm512_store_si512(out + 256 + 64 * i, vb_high(codes));
+            for (int i = 0; i < 256; i += 64) {
+                vb codes = vb_load(w + i);
+                _mm512_store_si512(out + i, vb_low(codes));
+                _mm512_store_si512(out + 256 + i, vb_high(codes));
             }
             w += GROUP_BYTES_4;
         } else {
-            for (int i = 0; i < 8; i++) {
-                _mm512_store_si512(out + 64 * i, _mm512_xor_si512(vb_load(w + 64 * i), _mm512_set1_epi8(-128)));
-            }
+            for (int i = 0; i < 512; i += 64)
+                _mm512_store_si512(out + i, _mm512_xor_si512(vb_load(w + i), _mm512_set1_epi8(-128)));
             w += 512;
         }
 }
 
-// Integer sums [16 rows][16 outputs] of each part of groups [g0, g1) and each block.
-static __attribute__((noinline)) void sum_parts(const struct quants *x, int64_t row, int64_t g0, int64_t g1, int64_t num_blocks,
+// Sums [16 rows][16 outputs] of each part of groups [g0, g1), of one block or two.
+INLINE void sum_parts(const struct quants *x, int64_t row, int64_t g0, int64_t g1, int64_t num_blocks,
                       uint8_t (*weights)[GROUPS_AT_ONCE * 512], int32_t (*sums)[2 * GROUPS_AT_ONCE][256]) {
     const int64_t width = x->at[x->groups] * GROUP;
     const int8_t *q = x->q + row * width;
-    for (int64_t g = g0, slot = 0; g < g1; g++)
-        for (int64_t part = x->at[g]; part < x->at[g + 1]; part++, slot++) {
+    for (int64_t g = g0, i = 0; g < g1; g++)
+        for (int64_t part = x->at[g]; part < x->at[g + 1]; part++, i++) {
             _tile_loadd(INPUTS, q + part * GROUP, width);
-            _tile_loadd(WEIGHTS, weights[0] + (g - g0) * 512, 64);
-            _tile_zero(SUMS);
-            _tile_dpbssd(SUMS, INPUTS, WEIGHTS);
+            _tile_loadd(WEIGHTS_0, weights[0] + (g - g0) * 512, 64);
+            _tile_zero(SUMS_0);
+            _tile_dpbssd(SUMS_0, INPUTS, WEIGHTS_0);
             if (num_blocks > 1) {
-                _tile_loadd(MORE_WEIGHTS, weights[1] + (g - g0) * 512, 64);
-                _tile_zero(MORE_SUMS);
-                _tile_dpbssd(MORE_SUMS, INPUTS, MORE_WEIGHTS);
-                _tile_stored(MORE_SUMS, sums[1][slot], 64);
+                _tile_loadd(WEIGHTS_1, weights[1] + (g - g0) * 512, 64);
+                _tile_zero(SUMS_1);
+                _tile_dpbssd(SUMS_1, INPUTS, WEIGHTS_1);
+                _tile_stored(SUMS_1, sums[1][i], 64);
             }
-            _tile_stored(SUMS, sums[0][slot], 64);
+            _tile_stored(SUMS_0, sums[0][i], 64);
         }
 }
 
-// The sums of groups with two parts where those of the second were.
+// Of groups with two parts one sum, where that of the second was.
 INLINE void join_parts(const struct quants *x, int64_t g0, int64_t g1, int32_t (*sums)[256]) {
     for (int64_t g = g0; g < g1; g++) {
         int32_t *first = sums[x->at[g] - x->at[g0]], *second = first + 256;
@@ -73,37 +73,34 @@ INLINE void join_parts(const struct quants *x, int64_t g0, int64_t g1, int32_t (
     }
 }
 
-// Adds groups [g0, g1) of a block, given their sums, with the float operations of tile_4 and tile_8.
+// out[16 rows][16 outputs] = or, behind the first group, += groups [g0, g1) of a block, given their sums. The float
+// operations are those of tile_4 and tile_8.
 INLINE void add_groups(const struct block *block, const int form, const struct quants *x, int64_t row, int64_t g0,
                        int64_t g1, int32_t (*sums)[256], int64_t ahead, float *out, int64_t stride) {
-    const float *scale = x->by_16 + (row / 16 * x->groups + g0) * 32;
-    const uint16_t *by_at = (const uint16_t *)(block->data + (form == FORM_4 ? 256 : x->groups * 512));
     const int64_t size = form == FORM_4 ? GROUP_BYTES_4 : 512;
+    const uint8_t *w = block->data + g0 * size;
+    const uint16_t *by_8 = (const uint16_t *)(block->data + x->groups * 512);
+    const float *scale = x->by_16 + (row / 16 * x->groups + g0) * 32, *shift = scale + 16;
     vf acc[16];
     for (int r = 0; r < 16; r++) acc[r] = g0 ? vf_load(out + r * stride) : vf_set1(0.0f);
-    for (int64_t g = g0; g < g1; g++, scale += 32) {
-        const uint16_t *at = by_at + g * (form == FORM_4 ? GROUP_BYTES_4 / 2 : LANES);
-        const vf by = vf_load_half(at), least = form == FORM_4 ? vf_load_half(at + LANES) : by;
-        for (int i = 0; i < size; i += 64) PREFETCH(block->data + g * size + ahead + i);
+    for (int64_t g = g0; g < g1; g++, w += size, scale += 32, shift += 32) {
         const int32_t *sum = sums[x->at[g + 1] - x->at[g0] - 1];
+        const uint16_t *by_at = form == FORM_4 ? (const uint16_t *)(w + 256) : by_8 + g * LANES;
+        const vf by = vf_load_half(by_at), least = form == FORM_4 ? vf_load_half(by_at + LANES) : by;
+        for (int i = 0; i < size; i += 64) PREFETCH(w + ahead + i);
         for (int r = 0; r < 16; r++) {
             vf factor = vf_mul(by, vf_set1(scale[r]));
             acc[r] = vf_fma(vf_from_i(_mm512_load_si512(sum + 16 * r)), factor, acc[r]);
-            if (form == FORM_4) acc[r] = vf_fma(least, vf_set1(scale[16 + r]), acc[r]);
+            if (form == FORM_4) acc[r] = vf_fma(least, vf_set1(shift[r]), acc[r]);
         }
     }
     for (int r = 0; r < 16; r++) vf_store(out + r * stride, acc[r]);
 }
 
-static __attribute__((noinline)) void add_groups_4(const struct block *block, const struct quants *x, int64_t row, int64_t g0,
-                       int64_t g1, int32_t (*sums)[256], int64_t ahead, float *out, int64_t stride) { add_groups(block, FORM_4, x, row, g0, g1, sums, ahead, out, stride); }
-static __attribute__((noinline)) void add_groups_8(const struct block *block, const struct quants *x, int64_t row, int64_t g0,
-                       int64_t g1, int32_t (*sums)[256], int64_t ahead, float *out, int64_t stride) { add_groups(block, FORM_8, x, row, g0, g1, sums, ahead, out, stride); }
-
-// As many of `count` rows as are better done here, by 16 and the rest as if there were 16: out has room for them.
-// Returns how many that are. Some groups are summed, then converted: next to instructions for tiles those for 64 bytes
-// take twice as long.
-static __attribute__((noinline)) int64_t sixteens(const struct block *blocks, int64_t num_blocks, const struct quants *x, int64_t row,
+// Products of one block or two with as many of `count` rows as are better done here; the last ones as if there were 16,
+// for which out has room. Returns how many that are. First the sums of some groups, then their floats: while there are
+// instructions for tiles in flight those for vectors of 64 bytes have one port instead of two.
+static int64_t sixteens(const struct block *blocks, int64_t num_blocks, const struct quants *x, int64_t row,
                         int64_t count, float *out, int64_t stride) {
     uint8_t weights[2][GROUPS_AT_ONCE * 512] __attribute__((aligned(64)));
     int32_t sums[2][2 * GROUPS_AT_ONCE][256] __attribute__((aligned(64)));
@@ -112,21 +109,20 @@ static __attribute__((noinline)) int64_t sixteens(const struct block *blocks, in
         const int64_t end = MIN(g + GROUPS_AT_ONCE, groups);
         for (int64_t b = 0; b < num_blocks; b++) {
             const int form = blocks[b].form;
-            unpack_groups(blocks[b].data + g * (form == FORM_4 ? GROUP_BYTES_4 : 512), form, end - g,
-                          weights[b]);
+            unpack_groups(blocks[b].data + g * (form == FORM_4 ? GROUP_BYTES_4 : 512), form, end - g, weights[b]);
         }
-        __asm__ volatile("" ::: "memory");  // loads of tiles are no accesses to memory for some compilers
-        for (int64_t m = row; m < row + 16 * tiles; m += 16) {
-            sum_parts(x, m, g, end, num_blocks, weights, sums);
-#ifdef PF
-            { const int64_t width = x->at[x->groups] * GROUP; for (int r = 0; r < 16; r++) for (int64_t i = x->at[g]*GROUP; i < x->at[end]*GROUP; i += 64) __builtin_prefetch(x->q + (m + 16 + r) * width + i, 0, 3); }
-#endif
+        __asm__ volatile("" ::: "memory");  // not every compiler knows that tiles are loaded from memory
+        for (int64_t m = 0; m < 16 * tiles; m += 16) {
+            sum_parts(x, row + m, g, end, num_blocks, weights, sums);
             for (int64_t b = 0; b < num_blocks; b++) {
-                const int64_t ahead = m == row ? num_blocks * BLOCK_BYTES(blocks[b].form, groups) : 0;
-                float *to = out + (m - row) * stride + b * LANES;
+                // The first rows bring in the weights of the next blocks.
+                const int64_t ahead = m ? 0 : num_blocks * BLOCK_BYTES(blocks[b].form, groups);
+                float *to = out + m * stride + b * LANES;
                 join_parts(x, g, end, sums[b]);
-                if (blocks[b].form == FORM_4) add_groups_4(&blocks[b], x, m, g, end, sums[b], ahead, to, stride);
-                else add_groups_8(&blocks[b], x, m, g, end, sums[b], ahead, to, stride);
+                if (blocks[b].form == FORM_4)
+                    add_groups(&blocks[b], FORM_4, x, row + m, g, end, sums[b], ahead, to, stride);
+                else
+                    add_groups(&blocks[b], FORM_8, x, row + m, g, end, sums[b], ahead, to, stride);
             }
         }
     }
