@@ -7,13 +7,13 @@
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 #ifdef __AMX_INT8__
-#define BY_16 1  // many rows are multiplied 16 at a time
-#define ROWS_AT_ONCE 96
-#define ROW_MULTIPLE 16
+#define BY_16 1          // many rows are multiplied 16 at a time
+#define ROWS_AT_ONCE 96  // of a product, in a buffer on the stack
+#define ROW_MULTIPLE 16  // of the rows of a tile
 #else
 #define BY_16 0
-#define ROWS_AT_ONCE 72  // of a product, in a buffer on the stack
-#define ROW_MULTIPLE 12  // of the rows of every tile
+#define ROWS_AT_ONCE 72
+#define ROW_MULTIPLE 12
 #endif
 
 // ---------------------------------------------------------------------------------------------------- quantization
@@ -206,7 +206,6 @@ INLINE void tiles(const struct block *blocks, const int B, const struct quants *
 #undef TILE
 }
 
-
 #if BY_16
 #include "products_amx.h"
 #else
@@ -218,7 +217,7 @@ INLINE void end_tiles(int64_t rows) { (void)rows; }
 // instruction set has the registers for it.
 static void pair_rows(const struct block *blocks, int64_t num_blocks, const struct quants *x, int64_t row,
                       int64_t count, float *out, int64_t stride) {
-#if BY_16
+#if BY_16  // where `row` is a multiple of 16
     const int64_t done = sixteens(blocks, num_blocks, x, row, count, out, stride);
     row += done, count -= done, out += done * stride;
 #endif

@@ -3,7 +3,8 @@
 
 enum {
     GROUPS_AT_ONCE = 8,  // whose sums fit into the first level cache, with all that they are made of
-    FEWEST_ROWS = 13,    // fewer are better left to vectors
+    FEWEST_ROWS = 30,    // fewer are better left to vectors, which need not unpack weights first
+    FEWEST_LEFT = 13,    // behind tiles of 16
 };
 
 // Tile registers: [16 rows][32 inputs] int8; of two blocks [8][16 outputs][4 inputs] and [16 rows][16 outputs] int32.
@@ -104,7 +105,7 @@ static int64_t sixteens(const struct block *blocks, int64_t num_blocks, const st
                         int64_t count, float *out, int64_t stride) {
     uint8_t weights[2][GROUPS_AT_ONCE * 512] __attribute__((aligned(64)));
     int32_t sums[2][2 * GROUPS_AT_ONCE][256] __attribute__((aligned(64)));
-    const int64_t groups = x->groups, tiles = (count + 16 - FEWEST_ROWS) / 16;
+    const int64_t groups = x->groups, tiles = count < FEWEST_ROWS ? 0 : (count + 16 - FEWEST_LEFT) / 16;
     for (int64_t g = 0; tiles && g < groups; g += GROUPS_AT_ONCE) {
         const int64_t end = MIN(g + GROUPS_AT_ONCE, groups);
         for (int64_t b = 0; b < num_blocks; b++) {
