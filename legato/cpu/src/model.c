@@ -34,7 +34,7 @@ static int has_avx512(void) {
 #endif
 
 #ifdef HAS_AMX
-// Whether the processor and the kernel save the tiles of AMX, and the kernel lets this process use them: asked for once.
+// Whether the processor has tiles of AMX, and the kernel saves them and lets this process use them: asked for once.
 static int amx_permitted(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     static int permitted = -1;
