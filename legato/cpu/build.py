@@ -32,6 +32,7 @@ X86 = {
     "avx2": [*AVX2, "-O3"],
     "avxvnni": [*AVX2, "-mavxvnni", "-O3"],
     "avx512": [*AVX2, *AVX512, "-O3"],
+    "amx": [*AVX2, *AVX512, "-mamx-tile", "-mamx-int8", "-O3"],
 }
 ARM = {"plain": ["-O3"], "neon": ["-O3", "-march=armv8.2-a+dotprod"]}
 OTHERS: dict[str, list[str]] = {"plain": ["-O3"]}

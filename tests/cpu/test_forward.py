@@ -143,6 +143,21 @@ def test_a_sequence_has_the_same_logits_alone_and_in_a_crowd(kernels: Library, t
     assert torch.equal(other.step({0: 1}), alone)
 
 
+@pytest.mark.parametrize("family", ["biases", "Qwen3"])
+def test_instruction_sets_have_the_same_logits(same_with_all, tmp_path: Path, family: str) -> None:
+    """Of all layers, with inputs that are rounded twice, and of any number of tokens."""
+    folder = tiny(tmp_path, family) if family in OTHERS else tiny_llama(tmp_path, **{**SHAPE, **FAMILIES[family]})
+    host = on_host(load(folder))
+    lengths = [1, 5, 64, 70, 150, 19]
+
+    def logits() -> torch.Tensor:
+        sequences = Sequences(host, lengths)
+        steps = [{0: 1, 1: 5, 2: 13, 4: 100}, {2: 51, 3: 29}, {3: 41}, {4: 50, 5: 19}]
+        return torch.cat([sequences.step(counts, everything=True) for counts in steps])
+
+    same_with_all(logits)
+
+
 def test_torch_goes_on_with_keys_and_values_of_the_library(kernels: Library, tmp_path: Path) -> None:
     """Steps with adapters run through torch, on the same cache; what they did not touch stays as it was."""
     host = on_host(load(tiny_llama(tmp_path, **SHAPE, initializer_range=0.05)))

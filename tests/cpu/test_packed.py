@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from legato.cpu.packed import (
     rounded_to_8_bits,
 )
 
+Same = Callable[[Callable[[], torch.Tensor]], None]
 SHAPES = [(16, 32), (1, 32), (17, 64), (48, 96), (100, 576), (31, 1536)]
 
 
@@ -50,6 +53,23 @@ def test_products_are_those_of_the_definition(kernels: Library, make, shape) -> 
             # Relative to what is summed: sums are in float32, and a second rounding may go the other way.
             bound = (1e-4 if twice else 2e-6) * (x.abs() @ values.abs().t()) + 1e-5
             assert ((matrix.apply(x, twice=twice) - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (80, 300)])
+def test_instruction_sets_have_the_same_products(same_with_all: Same, shape: tuple[int, int]) -> None:
+    """Of every number of rows that leaves something over, with both forms in one matrix and a pair of blocks."""
+    torch.manual_seed(0)
+    outputs, inputs = shape
+    whole = -(-inputs // GROUP) * GROUP
+    parts = [four_bits(48, whole)[0], eight_bits(outputs, whole)[0]]
+    if inputs % GROUP:
+        parts = [pack_dense(torch.randn(outputs, inputs))]
+    matrix = PackedMatrix(parts, torch.randn(sum(part.num_rows for part in parts)))
+    x = torch.randn(200, inputs) * torch.logspace(-3, 2, 200)[:, None]
+    x[5] = 0
+    for rows in (*range(1, 41), 72, 96, 97, 109, 200):
+        for twice in (False, True):
+            same_with_all(lambda rows=rows, twice=twice: matrix.apply(x[:rows], twice=twice))
 
 
 def test_a_row_has_the_same_sums_in_every_batch(kernels: Library) -> None:

@@ -16,15 +16,15 @@ INLINE void rotate(float *restrict x, const float *restrict cos_sin, int64_t dim
 
 static void head(const struct shape *s, const struct layer *l, const struct quants *x, int64_t head, int64_t m0,
                  int64_t m1, const struct step *t, float *queries) {
-    enum { AT_ONCE = 48 };
-    float buffer[AT_ONCE * MAX_HEAD_DIM] __attribute__((aligned(64)));
+    float buffer[ROWS_AT_ONCE * MAX_HEAD_DIM] __attribute__((aligned(64)));
     const int64_t dim = s->head_dim, num_blocks = dim / BLOCK_ROWS, kv_heads = s->num_kv_heads;
     const int is_query = head < s->num_heads, is_key = !is_query && head < s->num_heads + kv_heads;
     const int64_t kv_head = is_query ? 0 : (head - s->num_heads) % kv_heads;
     const float *weight = is_query ? l->q_norm : is_key ? l->k_norm : 0;
     const float *bias = l->qkv->bias ? l->qkv->bias + head * dim : 0;
-    for (int64_t m = m0; m < m1; m += AT_ONCE) {
-        int64_t count = MIN(AT_ONCE, m1 - m);
+    begin_tiles(m1 - m0);
+    for (int64_t m = m0; m < m1; m += ROWS_AT_ONCE) {
+        int64_t count = MIN(ROWS_AT_ONCE, m1 - m);
         for (int64_t b = 0; b < num_blocks; b += 2)
             pair_rows(&l->qkv->blocks[head * num_blocks + b], 2, x, m, count, buffer + b * LANES, dim);
         for (int64_t r = 0; r < count; r++) {
@@ -54,6 +54,7 @@ static void head(const struct shape *s, const struct layer *l, const struct quan
             for (int64_t i = 0; i < dim; i++) to[i * LANES] = halves[i];
         }
     }
+    end_tiles(m1 - m0);
 }
 
 // Where vectors come from: row i of vector v is at from[v] + i * step, as floats or as half floats. Half floats are in

@@ -31,4 +31,5 @@ static void best(const float *logits, int64_t size, int64_t *id, float *logprob)
 
 #define NAME_(suffix) kernels_##suffix
 #define NAME(suffix) NAME_(suffix)
-const struct kernels NAME(SUFFIX) = {ISA_NAME, product, gated, head, norm, quantize, attend, best};
+const struct kernels NAME(SUFFIX) = {ISA_NAME, ROWS_AT_ONCE, ROW_MULTIPLE, product, gated, head,
+                                     norm,     quantize,     attend,       best};

@@ -42,6 +42,7 @@ struct quants {
     float *scale;       // [rows][groups]
     int32_t *base;      // [rows][groups], -128 times the sum of a group's inputs
     float *shift;       // [rows][groups], scale times that sum
+    float *by_16;       // [rows / 16][groups][2][16], scale and shift again, for kernels that take 16 rows at a time
 };
 
 enum activation { SILU = 0, GELU_TANH = 1 };
@@ -83,6 +84,7 @@ struct attention {
 
 struct kernels {
     const char *name;
+    int64_t most_rows, tile_rows;  // of a piece of work: at most so many, and a multiple unless they are the last
     // Outputs of blocks [b0, b1) for rows [m0, m1) of x: out[m][n] = or += product + bias.
     void (*product)(const struct matrix *w, const struct quants *x, int64_t b0, int64_t b1, int64_t m0, int64_t m1,
                     float *out, int64_t stride, int add);
@@ -103,7 +105,7 @@ struct kernels {
     void (*best)(const float *logits, int64_t size, int64_t *id, float *logprob);
 };
 
-extern const struct kernels kernels_plain, kernels_neon, kernels_avx2, kernels_avxvnni, kernels_avx512;
+extern const struct kernels kernels_plain, kernels_neon, kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_amx;
 const struct kernels *chosen_kernels(void);
 
 // Runs work(context, piece) for each piece in [0, count), on the calling thread and those of the pool. Pieces are

@@ -4,6 +4,13 @@
 
 #include "legato.h"
 
+#ifndef __linux__
+#undef HAS_AMX  // other systems are asked for it in other ways
+#endif
+#ifdef HAS_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(HAS_NEON) && defined(__linux__)
 #include <sys/auxv.h>
 #ifndef HWCAP_ASIMDDP
@@ -17,16 +24,40 @@
 
 static const struct kernels *kernels;
 
+#ifdef HAS_AVX512
+static int has_avx512(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+#ifdef HAS_AMX
+// Whether the processor has tiles of AMX, and the kernel saves them and lets this process use them: asked for once.
+static int amx_permitted(void) {
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    static int permitted = -1;
+    if (permitted >= 0) return permitted;
+    uint32_t a = 7, b, c = 0, d, saved, high;
+    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+    permitted = 0;
+    if (!has_avx512() || (d >> 24 & 3) != 3) return 0;  // tiles, and products of bytes in them
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    permitted = (saved >> 17 & 3) == 3 && !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+    return permitted;
+}
+#endif
+
 // The best instruction set of this processor, or the one of this name, if it has it. Returns its name, or null.
 EXPORT const char *legato_choose(const char *name) {
-    const struct kernels *found[4];
+    const struct kernels *found[5];
     int count = 0;
+#ifdef HAS_AMX
+    if (amx_permitted()) found[count++] = &kernels_amx;
+#endif
 #ifdef HAS_AVX512
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vnni"))
-        found[count++] = &kernels_avx512;
+    if (has_avx512()) found[count++] = &kernels_avx512;
 #endif
 #ifdef HAS_AVX2
     __builtin_cpu_init();
@@ -74,29 +105,29 @@ static void *at_least(struct buffer *b, size_t size) {
         size = CEIL(size + size / 4, 64) * 64;
         b->data = aligned_alloc(64, size);
         b->size = b->data ? size : 0;
+        if (b->data) memset(b->data, 0, size);  // rows that nobody has written are computed, too, and not slowly
     }
     return b->data;
 }
 
 struct quants_buffer {
-    struct buffer q, scale, shift, base;
+    struct buffer q, scale, shift, base, by_16;
 };
 
-// Room for `rows` rows of inputs of w, all of whose groups may be rounded twice.
+// Room for `rows` rows of inputs of w, all of whose groups may be rounded twice; the last of 16 rows are there, too.
 static int quants_for(struct quants_buffer *b, struct quants *x, int64_t rows, const struct matrix *w) {
-    size_t count = (size_t)(rows * w->groups);
+    size_t count = (size_t)(CEIL(rows, 16) * 16 * w->groups);
     x->groups = w->groups, x->at = w->at;
     x->q = at_least(&b->q, 2 * count * GROUP);
     x->scale = at_least(&b->scale, count * sizeof(float));
     x->base = at_least(&b->base, count * sizeof(int32_t));
     x->shift = at_least(&b->shift, count * sizeof(float));
-    return x->q && x->scale && x->shift && x->base;
+    x->by_16 = at_least(&b->by_16, 2 * count * sizeof(float));
+    return x->q && x->scale && x->shift && x->base && x->by_16;
 }
 
 // ---------------------------------------------------------------------------------------------------------- pieces
 
-#define MOST_ROWS 72  // of a piece
-#define TILE_ROWS 12  // a multiple of those of every instruction set
 #define PIECES_PER_THREAD 6
 
 // Work on `units` by `rows`, cut into pieces: some units of some rows each.
@@ -106,7 +137,8 @@ struct plan {
 
 static struct plan planned(int64_t units, int64_t rows) {
     struct plan p = {units, rows, 1, rows, 0};
-    if (rows > MOST_ROWS) p.rows_each = CEIL(CEIL(rows, CEIL(rows, MOST_ROWS)), TILE_ROWS) * TILE_ROWS;
+    const int64_t most = kernels->most_rows, tile = kernels->tile_rows;
+    if (rows > most) p.rows_each = CEIL(CEIL(rows, CEIL(rows, most)), tile) * tile;
     int64_t wanted = pool_threads() == 1 ? 1 : PIECES_PER_THREAD * pool_threads();
     int64_t row_pieces = CEIL(rows, p.rows_each);
     p.units_each = MAX(1, MIN(units * row_pieces / wanted, row_pieces > 1 ? 16 : units));

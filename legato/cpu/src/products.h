@@ -6,6 +6,16 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
+#ifdef __AMX_INT8__
+#define BY_16 1          // many rows are multiplied 16 at a time
+#define ROWS_AT_ONCE 96  // of a product, in a buffer on the stack
+#define ROW_MULTIPLE 16  // of the rows of a tile
+#else
+#define BY_16 0
+#define ROWS_AT_ONCE 72
+#define ROW_MULTIPLE 12
+#endif
+
 // ---------------------------------------------------------------------------------------------------- quantization
 
 // Codes of a group times `factor`, where the next ones of its row go. Returns their sum.
@@ -37,6 +47,10 @@ INLINE void quantize_group(vf a, vf b, struct quants *out, int64_t row, int64_t 
     out->scale[at] = scale;
     out->base[at] = -128 * sum;
     out->shift[at] = scale * (float)sum;
+    if (BY_16) {
+        float *to = out->by_16 + (row / 16 * out->groups + group) * 32 + row % 16;
+        to[0] = scale, to[16] = out->shift[at];
+    }
 }
 
 static void quantize(const float *x, int64_t m0, int64_t m1, int64_t size, struct quants *out) {
@@ -192,12 +206,21 @@ INLINE void tiles(const struct block *blocks, const int B, const struct quants *
 #undef TILE
 }
 
-#define ROWS_AT_ONCE 72  // of a product, in a buffer on the stack
+#if BY_16
+#include "products_amx.h"
+#else
+INLINE void begin_tiles(int64_t rows) { (void)rows; }
+INLINE void end_tiles(int64_t rows) { (void)rows; }
+#endif
 
 // Products of two blocks, or of one, and rows [row, row + count). Two blocks share what is loaded of the rows, where an
 // instruction set has the registers for it.
 static void pair_rows(const struct block *blocks, int64_t num_blocks, const struct quants *x, int64_t row,
                       int64_t count, float *out, int64_t stride) {
+#if BY_16  // where `row` is a multiple of 16
+    const int64_t done = sixteens(blocks, num_blocks, x, row, count, out, stride);
+    row += done, count -= done, out += done * stride;
+#endif
     if (TILE_BLOCKS > 1 && num_blocks > 1 && blocks[0].form == blocks[1].form)
         tiles(blocks, TILE_BLOCKS, x, row, count, out, stride);
     else
@@ -227,6 +250,7 @@ static void put(const struct matrix *w, int64_t b, int64_t count, const float *s
 static void product(const struct matrix *w, const struct quants *x, int64_t b0, int64_t b1, int64_t m0, int64_t m1,
                     float *out, int64_t stride, int add) {
     float buffer[ROWS_AT_ONCE * 2 * LANES];
+    begin_tiles(m1 - m0);
     for (int64_t b = b0; b < b1; b += 2)
         for (int64_t m = m0; m < m1; m += ROWS_AT_ONCE) {
             int64_t count = MIN(ROWS_AT_ONCE, m1 - m), blocks = MIN(2, b1 - b);
@@ -234,6 +258,7 @@ static void product(const struct matrix *w, const struct quants *x, int64_t b0, 
             for (int64_t i = 0; i < blocks; i++)
                 put(w, b + i, count, buffer + i * LANES, 2 * LANES, out + m * stride, stride, add);
         }
+    end_tiles(m1 - m0);
 }
 
 INLINE vf activated(vf x, int activation) {
@@ -249,6 +274,7 @@ static void gated(const struct matrix *w, const struct quants *x, int64_t g0, in
     float gate[ROWS_AT_ONCE * GROUP], up[ROWS_AT_ONCE * GROUP];
     const struct block *ups = w->blocks + w->num_blocks / 2;
     const int64_t inner = w->rows / 2;
+    begin_tiles(m1 - m0);
     for (int64_t g = g0; g < g1; g++)
         for (int64_t m = m0; m < m1; m += ROWS_AT_ONCE) {
             int64_t count = MIN(ROWS_AT_ONCE, m1 - m);
@@ -265,4 +291,5 @@ static void gated(const struct matrix *w, const struct quants *x, int64_t g0, in
                 quantize_group(parts[0], parts[1], out, m + r, g);
             }
         }
+    end_tiles(m1 - m0);
 }

@@ -24,7 +24,11 @@ INLINE int32_t load_i32(const int8_t *p) {
 
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 #include <immintrin.h>
+#ifdef __AMX_INT8__
+#define ISA_NAME "amx"
+#else
 #define ISA_NAME "avx512-vnni"
+#endif
 #define TILE_ROWS 6    // rows x blocks of a product at a time
 #define TILE_BLOCKS 2
 #define MIX_ROWS 6   // rows x vectors of an attention product at a time
