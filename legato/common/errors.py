@@ -43,5 +43,9 @@ class UnsupportedModel(ModelError):
     pass
 
 
+class TooManyShards(UnsupportedModel):
+    """Some would have no head."""
+
+
 class EndpointInUse(LegatoError):
     pass

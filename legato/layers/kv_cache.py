@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from legato.common.errors import OptionError
 from legato.kernels.kv_format import EIGHT_BITS, KVScales, as_stored, store
 from legato.kernels.paged_kv import PagedKV
 
@@ -184,6 +185,12 @@ class HybridShape(KVShape):
     def _states(self) -> tuple[BlockPart, BlockPart]:
         first, second = self.state_shapes
         return BlockPart(first, torch.float32), BlockPart(second, torch.float32)
+
+
+def check_dtype_option(chosen: str | None, shape: KVShape, model_type: str) -> None:
+    """Raises if there is nothing that `--kv-cache-dtype` could apply to."""
+    if chosen is not None and isinstance(shape, StateShape):
+        raise OptionError(f"--kv-cache-dtype: the states of a {model_type} are float32; leave out the option")
 
 
 class KVCache:

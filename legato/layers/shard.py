@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from legato.common.errors import UnsupportedModel
+from legato.common.errors import TooManyShards, UnsupportedModel
 
 # torch 2.13 gave it another name.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -101,7 +101,7 @@ class Shard:
         if num_heads % num_kv_heads:
             raise UnsupportedModel(f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly")
         if num_heads < self.world_size:
-            raise UnsupportedModel(
+            raise TooManyShards(
                 f"the model has {num_heads} attention heads, too few for {self.world_size} shards; lower --num-shard"
             )
         group = num_heads // num_kv_heads

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from legato.common.errors import UnsupportedModel
+from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.kernels.recurrent.convolution import short_convolution
 from legato.kernels.recurrent.delta_rule import delta_rule
 from legato.kernels.recurrent.states import StateBlocks
@@ -43,9 +43,17 @@ class DeltaShape:
     @classmethod
     def of(cls, config: ModelConfig) -> DeltaShape:
         keys = config.keys
+        num_keys, num_values = (
+            keys.count(f"linear_num_{part}_heads", default=default) for part, default in (("key", 16), ("value", 32))
+        )
+        if num_values % num_keys:
+            raise ModelFileError(
+                f"{keys.path}: 'linear_num_value_heads' is {num_values}, not a multiple of the {num_keys} of"
+                " 'linear_num_key_heads'"
+            )
         return cls(
-            num_keys=keys.count("linear_num_key_heads", default=16),
-            num_values=keys.count("linear_num_value_heads", default=32),
+            num_keys=num_keys,
+            num_values=num_values,
             key_size=keys.count("linear_key_head_dim", default=128),
             value_size=keys.count("linear_value_head_dim", default=128),
             width=keys.count("linear_conv_kernel_dim", default=4),

@@ -24,12 +24,12 @@ class MambaMixer:
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
         keys, hidden = config.keys, config.hidden_size
-        inner, self.state_size = inner_size(config), keys.count("state_size", default=16)
+        inner, self.state_size, width = inner_size(config), state_size(config), conv_width(config)
         rank = keys.get("time_step_rank")
         self.rank = -(-hidden // 16) if rank in (None, "auto") else keys.count("time_step_rank")
         span = weights.shard.span(inner)
         cut = {0: [span]}
-        width, bias = keys.count("conv_kernel", default=4), keys.flag("use_bias")
+        bias = keys.flag("use_bias")
         self.num_channels = span[1] - span[0]
         self.input = weights.column(f"{name}.in_proj", inner, hidden, bias=bias, fused=2)
         self.conv = weights.tensor(f"{name}.conv1d.weight", (inner, 1, width), cut)[:, 0].contiguous()
@@ -78,22 +78,31 @@ class Mamba(Decoder):
                 RMSNorm(weights.tensor(f"backbone.layers.{number}.norm.weight", (hidden,)), eps),
                 MambaMixer(config, weights, f"backbone.layers.{number}.mixer"),
             )
-            for number in range(config.num_layers)
+            for number in weights.shard.layers(config.num_layers)
         ]
         self.norm = RMSNorm(weights.tensor("backbone.norm_f.weight", (hidden,)), eps)
         is_tied = keys.flag("tie_word_embeddings", default=True)
         self.head = weights.head("lm_head", self.embedding, config.vocab_size, hidden, tied=is_tied)
-        self.layers, mixer = layers, layers[0].mixer
-        width = mixer.state_size + mixer.conv.shape[1] - 1
+        self.layers = layers
+        width = state_size(config) + conv_width(config) - 1
         # Shards agree on the size of a block: as large as that of the one with most channels.
         most = -(-inner_size(config) // weights.shard.world_size)
-        self.kv_shape = StateShape.of(config.num_layers, most, width)
+        self.kv_shape = StateShape.of(len(layers), most, width)
 
 
 def inner_size(config: ModelConfig) -> int:
     """Channels of all shards."""
     keys = config.keys
     return keys.count("intermediate_size", default=config.hidden_size * keys.count("expand", default=2))
+
+
+def state_size(config: ModelConfig) -> int:
+    """Numbers of a channel, beside the last inputs of its convolution."""
+    return config.keys.count("state_size", default=16)
+
+
+def conv_width(config: ModelConfig) -> int:
+    return config.keys.count("conv_kernel", default=4)
 
 
 def step_sequences(step: Step, cache: LayerCache) -> StateSequences:

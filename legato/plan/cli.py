@@ -25,6 +25,8 @@ from legato.modelfiles.huggingface import cached_hub_model
 from legato.modelfiles.index import PREFIX, cached_package_model
 from legato.modelfiles.locate import cache_of
 from legato.modelfiles.shapes import SHAPES
+from legato.models import foreign
+from legato.models.catalogue import CATALOGUE
 from legato.plan.layouts import Machines
 from legato.plan.memory import Device, Fit, MemoryPlan, choose_dtype
 from legato.plan.spread import Spread
@@ -96,6 +98,8 @@ def run(options: PlanOptions) -> int:
 def make_plan(options: PlanOptions) -> MemoryPlan:
     files = None if options.model_id in SHAPES else ModelFiles.open(find(options), cache_of(options))
     config = SHAPES[str(options.model_id)] if files is None else files.config()
+    if files is not None and str(config.get("model_type")) not in CATALOGUE:
+        foreign.check(files, options.trust_remote_code, foreign.Mentioned())
     device = _device(options.memory)
     dtype = choose_dtype(options.dtype, config, device)
     from legato.cpu.library import library
@@ -104,12 +108,12 @@ def make_plan(options: PlanOptions) -> MemoryPlan:
     ranks = options.lora_device_ranks
     adapters = None if ranks is None else AdapterRoom(ranks, options.lora_target_modules)
     packs = device.kind == "cpu" and options.dtype is None and library() is not None
-    model = CountedModel(config, dtype, files, options.quantize, device.kind, adapters, packs)
+    model = CountedModel(config, dtype, files, options.quantize, device.kind, adapters, packs, options.kv_cache_dtype)
     return MemoryPlan(
         model=options.model_id or hub.DEFAULT_MODEL,
         shape=model.shape,
         formats=model.formats,
-        sizes=[model.shard_size(count) for count in model.shape.shard_counts],
+        sizes=list(model.shard_sizes()),
         dtype=dtype,
         kv_dtype=options.kv_cache_dtype,
         packs=packs,
@@ -221,7 +225,7 @@ def show(plan: MemoryPlan, line: str | None, console: Console) -> None:
     more = ["Adapters"] if has_adapters else []
     table = Table("Shards", "Weights", *more, "Step (estimate)", "KV bytes/token", "Tokens", "Sequences of full length")
     for fit in plan.fits:
-        full = f"{fit.tokens / shape.max_positions:.1f}" if fit.tokens else "does not fit"
+        full = f"{fit.tokens / shape.longest_in_blocks:.1f}" if fit.tokens else "does not fit"
         adapters = [_gib(fit.adapters)] if has_adapters else []
         sizes = (_gib(fit.weights), *adapters, _gib(fit.step), f"{fit.bytes_per_token:,}", f"{fit.tokens:,}")
         table.add_row(str(fit.num_shards), *sizes, full)

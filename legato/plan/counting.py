@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from legato.common.errors import ModelFileError
+from legato.common.errors import ModelFileError, TooManyShards
 from legato.kernels.lora.pages import PAGE_RANKS
-from legato.layers.kv_cache import HybridShape, KVShape, StateShape
+from legato.layers.kv_cache import HybridShape, KVShape, StateShape, check_dtype_option
 from legato.layers.shard import Shard
 from legato.modelfiles.files import GgufModel, ModelFiles
 from legato.modelfiles.gguf.file import GgmlType
@@ -32,7 +32,7 @@ from legato.models.registry import ARCHITECTURES, CausalModel, architecture_for,
 from legato.models.sizes import Sizes
 from legato.models.sources import STORED_DTYPES
 from legato.models.targets import LoraLayout, usual_modules
-from legato.plan.memory import SIZES, ModelShape, ShardSize
+from legato.plan.memory import BLOCK_SIZE, SHARDS, SIZES, ModelShape, ShardSize
 from legato.quantization.affine import GROUP, AffineGroups
 from legato.quantization.dense import Weight
 from legato.quantization.experts import ExpertWeights
@@ -190,6 +190,7 @@ class CountedModel:
         device_kind: str = "cuda",
         adapters: AdapterRoom | None = None,
         packs: bool = False,
+        kv_cache_dtype: str | None = None,
     ) -> None:
         self._config = config
         self._adapters = adapters
@@ -209,14 +210,16 @@ class CountedModel:
         num_layers, num_kv_heads, head_dim = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
         adapter_bytes = 0
         kv_dtype: str | None = None
-        kv_numbers, state_bytes = 2 * num_layers * num_kv_heads * head_dim, 0
+        kv_numbers, state_bytes, block_size = 2 * num_layers * num_kv_heads * head_dim, 0, BLOCK_SIZE
         if is_native := sizes.model_type in ARCHITECTURES:
             model, weights = self._build(Shard())
             adapter_bytes = self._adapter_bytes(weights)
             self.numbers, num_bytes, kv = weights.numbers, weights.num_bytes, model.kv_shape
             kv_dtype = self._kv_dtype(model)
             sizes, num_layers, num_kv_heads, head_dim = model.config, kv.num_layers, kv.num_kv_heads, kv.head_dim
+            check_dtype_option(kv_cache_dtype, kv, sizes.model_type)
             kv_numbers, state_bytes = kv.numbers_per_token, _state_bytes(kv)
+            block_size = kv.block_size or BLOCK_SIZE
         else:
             assert self._stored is not None, "transformers has no shapes of ours"
             unused = {"lm_head.weight"} if keys.flag("tie_word_embeddings") else set()
@@ -234,6 +237,7 @@ class CountedModel:
             vocab_size=sizes.vocab_size,
             max_positions=sizes.max_positions,
             is_native=is_native,
+            block_size=block_size,
         )
 
     @staticmethod
@@ -250,6 +254,15 @@ class CountedModel:
             if name in self.numbers:
                 found[tensor.format] += tensor.num_bytes
         return dict(found)
+
+    def shard_sizes(self) -> Iterator[ShardSize]:
+        """Of each number of shards that leaves none without a head: layers of one model may have different numbers of
+        them."""
+        for count in SHARDS if self.shape.is_native else SHARDS[:1]:
+            try:
+                yield self.shard_size(count)
+            except TooManyShards:
+                return
 
     def shard_size(self, num_shards: int) -> ShardSize:
         """Of the largest shard, which is the last."""

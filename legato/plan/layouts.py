@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from legato.plan.memory import BLOCK_SIZE, SIZES, Fit, MemoryPlan
+from legato.plan.memory import SIZES, Fit, MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Layout:
     step: int
     bytes_per_token: int
     room: int
+    block_size: int
     # Bytes that each GPU sends per token for all-reduces, and each stage to the next.
     reduced: int
     passed: int
@@ -54,7 +55,7 @@ class Layout:
     def tokens(self) -> int:
         """Capacity of a replica's KV cache; 0 if the model does not fit."""
         left = self.room - self.weights - self.step
-        return max(0, left // self.bytes_per_token // BLOCK_SIZE * BLOCK_SIZE)
+        return max(0, left // self.bytes_per_token // self.block_size * self.block_size)
 
 
 def layouts(plan: MemoryPlan, machines: Machines) -> list[Layout]:
@@ -107,6 +108,7 @@ def _layout(plan: MemoryPlan, fit: Fit, stages: int, machines: Machines) -> Layo
         step=fit.step,
         bytes_per_token=math.ceil(fit.bytes_per_token * share),
         room=fit.room,
+        block_size=fit.block_size,
         reduced=reduced,
         passed=passed,
         over_network=over_network,

@@ -39,12 +39,12 @@ class ModelShape:
     max_positions: int
     # Whether Legato computes it. Others run through transformers: in one shard, and without CUDA graphs.
     is_native: bool
+    block_size: int = BLOCK_SIZE  # tokens of a block of the KV cache
 
     @property
-    def shard_counts(self) -> list[int]:
-        """Numbers of shards that leave none without a head."""
-        most = self.num_heads if self.is_native else 1
-        return [count for count in SHARDS if count <= most]
+    def longest_in_blocks(self) -> int:
+        """Tokens of the blocks that a sequence of full length takes."""
+        return -(-self.max_positions // self.block_size) * self.block_size
 
     def step_bytes(self, num_tokens: int, num_rows: int, dtype: str, num_shards: int) -> int:
         """The residual stream, one layer's projections, and the logits, also of drafts, with the copies that sampling
@@ -96,12 +96,13 @@ class Fit:
     bytes_per_token: int
     room: int
     adapters: int = 0
+    block_size: int = BLOCK_SIZE
 
     @property
     def tokens(self) -> int:
         """Capacity of the KV cache, in whole blocks; 0 if the model does not fit."""
         left = self.room - self.weights - self.adapters - self.step
-        return max(0, left // self.bytes_per_token // BLOCK_SIZE * BLOCK_SIZE)
+        return max(0, left // self.bytes_per_token // self.block_size * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,8 @@ class MemoryPlan:
         if self.device.kind == "cuda":
             step += self.shape.graph_bytes(self.num_rows, self.dtype)
         token_bytes = size.kv_numbers * SIZES[self._kv_dtype(size)] + size.state_bytes
-        return Fit(count, size.weights, step, token_bytes, self.device.room(count), size.adapters)
+        room, block_size = self.device.room(count), self.shape.block_size
+        return Fit(count, size.weights, step, token_bytes, room, size.adapters, block_size)
 
     def _kv_dtype(self, size: ShardSize) -> str:
         return self.kv_dtype or size.kv_dtype or self.dtype

@@ -17,7 +17,7 @@ from legato.common.options import DEFAULT_DRAFTS, ServerOptions
 from legato.common.progress import WARMED_UP, WARMING_UP
 from legato.kernels.compilation.ahead import can_compile_ahead
 from legato.kernels.compilation.start import CompilerStart
-from legato.layers.kv_cache import KVCache, KVShape, StateShape
+from legato.layers.kv_cache import KVCache, KVShape, check_dtype_option
 from legato.models.registry import LimitedModel
 from legato.models.vision import CrossModel, MutualModel
 from legato.pb import generate_pb2 as pb
@@ -82,8 +82,7 @@ class Model:
         self.options = options
         shape = loaded.model.kv_shape
         self.block_size = options.block_size if shape.block_size is None else shape.block_size
-        if isinstance(shape, StateShape) and options.kv_cache_dtype is not None:
-            raise OptionError(f"--kv-cache-dtype: the states of a {loaded.model.config.model_type} are float32")
+        check_dtype_option(options.kv_cache_dtype, shape, loaded.model.config.model_type)
         self.eos_token_ids = loaded.files.eos_token_ids()
         self.grammars = Grammars(lambda: load_trie(loaded.files, loaded.model.config.vocab_size))
         self.image_rules = image_rules(loaded.files)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from legato.layers.rotary import RopeConfig, rope_angles
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
+from legato.models.delta_net import DeltaShape
 from legato.models.keys import Keys
 from legato.models.registry import get_model
 from tests.models import tiny_seeds as seeds
@@ -46,6 +48,13 @@ def test_a_key_that_is_missing_or_wrong_is_named(read: Any, message: str) -> Non
     raw = {"word": "x", "zero": 0, "yes": True, "none": None, "kinds": ["a", "b"], "inner": {"word": "y"}}
     with pytest.raises(ModelFileError, match=message):
         read(Keys(raw))
+
+
+def test_heads_of_delta_nets_that_do_not_divide_are_named() -> None:
+    raw = {"linear_num_key_heads": 3, "linear_num_value_heads": 4}
+    config = replace(ModelConfig.from_hf(GPT), keys=Keys(raw))
+    with pytest.raises(ModelFileError, match=r"config.json: 'linear_num_value_heads' is 4, .*'linear_num_key_heads'"):
+        DeltaShape.of(config)
 
 
 def test_rope_of_both_generations_of_config_files() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from legato.common.errors import LegatoError, ModelFileError, ModelNotFound, OptionError
+from legato.common.errors import LegatoError, ModelFileError, ModelNotFound, OptionError, UnsupportedModel
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import SHAPES
@@ -26,6 +27,8 @@ from legato.plan.counting import CountedModel
 from legato.plan.memory import Device, Fit
 from tests.models.test_architectures import CASES
 from tests.models.test_gguf_families import convert
+from tests.models.tiny_hybrid import tiny_qwen3_next
+from tests.models.tiny_mamba import tiny_mamba
 from tests.models.tiny_today import tiny_qwen3
 from tests.models.tiny_vision import tiny_llava_next, tiny_qwen2_vl
 from tests.tiny_models import tiny_llama
@@ -161,9 +164,43 @@ def test_a_model_that_runs_through_transformers_has_one_shard_and_no_graphs(tmp_
     assert own[0].step - through[0].step == CountedModel(config, "float16").shape.graph_bytes(128, "float16") > 0
 
 
+def test_a_model_that_no_server_loads_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """It may even lack what every other model has: Mamba 2 has no attention heads."""
+    folder = tiny_mamba(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mamba2"}))
+    with pytest.raises(UnsupportedModel, match=r"mamba2.*keeps a state"):
+        make_plan(PlanOptions(model_id=str(folder), memory="1GiB"))
+
+
 def test_heads_need_no_even_split() -> None:
     plan = plan_json("falcon-7b", "--memory", "80GiB")
     assert [each["num_shards"] for each in plan["shards"]] == [1, 2, 4, 8]
+
+
+def test_layers_of_one_model_may_have_fewer_heads_than_others(tmp_path: Path) -> None:
+    """No more shards than the layers with the fewest heads allow; where no layer has heads, any number."""
+    few = tiny_qwen3_next(tmp_path / "few", num_attention_heads=8, linear_num_key_heads=1, linear_num_value_heads=2)
+    assert [each["num_shards"] for each in plan_json(str(few), "--memory", "1GiB")["shards"]] == [1, 2]
+    mamba = tiny_mamba(tmp_path / "mamba")
+    assert [each["num_shards"] for each in plan_json(str(mamba), "--memory", "1GiB")["shards"]] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(("make", "block_size"), [(tiny_mamba, 256), (tiny_qwen3_next, 1024)])
+def test_states_are_counted_in_their_own_blocks(make: Make, block_size: int, tmp_path: Path) -> None:
+    """A short sequence takes as many tokens of the cache as a block has."""
+    folder = make(tmp_path, max_position_embeddings=block_size // 4)
+    (fit, *_) = make_plan(PlanOptions(model_id=str(folder), memory="1GiB")).fits
+    assert fit.tokens > 0 and fit.tokens % block_size == 0
+    assert replace(fit, room=fit.room - fit.tokens * fit.bytes_per_token - 1).tokens == 0
+    shape = make_plan(PlanOptions(model_id=str(folder), memory="1GiB")).shape
+    assert shape.longest_in_blocks == block_size
+
+
+def test_states_have_no_other_dtype_as_the_server_says(tmp_path: Path) -> None:
+    options = PlanOptions(model_id=str(tiny_mamba(tmp_path)), memory="1GiB", kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(OptionError, match=r"--kv-cache-dtype.*mamba"):
+        make_plan(options)
 
 
 def test_llama_8b_on_80_gib() -> None:

@@ -55,7 +55,7 @@ class LocalServer:
             speculate=speculate, vocab_size=model.config.vocab_size,
             num_proposals=speculate if draft is not None else 0 if speculator is None else speculator.num_tokens,
             num_adapter_pages=0 if adapters is None else adapters.device.num_pages,
-            num_host_blocks=host_bytes // (model.kv_shape.bytes_per_token * block_size),
+            num_host_blocks=host_bytes // model.kv_shape.block_bytes(block_size),
         )  # fmt: skip
         cache = KVCache(model.kv_shape, num_blocks, block_size, DEVICE)
         vocab = model.config.vocab_size

@@ -30,6 +30,7 @@ from legato.server.grammars import Grammars
 from legato.server.nodes.stage import PipelineStage
 from tests.generation import generation, sampling
 from tests.models import tiny_hybrid as hybrid
+from tests.models import tiny_mamba as mamba
 from tests.models import tiny_seeds as seeds
 from tests.models import tiny_t5 as t5
 from tests.models import tiny_today as today
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "qwen3": today.tiny_qwen3,
     "olmo2": today.tiny_olmo2,
     "qwen3-next": hybrid.tiny_qwen3_next,
+    "mamba": mamba.tiny_mamba,
 }
 
 
