@@ -80,6 +80,9 @@ def quantize_model(
         raise UnsupportedModel(
             f"model_type '{config.model_type}' runs through transformers and cannot be quantized here"
         )
+    longest = max(map(len, sequences))
+    if longest > config.max_positions:
+        raise OptionError(f"--calibration-length {longest} exceeds the {config.max_positions} positions of the model")
     dtype = choose_dtype(None, files.config(), device)
     source = open_source(files)
     weights = CalibratedWeights(source, dtype, device)

@@ -142,6 +142,8 @@ def test_mistakes_are_found_before_the_work(tmp_path: Path, text: Path) -> None:
         run(*words, "--calibration", str(tmp_path / "short.txt"))
     with pytest.raises(OptionError, match=r"--group-size 256 does not divide the 128 inputs of .*q_proj; choose 128"):
         run(*words, "--calibration", str(text), "--group-size=256")
+    with pytest.raises(OptionError, match="--calibration-length 513 exceeds the 512 positions of the model"):
+        run(*words, "--calibration", str(text), "--calibration-length=513")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "something").touch()
     with pytest.raises(OptionError, match="out is not empty"):
