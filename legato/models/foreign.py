@@ -7,7 +7,7 @@ from collections.abc import Container
 from importlib.util import find_spec
 from pathlib import Path
 
-from legato.common.errors import UnsupportedModel
+from legato.common.errors import ModelFileError, UnsupportedModel
 from legato.modelfiles.files import ModelFiles
 from legato.models.catalogue import CATALOGUE
 
@@ -41,6 +41,8 @@ def check(files: ModelFiles, trust_remote_code: bool, known: Container[str]) -> 
             "config.json is that of Mamba's first format, which comes without a tokenizer; serve the model in"
             " transformers' format, such as state-spaces/mamba-130m-hf"
         )
+    if not {"model_type", "auto_map"} & set(config):
+        raise ModelFileError(f"{files.path / 'config.json'} has no 'model_type'")
     if files.weight_format != "safetensors":
         raise UnsupportedModel(f"model_type '{kind}' runs through transformers, which needs safetensors")
     if kind in STATEFUL_TYPES and not trust_remote_code:
