@@ -50,8 +50,8 @@ def gated_attention(parts: LlamaParts, name: str, rotary: Rotary) -> GatedAttent
     rows = [((2 * head + part) * size, (2 * head + part + 1) * size) for part in range(2) for head in queries]
     keys = [(heads.first_kv * size, heads.last_kv * size)]
     matrices = [
-        MatrixPart(f"{name}.q_proj", 2 * heads.all_heads * size, merged_ranges(rows)),
-        *(MatrixPart(f"{name}.{part}_proj", heads.all_kv_heads * size, keys) for part in "kv"),
+        MatrixPart(f"{name}.q_proj", 2 * heads.all_heads * size, merged_ranges(rows), is_attention=True),
+        *(MatrixPart(f"{name}.{part}_proj", heads.all_kv_heads * size, keys, is_attention=True) for part in "kv"),
     ]
     q_norm, k_norm = (parts.norm(f"{name}.{part}_norm", size) for part in "qk")
     return GatedAttention(

@@ -35,6 +35,7 @@ class MatrixPart:
     name: str
     out_features: int
     rows: Ranges | None = None
+    is_attention: bool = False  # queries, keys, values or the output of attention
 
     @property
     def num_rows(self) -> int:

@@ -147,7 +147,7 @@ class Weights(ExpertMatrices):
         num_values = heads.all_kv_heads * heads.v_head_dim
         if isinstance(names, str):
             total = (heads.all_heads + heads.all_kv_heads) * heads.head_dim + num_values
-            parts = [MatrixPart(names, total, merged_ranges([span for spans in ranges for span in spans]))]
+            parts = [MatrixPart(names, total, merged_ranges([span for spans in ranges for span in spans]), True)]
         else:
             counts = [heads.all_heads * heads.head_dim, heads.all_kv_heads * heads.head_dim, num_values]
             alone = qkv_rows(heads, "separate")
@@ -155,7 +155,8 @@ class Weights(ExpertMatrices):
                 values = [(first + counts[1], last + counts[1]) for first, last in alone.pop()]
                 counts, alone[1] = [counts[0], counts[1] + num_values], alone[1] + values
             parts = [
-                MatrixPart(name, n, merged_ranges(spans)) for name, n, spans in zip(names, counts, alone, strict=True)
+                MatrixPart(name, count, merged_ranges(spans), is_attention=True)
+                for name, count, spans in zip(names, counts, alone, strict=True)
             ]
         order = without_neighbours(heads, neighbours) if neighbours else None
         return self._linear(parts, in_features, bias, transposed, order)
@@ -164,7 +165,8 @@ class Weights(ExpertMatrices):
         """The projection behind attention: its inputs are the heads."""
         size = heads.v_head_dim
         columns = (heads.first * size, heads.last * size)
-        return self._row(name, out_features, heads.all_heads * size, columns, **how)
+        part = MatrixPart(name, out_features, is_attention=True)
+        return self._row(part, heads.all_heads * size, columns, **how)
 
     def column(
         self,
@@ -192,7 +194,7 @@ class Weights(ExpertMatrices):
 
     def row(self, name: str, out_features: int, in_features: int, **how: Unpack[RowOptions]) -> RowLinear:
         """What comes behind `column`: each shard brings its span of the inputs."""
-        return self._row(name, out_features, in_features, self.shard.span(in_features), **how)
+        return self._row(MatrixPart(name, out_features), in_features, self.shard.span(in_features), **how)
 
     def linear(
         self,
@@ -223,13 +225,12 @@ class Weights(ExpertMatrices):
         rows = [(heads.first * size, heads.last * size)]
         if order is not None:
             order = (torch.arange(heads.num_heads)[:, None] * size + order).flatten()
-        parts = [MatrixPart(name, heads.all_heads * size, rows) for name in _as_list(names)]
+        parts = [MatrixPart(name, heads.all_heads * size, rows, is_attention=True) for name in _as_list(names)]
         return self._linear(parts, in_features, bias, order=order)
 
     def _row(
         self,
-        name: str,
-        out_features: int,
+        part: MatrixPart,
         in_features: int,
         columns: tuple[int, int],
         *,
@@ -241,8 +242,7 @@ class Weights(ExpertMatrices):
         # In the sum over the shards the bias must count once.
         has_bias = bias and self.shard.rank == 0
         if bias:
-            self.skip(f"{name}.bias")
-        part = MatrixPart(name, out_features)
+            self.skip(f"{part.name}.bias")
         weight = self._weight([part], in_features, columns, has_bias, transposed, dtype=dtype)
         return self._target(RowLinear(weight, self.shard, reduce), [part], in_features, columns=columns)
 
@@ -276,7 +276,7 @@ class Weights(ExpertMatrices):
             columns = None
         wanted = [
             MatrixSlice(part.name, part.out_features, in_features, None if self._is_all(part.rows, part.out_features)
-                        else part.rows, columns)
+                        else part.rows, columns, part.is_attention)
             for part in parts
         ]  # fmt: skip
         packs = self.packs and quantize
@@ -307,7 +307,7 @@ class Weights(ExpertMatrices):
         self, wanted: MatrixSlice, transposed: bool, quantize: bool, dtype: torch.dtype | None
     ) -> Matrix:
         """As the checkpoint has it, or quantized."""
-        reader, quantizer = self._method.reader, self._method.quantizer if quantize else None
+        reader, quantizer = self._method.reader, self._method.quantizer_of(wanted) if quantize else None
         if reader is not None and reader.has(wanted.name, self):
             return reader.read(wanted, self)
         columns = wanted.columns

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from legato.quantization.matrix import QuantizedMatrix
-from legato.quantization.stored import Reader
+from legato.quantization.stored import MatrixSlice, Reader
 
 
 class Quantizer(Protocol):
@@ -29,7 +29,11 @@ class Method:
     name: str  # for the log and for errors
     reader: Reader | None = None  # of matrices that are quantized in the checkpoint
     quantizer: Quantizer | None = None  # of matrices that are not
+    attention_quantizer: Quantizer | None = None  # of those of attention; None: the same
     has_kv_scales: bool = False  # the checkpoint may have scales for a KV cache of 8 bits
+
+    def quantizer_of(self, wanted: MatrixSlice) -> Quantizer | None:
+        return (wanted.is_attention and self.attention_quantizer) or self.quantizer
 
 
 DENSE = Method("none")

@@ -24,6 +24,7 @@ class MatrixSlice:
     in_features: int
     rows: Ranges | None = None  # outputs; None: all
     columns: tuple[int, int] | None = None  # inputs; None: all
+    is_attention: bool = False  # queries, keys, values or the output of attention
 
     def cut(self, dim: int = 0) -> dict[int, Ranges]:
         """The wanted outputs, where they are dimension `dim` of a tensor."""

@@ -51,8 +51,8 @@ def test_steps_of_more_than_16_rows_use_them(weights: list[QuantizedWeight]) -> 
     ("method", "group_size", "sm", "copied"),
     [
         ("int4", 128, 90, True),
-        ("bitsandbytes-nf4", 64, 90, True),
-        ("bitsandbytes-nf4", 64, 86, False),
+        ("bitsandbytes-nf4", 32, 90, True),
+        ("bitsandbytes-nf4", 32, 86, False),
         ("int8", 256, 90, False),
     ],
 )

@@ -61,10 +61,12 @@ def test_bitsandbytes_8_bit(tmp_path: Path, weight: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_quantizing_on_load_is_that_of_bitsandbytes(kind: str, weight: torch.Tensor) -> None:
+def test_quantizing_on_load_is_nearer_than_bitsandbytes(kind: str, weight: torch.Tensor) -> None:
+    """In as many bits: blocks of 64 with scales in float32, groups of 32 with scales in 16 bits."""
     packed, state = bnb.quantize_4bit(weight, blocksize=64, quant_type=kind)
-    ours = QUANTIZERS[f"bitsandbytes-{kind}"](weight).dense(torch.float32)
-    assert torch.equal(ours, bnb.dequantize_4bit(packed, state))
+    theirs, ours = bnb.dequantize_4bit(packed, state), QUANTIZERS[f"bitsandbytes-{kind}"](weight).dense(torch.float32)
+    theirs_off, ours_off = ((each - weight).square().sum() for each in (theirs, ours))
+    assert ours_off < 0.8 * theirs_off
 
 
 def by_group(weight: torch.Tensor, size: int, levels: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:

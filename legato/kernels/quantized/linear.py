@@ -80,7 +80,7 @@ def kernel_for(num_rows: int, operand: Operand, limits: GpuLimits) -> Kernel:
 def can_copy_to_fp8(operand: Operand) -> bool:
     """Whether an fp8 copy would serve products of many rows. Of tables, too: multiplied in 16 bits they are slower than
     dense matrices (256 streams on an H200: nf4 13,579 tok/s, bf16 20,498)."""
-    is_fine = operand.is_packed and operand.group_size >= FEWEST_IN_FP8
+    is_fine = operand.form == "table" or (operand.form == "int4" and operand.group_size >= FEWEST_IN_FP8)
     return is_fine and limits_of(operand.numbers).sm >= 89 and _suits_scaled_mm(operand)
 
 
