@@ -13,9 +13,12 @@ from legato.common.options import ServerOptions
 from legato.cpu.library import library
 from legato.kernels.device import GpuLimits
 from legato.kernels.quantized.linear import kernel_for
+from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import write_shape
+from legato.models.config import ModelConfig
 from legato.models.host import HostDecoder
+from legato.models.registry import get_model
 from legato.quantization import method
 from legato.quantization.host import pack
 from legato.quantization.on_load import QUANTIZERS
@@ -191,6 +194,18 @@ def test_products_of_few_weights_are_int8(
     tiny_llama(tmp_path, num_hidden_layers=2, **sizes)
     monkeypatch.setattr(method, "SMALL_PRODUCT", 64 * 128 + 1)
     assert layers_of(tmp_path, name, caplog) == layers
+
+
+def test_each_shard_counts_the_weights_of_the_whole_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama(tmp_path, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+    monkeypatch.setattr(method, "SMALL_PRODUCT", 64 * 256)  # gate and up together, of which a shard has half
+    files = ModelFiles.open(tmp_path)
+    config = ModelConfig.from_hf(files.config())
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        with kept_quantized():
+            model = get_model(files, config, torch.float32, torch.device("cpu"), shard=shard, quantize="fp8")
+        found = [layer.mlp.gate_up.weight.matrix.kind for layer in model.layers]
+        assert found == ["fp8, scale by row"] * 3
 
 
 def test_experts_are_never_small(
