@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from legato.common import heartbeat as heartbeats
 from legato.common.errors import LegatoError
+from legato.common.exits import report, signal_name
 from legato.common.logging import parse
 
 logger = logging.getLogger(__name__)
@@ -68,9 +69,10 @@ class Child:
         # Whether it was done with loading once, and why it was killed if it hung.
         self.has_loaded = False
         self._hung: str | None = None
-        ours, theirs = socket.socketpair() if command.beats else (None, None)
-        heartbeat = {} if theirs is None else {heartbeats.VARIABLE: str(theirs.fileno())}
+        ours = theirs = None
         try:
+            ours, theirs = socket.socketpair() if command.beats else (None, None)
+            heartbeat = {} if theirs is None else {heartbeats.VARIABLE: str(theirs.fileno())}
             self._process = subprocess.Popen(
                 command.words,
                 stdin=subprocess.DEVNULL,
@@ -82,8 +84,11 @@ class Child:
                 process_group=0,
                 preexec_fn=die_with(os.getpid()),
             )
-        except OSError as error:
-            raise ChildFailed(f"cannot start {command.words[0]}: {error.strerror}") from None
+        except (OSError, subprocess.SubprocessError) as error:
+            if ours is not None:
+                ours.close()
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ChildFailed(f"cannot start {command.words[0]}: {reason}") from None
         finally:
             if theirs is not None:
                 theirs.close()
@@ -139,7 +144,7 @@ class Child:
         if self._hung is not None:
             how = f"was hung and killed: {self._hung}"
         elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = f"was killed by {signal_name(-code)}"
             how += ", perhaps because memory ran out" if -code == signal.SIGKILL else ""
         else:
             how = f"exited with code {code}"
@@ -149,7 +154,7 @@ class Child:
     def show_stderr(self) -> None:
         """Print what it wrote to stderr, unless that is a single line: `describe_exit` quotes it."""
         if len(self.stderr) > 1:
-            print(*self.stderr, sep="\n", file=sys.stderr, flush=True)
+            report(*self.stderr)
 
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):

@@ -6,7 +6,6 @@ import errno
 import ipaddress
 import os
 import socket
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from legato.cluster.frames import BrokenLink
 from legato.common.errors import EndpointInUse, OptionError
+from legato.common.exits import exit_now
 from legato.common.options import ServerOptions
 from legato.layers.shard import Shard
 from legato.server.memory.budget import OutOfMemory
@@ -126,8 +126,7 @@ def end_if_out_of_sync(shard: Shard, doing: str, error: Exception) -> None:
     is_own = isinstance(error, RuntimeError | MemoryError | OutOfMemory | BrokenLink)
     if shard.num_stages > 1 or (shard.world_size > 1 and is_own):
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        print(f"error: shard {shard.rank} failed in {doing}: {reason}", file=sys.stderr, flush=True)
-        os._exit(1)
+        exit_now(f"shard {shard.rank} failed in {doing}: {reason}")
 
 
 def share_cores(world_size: int) -> None:

@@ -51,6 +51,7 @@ def python(code: str, name: str = "child") -> ProcessCommand:
         ("import sys; sys.exit('error: no such file')", "child exited with code 1: no such file"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "child was killed by SIGSEGV"),
         ("import os, signal; os.kill(os.getpid(), 9)", "child was killed by SIGKILL, perhaps because memory ran out"),
+        ("import os; os.kill(os.getpid(), 40)", "child was killed by signal 40"),
     ],
 )
 def test_an_exit_is_described(code: str, expected: str) -> None:
