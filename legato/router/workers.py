@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from legato.common.errors import LegatoError
+from legato.common.exits import signal_name
 from legato.common.restarts import RestartBudget, TooManyRestarts
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
@@ -114,7 +114,7 @@ class WorkerProcess:
             code = await asyncio.to_thread(self._process.wait)
         if self._failure is not None:
             return self._failure
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return f"HTTP worker {self.number} {how}"
 
     def _on_message(self, message: msg.ToScheduler) -> None:
@@ -195,14 +195,22 @@ class Workers:
             dead = self._workers[place]
             how = await dead.exit()
             self._dead_figures = add_up([self._dead_figures, dead.figures])
-            delay = self._budget.spend(time.monotonic(), was_ready=dead.serving.done())
+            worker = self._workers[place] = await self._successor(dead, how)
+            await worker.load(self._setup)
+            self._attach(worker, next(self._numbers))
+
+    async def _successor(self, dead: WorkerProcess, how: str) -> WorkerProcess:
+        was_ready = dead.serving.done()
+        while True:
+            delay = self._budget.spend(time.monotonic(), was_ready=was_ready)
             if delay is None:
                 raise TooManyRestarts(f"{how}; it is not replaced, because {self._budget.described}")
             logger.error("%s: starting another", how)
             await asyncio.sleep(delay)
-            worker = self._workers[place] = WorkerProcess(dead.number, self._listeners[place])
-            await worker.load(self._setup)
-            self._attach(worker, next(self._numbers))
+            try:
+                return WorkerProcess(dead.number, self._listeners[dead.number])
+            except OSError as error:  # memory, processes or descriptors have run out, perhaps for a moment
+                how, was_ready = f"HTTP worker {dead.number} cannot be started: {error.strerror}", False
 
     async def drain(self, grace: float) -> None:
         """Let requests finish, for so many seconds."""
