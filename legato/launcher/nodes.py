@@ -30,6 +30,7 @@ from legato.cluster.tls import LinkTls
 from legato.common.errors import OptionError
 from legato.common.heartbeat import BEAT_SECONDS
 from legato.common.options import LauncherOptions
+from legato.common.throttled_log import ThrottledLog
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ class NodeHub:
         self._joined: dict[int, NodeLink] = {}
         self._started: dict[int, NodeLink] = {}
         self._changed = asyncio.Event()
+        self._log = ThrottledLog(logger)
         self._listener = GuardedListener(address, port, key, self._receive, tls)
         self._serving = asyncio.ensure_future(self._listener.serve())
 
@@ -181,10 +183,19 @@ class NodeHub:
             connection.close()
             return
         assert isinstance(rank, int)
+        address = str(fields.get("address"))
         for links in (self._joined, self._started):
-            if (old := links.get(rank)) is not None:  # it was started again before we noticed that it had ended
-                await old.close("this machine has joined again")
-        link = self._joined[rank] = NodeLink(connection, str(fields.get("address")))
+            if (old := links.get(rank)) is None:
+                continue
+            if old.address != address:  # if the old one is gone, its link ends soon, and this one asks again
+                reason = f"machine {rank} is {old.address} already (--node-rank)"
+                self._log.warning(f"{address} has to wait: {reason}")
+                await send_message(connection, FrameKind.GONE, reason=reason)
+                connection.close()
+                return
+            # it was started again before we noticed that it had ended
+            await old.close("this machine has joined again")
+        link = self._joined[rank] = NodeLink(connection, address)
         link.ended.add_done_callback(lambda ended: self._lose(rank, link, ended.result()))
         logger.info("Machine %d has joined", rank, extra={"fields": {"address": link.address}})
         self._changed.set()

@@ -27,9 +27,10 @@ class Gathering:
         self.hub.on_lost = self.lost.append
 
     def join(
-        self, rank: int, about: dict[str, str] = ABOUT, key: bytes = KEY
+        self, rank: int, about: dict[str, str] = ABOUT, key: bytes = KEY, address: str = ""
     ) -> asyncio.Task[tuple[NodeLink, Assembly]]:
-        return asyncio.ensure_future(join(LinkTarget("127.0.0.1", self.port, key, f"127.0.0.{rank + 1}"), rank, about))
+        target = LinkTarget("127.0.0.1", self.port, key, address or f"127.0.0.{rank + 1}")
+        return asyncio.ensure_future(join(target, rank, about))
 
 
 def gathered(test: Callable[[Gathering], Awaitable[None]]) -> None:
@@ -90,6 +91,29 @@ def test_a_machine_that_joins_again_before_its_end_was_noticed_ends_the_group() 
             await asyncio.sleep(0.01)
         assert gathering.lost == ["lost machine 2 at 127.0.0.3: this machine has joined again"]
 
+    gathered(test)
+
+
+def test_of_two_machines_with_one_rank_the_second_waits_until_the_first_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They would otherwise end each other's group for ever."""
+
+    async def test(gathering: Gathering) -> None:
+        joins = [gathering.join(rank) for rank in (1, 2)]
+        await gathering.hub.assemble()
+        links = [(await each)[0] for each in joins]
+        double = gathering.join(1, address="127.0.0.9")
+        while "127.0.0.9 has to wait: machine 1 is 127.0.0.2 already (--node-rank)" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert gathering.lost == [] and not double.done()
+        await links[0].close("it ends")
+        assembling = asyncio.ensure_future(gathering.hub.assemble())
+        gathering.join(2)
+        assert (await assembling).addresses == ("127.0.0.1", "127.0.0.9", "127.0.0.3")
+        await double
+
+    caplog.set_level(logging.INFO)
     gathered(test)
 
 
