@@ -36,7 +36,7 @@ from legato.router.monitoring.kv_events import KvEventLog, KvEventPublisher
 from legato.router.monitoring.metrics_listener import metrics_listener
 from legato.router.monitoring.tracing import StepTraces
 from legato.router.recovery import ConnectedShards, Recovery
-from legato.router.response_store import response_store
+from legato.router.response_store import check_store, response_store
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.startup import StartupResponder
@@ -71,6 +71,7 @@ def run(options: RouterOptions) -> None:
         raise OptionError(
             "--lora-allow-runtime: no API key may change adapters; write `adapters` after a key in --api-key-file"
         )
+    check_store(options.response_store, options.response_store_size)
     tls = tls_context(options.ssl_certfile, options.ssl_keyfile)  # the workers read the files again
     for warning in (*command_line_warnings(), *exposure_warnings(options)):
         logger.warning(warning)
