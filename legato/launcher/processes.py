@@ -53,8 +53,6 @@ class ProcessCommand:
     shows_stderr: bool = False
     # Whether it sends heartbeats (`common/heartbeat.py`).
     beats: bool = False
-    # Whether it has to show progress from its start until it says that it is done.
-    loads: bool = False
 
 
 class Child:
@@ -64,10 +62,10 @@ class Child:
         self.name = command.name
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.stderr: deque[str] = deque(maxlen=KEPT_LINES)
-        # When it last gave a sign of life; None before the first, and while it need not give any.
-        self.beat_at: float | None = time.monotonic() if command.loads else None
-        # Whether it was done with loading once, and why it was killed if it hung.
-        self.has_loaded = False
+        # When it last gave a sign of life, or was started; None while it need not give any.
+        self.beat_at: float | None = time.monotonic() if command.beats else None
+        # Whether it gave one, whether it was done with loading once, and why it was killed if it hung.
+        self.has_beaten = self.has_loaded = False
         self._hung: str | None = None
         ours = theirs = None
         try:
@@ -169,7 +167,7 @@ class Child:
             logger.info("%s", line, extra={"program": self.name})
 
     def _take_beat(self, line: str) -> None:
-        self.beat_at = time.monotonic()
+        self.beat_at, self.has_beaten = time.monotonic(), True
         if line == heartbeats.DONE:
             self.beat_at, self.has_loaded = None, True
 

@@ -188,8 +188,12 @@ class ServerProcesses:
             if (loss := self._machine_loss()) is not None:  # perhaps while the shards were being started
                 self.lose_machine(loss)
             for child in silent(self.router.children, now - self._hang_timeout):
-                child.kill_hung(f"no heartbeat for {self._hang_timeout:g} s (--hang-timeout)")
+                if child.has_beaten:
+                    child.kill_hung(f"no heartbeat for {self._hang_timeout:g} s (--hang-timeout)")
             if self._load_timeout:
+                for child in silent(self.router.children, now - self._load_timeout):
+                    if not child.has_beaten:
+                        child.kill_hung(f"no heartbeat within {self._load_timeout:g} s of its start (--load-timeout)")
                 # One of several is enough, the one that stopped first: the others wait for it, and end with it.
                 for child in silent(self.shards.children, now - self._load_timeout)[:1]:
                     doing = "warming up" if child.has_loaded else "loading"

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 MAX_UNREAD = 64 << 20
 # Seconds for workers to say what they have counted. Of one that is busy for longer, the last report counts.
 REPORT_PATIENCE = 1.0
+# Seconds for all workers to load, and to begin to serve. Later they are watched by their answers (`monitoring/health`).
+START_PATIENCE = 120.0
 # Seconds for a process to end once it has closed its link.
 EXIT_PATIENCE = 5.0
 
@@ -175,10 +177,14 @@ class Workers:
     async def _all(self, steps: list[asyncio.Future[None]]) -> None:
         exits = [asyncio.ensure_future(worker.exit()) for worker in self._workers]
         waiting: set[asyncio.Future[Any]] = set(steps)
-        while waiting and not any(each.done() for each in exits):
-            done, _ = await asyncio.wait([*waiting, *exits], return_when=asyncio.FIRST_COMPLETED)
+        deadline = time.monotonic() + START_PATIENCE
+        while waiting and (left := deadline - time.monotonic()) > 0 and not any(each.done() for each in exits):
+            done, _ = await asyncio.wait([*waiting, *exits], timeout=left, return_when=asyncio.FIRST_COMPLETED)
             waiting -= done
         ended = [each.result() for each in exits if each.done()]
+        late = [worker.number for worker, step in zip(self._workers, steps, strict=True) if not step.done()]
+        if late and not ended:
+            ended = [f"HTTP worker {late[0]} did not start within {START_PATIENCE:g} s"]
         unfinished: list[asyncio.Future[Any]] = [*steps, *exits]
         for each in unfinished:
             each.cancel()

@@ -401,6 +401,27 @@ def test_a_worker_that_cannot_be_started_is_tried_again_until_there_were_too_man
     assert DyingWorker.num_started == 5
 
 
+def test_a_worker_that_hangs_while_it_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stop(worker: WorkerProcess, setup: msg.WorkerSetup) -> None:
+        worker._process.send_signal(signal.SIGSTOP)
+        await worker._link.open(worker._connection)
+
+    monkeypatch.setattr(WorkerProcess, "load", stop)
+    monkeypatch.setattr(router_workers, "START_PATIENCE", 0.2)
+
+    async def main() -> None:
+        listeners = Listeners("127.0.0.1", 0, 1)
+        workers = Workers(msg.WorkerSetup("info", True, "", None, 1000), listeners.sockets)
+        try:
+            with pytest.raises(WorkerFailed, match=r"HTTP worker 0 did not start within 0\.2 s"):
+                await asyncio.wait_for(workers.load(), 10)
+        finally:
+            workers.kill()
+            listeners.close()
+
+    asyncio.run(main())
+
+
 def loading(test: Callable[[WorkerProcess], Awaitable[None]]) -> None:
     """A worker that waits for its first message."""
 
