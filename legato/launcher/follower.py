@@ -12,7 +12,7 @@ from typing import Any
 from legato.cluster.connecting import LinkTarget
 from legato.common.heartbeat import BEAT_SECONDS
 from legato.common.restarts import EXIT_NO_RESTART, RestartBudget
-from legato.launcher.nodes import STOPPED, Assembly, NodeLink, join
+from legato.launcher.nodes import STOPPED, Assembly, NodeLink, ServerStopped, join
 from legato.launcher.processes import KILL_SECONDS, Child, ProcessCommand, Supervisor
 from legato.launcher.supervision import first_cause, silent
 
@@ -48,7 +48,10 @@ class Follower:
                 if not joining.done():
                     joining.cancel()
                     return None
-                link, assembly = joining.result()
+                try:
+                    link, assembly = joining.result()
+                except ServerStopped:
+                    return None
                 dead = await self._serve(link, assembly, stopping)
                 if stopping.done() or (link.ended.done() and link.ended.result() == STOPPED):
                     return None

@@ -27,7 +27,7 @@ from legato.cluster.identity import comparable_words, difference
 from legato.cluster.layout import RankLayout
 from legato.cluster.secret import ForeignProtocol, WrongKey
 from legato.cluster.tls import LinkTls
-from legato.common.errors import OptionError
+from legato.common.errors import LegatoError, OptionError
 from legato.common.heartbeat import BEAT_SECONDS
 from legato.common.options import LauncherOptions
 from legato.common.throttled_log import ThrottledLog
@@ -40,6 +40,10 @@ STOPPED = "the first machine stops the server"
 
 class NodeRefused(OptionError):
     """The first machine does not want this one."""
+
+
+class ServerStopped(LegatoError):
+    """The first machine ended the server before it started a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,8 @@ class NodeLink:
             return
         self.ended.set_result(STOPPED if kind == FrameKind.STOP else reason)
         if not self.started.done():
-            self.started.set_exception(NodeRefused(reason) if kind == FrameKind.REFUSED else BrokenLink(reason))
+            errors = {FrameKind.REFUSED: NodeRefused, FrameKind.STOP: ServerStopped}
+            self.started.set_exception(errors.get(kind, BrokenLink)(reason))
             self.started.exception()  # need not be asked for
         for task in self._tasks:
             task.cancel()
@@ -210,7 +215,7 @@ class NodeHub:
 
 
 async def join(target: LinkTarget, rank: int, about: dict[str, str]) -> tuple[NodeLink, Assembly]:
-    """To the first machine, for as long as it takes, and until it starts a group. NodeRefused."""
+    """To the first machine, for as long as it takes, and until it starts a group. NodeRefused, ServerStopped."""
     told_at, place = -WAITING_LOG_INTERVAL, f"{target.address}:{target.port}"
     while True:
         problem = ""

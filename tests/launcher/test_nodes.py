@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from legato.cluster.connecting import LinkTarget
-from legato.launcher.nodes import STOPPED, Assembly, NodeHub, NodeLink, NodeRefused, join
+from legato.launcher.nodes import STOPPED, Assembly, NodeHub, NodeLink, NodeRefused, ServerStopped, join
 from tests.integration.processes import free_port
 
 Joining = asyncio.Task[tuple[NodeLink, Assembly]]
@@ -125,6 +125,18 @@ def test_the_end_of_the_server_reaches_all() -> None:
         await gathering.hub.stop()
         assert [await link.ended for link in links] == [STOPPED, STOPPED]
         assert gathering.lost == []
+
+    gathered(test)
+
+
+def test_the_end_of_the_server_reaches_a_machine_that_waits_for_others() -> None:
+    async def test(gathering: Gathering) -> None:
+        waiting = gathering.join(1)
+        while 1 not in gathering.hub._joined:
+            await asyncio.sleep(0.01)
+        await gathering.hub.stop()
+        with pytest.raises(ServerStopped, match=STOPPED):
+            await waiting
 
     gathered(test)
 
