@@ -59,6 +59,11 @@ class ProcessGroup:
             self.children.append(self._supervisor.start(command))
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all run; not between two attempts to start them."""
+        return bool(self.children) and all(child.is_running for child in self.children)
+
+    @property
     def exits(self) -> list[asyncio.Future[int]]:
         return [child.exited for child in self.children]
 
