@@ -270,6 +270,8 @@ class _PipeReader:
             chunk = os.read(self._pipe.fileno(), 1 << 16)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # it ended, and had not read all that it was told
+            chunk = b""
         if not chunk:
             self._close()
             return False

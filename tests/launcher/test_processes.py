@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +42,21 @@ def ended(code: str) -> Child:
 
 def python(code: str, name: str = "child") -> ProcessCommand:
     return ProcessCommand(name, [sys.executable, "-c", code], dict(os.environ))
+
+
+def test_the_end_of_a_child_that_did_not_listen_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel then resets the connection on which it was told how far the start has come."""
+
+    async def body(supervisor: Supervisor) -> None:
+        deaf = [supervisor.start(replace(python("import time; time.sleep(60)"), beats=True)) for _ in range(5)]
+        for child in deaf:
+            child.tell("loading", 0.5)
+            child.kill()
+        await asyncio.wait([child.exited for child in deaf], timeout=8)
+        assert [child.describe_exit()[:27] for child in deaf] == ["child was killed by SIGKILL"] * 5
+
+    supervised(body)
+    assert "Exception in callback" not in caplog.text
 
 
 @pytest.mark.parametrize(
