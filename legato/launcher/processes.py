@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -98,6 +98,10 @@ class Child:
             (self._heart, self._take_beat),
         ]
         self._pipes = [_PipeReader(pipe, take) for pipe, take in takers if pipe is not None]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def is_running(self) -> bool:
@@ -246,6 +250,8 @@ class Supervisor:
     def _reap(self) -> None:
         for child in self.children:
             child.reap()
+        if os.getpid() == 1:
+            reap_adopted({child.pid for child in self.children})
 
 
 class _PipeReader:
@@ -289,6 +295,14 @@ class _PipeReader:
         self._pipe.close()
         if self._rest:
             self._take(self._rest.decode(errors="replace").rstrip())
+
+
+def reap_adopted(own: Set[int]) -> None:
+    """The first process of a container becomes the parent of what its children leave behind, HTTP workers of a router
+    that died for example, and would keep them as zombies. `own` are asked for their exit codes by others."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, 0)
 
 
 def die_with(parent: int) -> Callable[[], None] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import pytest
 
 from legato.launcher.processes import KEPT_LINES, Child, ChildFailed, ProcessCommand, Supervisor
@@ -19,6 +21,7 @@ from legato.launcher.supervision import first_cause
 from tests.stopwatch import Stopwatch
 
 T = TypeVar("T")
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def supervised(body: Callable[[Supervisor], Awaitable[T]]) -> T:
@@ -131,6 +134,27 @@ def is_running(pid: int) -> bool:
 async def until_lines(path: Path, count: int) -> None:
     while not path.exists() or len(path.read_text().splitlines()) < count:
         await asyncio.sleep(0.01)
+
+
+def test_the_first_process_of_a_container_leaves_no_zombies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that dies leaves HTTP workers, which end a moment later and are nobody's children then."""
+    orphaning = "import os, subprocess, sys; subprocess.Popen(['sleep', '0.1'], process_group=0); os._exit(3)"
+    own, become_subreaper = os.getpid(), ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    assert become_subreaper == 0
+    monkeypatch.setattr("legato.launcher.processes.os.getpid", lambda: 1)
+    monkeypatch.setattr("legato.launcher.processes.die_with", lambda parent: None)
+
+    async def body(supervisor: Supervisor) -> Child:
+        child = supervisor.start(python(orphaning))
+        await child.exited
+        while psutil.Process(own).children():
+            await asyncio.sleep(0.01)
+        return child
+
+    try:
+        assert supervised(body).describe_exit() == "child exited with code 3"
+    finally:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:
