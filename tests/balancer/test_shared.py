@@ -44,6 +44,8 @@ from tests.http.asgi import post
 
 KEY = "a-key-of-the-cluster"
 SECONDS = 20.0
+# Bytes of an answer that would delay all others if it were one frame.
+LONG = 32 * WINDOW + 1
 EVENTS = [(b"content-type", b"text/event-stream"), (HEAD_HEADER.encode(), MARKED.encode())]
 
 
@@ -110,6 +112,10 @@ class FakeServer:
                 await self._write(send, piece)
         self.num_written += self.num_at_once
         await self._write(send, b"", more=False)
+
+    async def whole(self, body: bytes, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LONG)]})
+        await self._write(send, bytes(LONG), more=False)
 
     async def silent(self, body: bytes, receive: Receive, send: Send) -> None:
         await self.go_on.wait()
@@ -259,6 +265,17 @@ def test_a_client_that_reads_slowly_stops_its_own_stream_only() -> None:
         await asyncio.sleep(0.05)
         assert server.num_written < 2 * WINDOW
         assert len(await slow.read_all()) == 4 * WINDOW
+
+    serving(test)
+
+
+def test_a_long_answer_leaves_room_for_others() -> None:
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        long = await begin(shared, "/whole")
+        await until(lambda: long._pieces)
+        assert await (await begin(shared, "/echo", b"x")).read_all() == b"x0x1x2"
+        assert sum(map(len, long._pieces)) < 2 * WINDOW
+        assert await long.read_all() == bytes(LONG)
 
     serving(test)
 
