@@ -116,6 +116,23 @@ def test_an_answer_is_passed_on_as_it_is() -> None:
     through([replica], test)
 
 
+@pytest.mark.parametrize(
+    ("method", "answer", "length"),
+    [
+        ("HEAD", b"HTTP/1.1 200 OK\r\ncontent-length: 356\r\n\r\n", "356"),
+        ("OPTIONS", b"HTTP/1.1 204 No Content\r\nallow: POST\r\n\r\n", None),
+        ("GET", b"HTTP/1.1 304 Not Modified\r\n\r\n", None),
+        ("GET", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n", "2"),
+    ],
+)
+def test_an_answer_says_the_length_that_the_replica_says(method: str, answer: bytes, length: str | None) -> None:
+    async def test(balancer: Balancer) -> None:
+        found = await Call(balancer, method, "/info").answer()
+        assert found.headers.get("content-length") == length
+
+    through([FakeReplica([answer, None])], test)
+
+
 def test_a_request_that_one_replica_refuses_goes_to_another() -> None:
     first, second = FakeReplica([BUSY, None]), FakeReplica([OK, None])
 
