@@ -42,8 +42,9 @@ class ClientCall:
     # What ids and seeds are drawn from, on every replica the same.
     number: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
-    # Of what the client has got.
+    # Of what the client has got, and of which model that is.
     marks: list[bytes] = field(default_factory=list)
+    model: tuple[str, str | None] | None = None
 
     @classmethod
     def of(cls, method: str, path: str, target: bytes, headers: Headers, client: str, body: bytes) -> ClientCall:

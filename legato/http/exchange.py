@@ -111,7 +111,7 @@ class ClientConnection:
         if self._gone:
             raise ClientGone
 
-    def when_gone(self, callback: Callable[[], None]) -> None:
+    def when_gone(self, callback: Callable[[], None] | None) -> None:
         self._on_gone = callback
 
     def forget(self) -> None:

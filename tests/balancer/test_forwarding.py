@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -141,6 +142,17 @@ def test_a_request_that_one_replica_refuses_goes_to_another() -> None:
         assert first.heads and len(second.heads) == 4
 
     through([first, second], test)
+
+
+def test_a_stored_response_is_not_missing_because_its_replica_is_busy() -> None:
+    """The replica that has it is not known to a balancer that has been started again."""
+    busy, other = FakeReplica([BUSY, None]), FakeReplica([whole("404 Not Found", b"no such response"), None])
+
+    async def test(balancer: Balancer) -> None:
+        for _ in range(2):
+            assert (await Call(balancer, "GET", "/v1/responses/resp_1").answer()).status == 429
+
+    through([busy, other], test)
 
 
 def test_a_request_that_all_refuse_is_refused() -> None:
@@ -290,6 +302,49 @@ def test_a_client_that_hangs_up_takes_its_request_with_it() -> None:
         assert balancer.replicas.all[0].num_active == 0 and balancer.replicas.all[0].num_losses == 0
 
     through([replica], test)
+
+
+def test_a_client_that_hangs_up_leaves_the_connection_of_a_replica_that_refused_it_to_others() -> None:
+    """It may be in use for another client by then."""
+    replica = FakeReplica([BUSY, None], [OK, None])
+
+    async def test(balancer: Balancer) -> None:
+        _, second = balancer.replicas.all
+        connecting = asyncio.Event()
+
+        async def never(*, fresh: bool = False) -> Any:
+            connecting.set()
+            await asyncio.Event().wait()
+
+        second.pool.take = never  # type: ignore[method-assign]
+        call = Call(balancer, "POST", "/generate", [b"{}"])
+        await connecting.wait()
+        call.hang_up()
+        await asyncio.sleep(0.01)
+        second.is_up = False
+        assert (await ask(balancer, "/generate")).status == 200
+        assert replica.num_connections == 1
+        call.task.cancel()
+
+    through([replica, FakeReplica([OK, None])], test)
+
+
+def test_a_stream_does_not_go_on_with_another_model() -> None:
+    """Its tokens would be other words. A replica may come back with another model, or be a newer version's."""
+    cut = [MARKS, chunk(b":+0=11\ndata: a\n\n")]
+    rest = [MARKS, chunk(b":.0=12/length\ndata: b\n\n"), END, None]
+    other, same = FakeReplica(rest), FakeReplica(rest)
+
+    async def test(balancer: Balancer) -> None:
+        balancer.replicas.all[1].found(state(resumes=True, model_id="other"), healthy=True)
+        assert (await ask(balancer)).body == b"data: a\n\ndata: b\n\n"
+        assert (other.heads, len(same.heads)) == ([], 1)
+        balancer.replicas.all[2].found(state(resumes=True, model_sha="newer"), healthy=True)
+        balancer.replicas.all[0].is_up = True
+        balancer.selection._turns = count()
+        assert b'"error_type":"generation"' in (await ask(balancer)).body
+
+    through([FakeReplica(cut), other, same], test)
 
 
 # ---- who may have how much -------------------------------------------------------------------------------------------
