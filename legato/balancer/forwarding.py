@@ -274,14 +274,14 @@ class Forwarding:
 
         def take(pieces: list[bytes]) -> bool:
             if not is_marked:
-                return write(pieces)
-            data, news = [], []
+                return write(b"".join(pieces))
+            data, news = b"", []
             for piece in pieces:
-                end = piece.find(b"\n") + 1
-                if not (end and piece.startswith(MARKS_MORE)):
+                mark, newline, events = piece.partition(b"\n")
+                if not newline or mark[:2] != MARKS_MORE:
                     return False
-                data.append(piece[end:])
-                news.append(piece[: end - 1])
+                data += events
+                news.append(mark)
             if not write(data):
                 return False
             marks.extend(news)

@@ -18,7 +18,7 @@ class Reply:
     def __init__(self, exchange: Exchange, path: str) -> None:
         self._exchange = exchange
         self._path = path
-        # Writes pieces of a body that has begun, without waiting; False if it could not.
+        # Writes more of a body that has begun, without waiting; False if it could not.
         self.write_at_once = exchange.write_at_once
         self.has_started = False
         # Whether anything of a body went out, and whether all of it did.

@@ -102,10 +102,10 @@ class FakeServer:
     async def long_at_once(self, body: bytes, receive: Receive, send: Send) -> None:
         write = self.write_at_once
         piece = bytes(WINDOW // 16)
-        assert not write([piece]), "the answer has not begun"
+        assert not write(piece), "the answer has not begun"
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(32):
-            if write([piece, piece]):
+            if write(piece + piece):
                 self.num_at_once += 2 * len(piece)
             else:
                 await self._write(send, piece)
@@ -360,10 +360,10 @@ def test_a_server_that_stops_answers_first() -> None:
 def test_a_piece_without_a_mark_ends_its_own_stream_only() -> None:
     """Pieces of all streams arrive at one place, where an exception would close the connection."""
     call = ClientCall.of("POST", "/generate_stream", b"/generate_stream", [], "", b"{}")
-    written: list[list[bytes]] = []
+    written: list[bytes] = []
 
-    def write(pieces: list[bytes]) -> bool:
-        written.append(pieces)
+    def write(data: bytes) -> bool:
+        written.append(data)
         return True
 
     forwarding = object.__new__(Forwarding)
@@ -375,7 +375,7 @@ def test_a_piece_without_a_mark_ends_its_own_stream_only() -> None:
         assert not take([b":+0=1\ndata: 1\n\n", wrong])
     assert (written, call.marks) == ([], [])
     assert take([b":+0=1\ndata: 1\n\n"])
-    assert (written, call.marks) == ([[b"data: 1\n\n"]], [b":+0=1"])
+    assert (written, call.marks) == ([b"data: 1\n\n"], [b":+0=1"])
 
 
 def test_a_replica_that_breaks_a_stream_off_is_not_lost() -> None:

@@ -110,12 +110,12 @@ class LinkedExchange:
         while (self._num_sent > WINDOW or self._connection.is_paused) and not self._is_gone:
             await self._wait()
 
-    def write_at_once(self, pieces: list[bytes]) -> bool:
-        """Writes pieces of an answer that has begun, without a coroutine. False if that has to wait: `send` does."""
+    def write_at_once(self, data: bytes) -> bool:
+        """Writes more of an answer that has begun, without a coroutine. False if that has to wait: `send` does."""
         connection = self._connection
         if self._num_sent > WINDOW or connection.is_paused or self._is_gone or not self._has_started:
             return False
-        self._write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        self._write(data)
         return True
 
     async def fail(self) -> None:
