@@ -139,7 +139,7 @@ class Balancer:
                 self._options.move_timeout,
             )
             await forwarding.run()
-        if call.key and forwarding.status not in (401, 403):
+        if call.method == "POST" and forwarding.status == 200:  # pages and refusals need no key
             self.admission.accepted(call.key)
         return forwarding.status
 

@@ -22,6 +22,8 @@ HOP_BY_HOP = frozenset(
 _NOT_SENT = HOP_BY_HOP | {b"content-length", b"expect"}
 _NOT_RETURNED = HOP_BY_HOP | {b"date"}
 _prefix = HEADER_PREFIX.encode()
+# In place of a key; keys have no spaces.
+SEVERAL_KEYS = b"several keys"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -63,8 +65,10 @@ class ClientCall:
 
     @property
     def key(self) -> bytes:
-        """What it shows as its API key; empty if it shows none."""
-        return next(iter(_keys(self.headers)), b"")
+        """What it shows as its API key, however it is written; empty if it shows none. With several of them nobody
+        knows which the replica accepts: those who do that are one client."""
+        keys = set(_keys(self.headers))
+        return SEVERAL_KEYS if len(keys) > 1 else b"".join(keys)
 
     def encode(self, route_key: str | None) -> tuple[bytes, bytes]:
         """Head and body for a replica, with the tokens that the client has got in front."""
@@ -87,4 +91,6 @@ def returned(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 def _keys(headers: Headers) -> list[bytes]:
-    return [value for name, value in headers if name in (b"authorization", b"x-api-key")]
+    """Without the scheme before them: servers let clients write `Bearer` as they like."""
+    found = (value.split() for name, value in headers if name in (b"authorization", b"x-api-key"))
+    return [words[-1] for words in found if words]

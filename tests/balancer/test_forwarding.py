@@ -370,6 +370,27 @@ def test_one_key_cannot_take_all_places_of_all_replicas() -> None:
         pass
 
 
+def test_a_key_is_known_when_a_replica_has_worked_for_it() -> None:
+    """Pages, preflights and refusals have no need of a valid one, and made-up keys must not push real ones out."""
+
+    async def test(balancer: Balancer) -> None:
+        known = balancer.admission._known
+        for method, path in (("GET", "/ui"), ("OPTIONS", "/generate")):
+            await Call(balancer, method, path, headers={"authorization": "Bearer made-up"}).answer()
+        balancer.replicas.all[0].is_up = False
+        assert (await ask(balancer, headers={"authorization": "Bearer made-up"})).status == 503
+        assert not known
+        balancer.replicas.all[0].is_up = True
+        for name, value in (("authorization", "Bearer k"), ("authorization", "bearer   k "), ("x-api-key", "k")):
+            assert (await ask(balancer, "/generate", {name: value})).status == 200
+        assert list(known) == [b"k"]
+        for number in range(5):
+            await ask(balancer, "/generate", {"authorization": "Bearer k", "x-api-key": f"junk{number}"})
+        assert len(known) == 2, "those who show several keys are one client"
+
+    through([FakeReplica([OK, None])], test)
+
+
 @pytest.mark.parametrize("spec", ["dns:name", "dns::80", "dns:name:port", "srv:name:80", "dns:name:99999"])
 def test_what_cannot_be_discovered_is_refused(spec: str) -> None:
     with pytest.raises(OptionError, match="expected dns:NAME:PORT"):
