@@ -6,7 +6,8 @@ PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Legato</title>
+<title>API – Legato</title>
+<link rel="icon" href="pages/icon.svg">
 <style>
   :root { color-scheme: light dark; --line: #8884; --soft: #8882; --accent: #2a7; }
   body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem; }
@@ -16,7 +17,7 @@ PAGE = """<!doctype html>
   code, pre, textarea { font: 13px/1.45 ui-monospace, monospace; }
   pre, textarea { background: var(--soft); border: 0; border-radius: .3rem; padding: .6rem; width: 100%;
                   box-sizing: border-box; overflow: auto; white-space: pre-wrap; color: inherit; }
-  .method { display: inline-block; width: 3.2rem; font-weight: bold; color: var(--accent); }
+  .method { display: inline-block; min-width: 4.4rem; font-weight: bold; color: var(--accent); }
   table { border-collapse: collapse; width: 100%; font-size: .9rem; }
   td { border-top: 1px solid var(--line); padding: .25rem .5rem .25rem 0; vertical-align: top; }
   button { padding: .3rem 1rem; margin: .4rem 0; }
@@ -25,7 +26,7 @@ PAGE = """<!doctype html>
 <p id="description"></p>
 <p><a href="api-doc/openapi.json">OpenAPI document</a></p>
 <h2>Routes</h2>
-<div id="routes"></div>
+<div id="routes" role="status">Loading the OpenAPI document ...</div>
 <h2>Schemas</h2>
 <div id="schemas"></div>
 <script>
@@ -46,6 +47,7 @@ function prose(tag, text) {
 }
 
 function typeName(schema) {
+  if (!schema) return "any";
   if (schema.$ref) return schema.$ref.split("/").pop();
   if (schema.anyOf) return schema.anyOf.map(typeName).join(" | ");
   if (schema.type === "array") return "[" + typeName(schema.items) + "]";
@@ -109,10 +111,13 @@ function route(method, path, operation) {
 }
 
 async function show() {
-  const api = await (await fetch("api-doc/openapi.json")).json();
+  const response = await fetch("api-doc/openapi.json");
+  if (!response.ok) throw new Error(response.status + " " + response.statusText);
+  const api = await response.json();
   document.getElementById("version").textContent = api.info.version;
   document.getElementById("description").append(prose("span", api.info.description));
   const routes = document.getElementById("routes");
+  routes.textContent = "";
   for (const [path, methods] of Object.entries(api.paths))
     for (const [method, operation] of Object.entries(methods)) routes.append(route(method, path, operation));
   const schemas = document.getElementById("schemas");
@@ -121,7 +126,9 @@ async function show() {
       prose("p", schema.description), fields(schema)));
 }
 
-show();
+show().catch(error => {
+  document.getElementById("routes").textContent = "The OpenAPI document cannot be shown: " + error.message;
+});
 </script>
 </html>
 """

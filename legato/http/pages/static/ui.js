@@ -125,9 +125,12 @@ function addView(message) {
   const box = element("article", { className: `message ${message.role}` },
     element("div", { className: "who" }, element("b", { textContent: name }), note, tools), text, problem);
   list.append(box);
+  list.scrollTop = list.scrollHeight;
+  // Who scrolls up to read is left there.
   const append = (tokens) => {
+    const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
     text.append(...tokens.map(tokenView));
-    list.scrollTop = list.scrollHeight;
+    if (atEnd) list.scrollTop = list.scrollHeight;
   };
   append(message.tokens?.length ? message.tokens : [{ text: message.content, others: [] }]);
   const finish = () => {
