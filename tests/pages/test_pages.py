@@ -217,6 +217,24 @@ def test_who_scrolls_up_during_an_answer_stays_there(server: Launched) -> None:
     browse(test)
 
 
+def test_the_dashboard_of_a_server_that_is_started_again_counts_from_zero(tmp_path: Path, model: Path) -> None:
+    async def test(page: Page) -> None:
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+        with launched(tmp_path / "first", model, "--fake") as first:
+            Client(first.port).post("/generate", {"inputs": "word", "parameters": {"max_new_tokens": 20}})
+            await page.visit(f"http://127.0.0.1:{first.port}/dashboard")
+            await page.until("document.querySelector('#tiles').textContent.includes('20 so far')")
+        await page.until("document.querySelector('#status').textContent.includes('does not answer')")
+        with launched(tmp_path / "second", model, "--fake", f"--port={first.port}"):
+            await page.until("document.querySelector('#status').textContent === 'healthy'")
+            tiles = await page.text("#tiles")
+            assert "0 so far" in tiles and "Requests0" in tiles
+        page.problems.clear()  # the console lists the requests without an answer
+
+    browse(test)
+
+
 def test_a_server_with_keys_asks_for_one(tmp_path: Path, model: Path, screenshots: Path) -> None:
     async def test(page: Page) -> None:
         await page.visit(f"http://127.0.0.1:{keyed.port}/dashboard")

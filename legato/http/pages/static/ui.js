@@ -1,6 +1,6 @@
 // Chats and completions with streaming, sampling controls, and the probabilities of every token.
 
-import { element, find, problemOf, request } from "./common.js";
+import { element, find, problemOf, request, wordsOf } from "./common.js";
 
 const settings = find("#settings");
 const list = find("#messages");
@@ -98,7 +98,7 @@ async function generate() {
     }
   } catch (error) {
     if (error.name === "AbortError") answer.note = "stopped";
-    else answer.error = error.message;
+    else answer.error = wordsOf(error);
   }
   answer.note = [speed(Math.max(count, answer.tokens.length), started, firstAt), answer.note].filter(Boolean).join(", ");
   running = null;
