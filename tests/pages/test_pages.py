@@ -246,6 +246,8 @@ def test_a_server_with_keys_asks_for_one(tmp_path: Path, model: Path, screenshot
         await page.type(KEY)
         await page.press(*ENTER)
         await page.until("document.querySelector('#status').textContent === 'healthy'")
+        await page.visit(f"http://127.0.0.1:{keyed.port}/docs")
+        await page.until("document.querySelectorAll('#routes details').length")
         page.problems.clear()  # the console lists the answers with status 401
 
     with launched(tmp_path, model, "--fake", f"--api-key={KEY}") as keyed:
