@@ -56,6 +56,8 @@ class HostBlockStore:
 
     def _batches(self, blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
         """As many at a time as the buffer holds, sorted by slot: a conversation is evicted from its end."""
+        if not blocks:
+            return
         size, order = len(self._buffer), np.argsort(slots)
         sorted_blocks, sorted_slots = np.array(blocks, dtype=np.int64)[order], np.array(slots)[order].tolist()
         for first in range(0, len(blocks), size):
