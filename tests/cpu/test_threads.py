@@ -18,7 +18,7 @@ def groups(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     own = folder / "own"
-    own.write_text("0::/system/unit\n")
+    own.write_text("4:cpu,cpuacct:/system/unit\n0::/system/unit\n")
     return folder / "cgroup", own
 
 
@@ -35,8 +35,9 @@ def test_a_part_of_a_core_is_rounded_up(tmp_path: Path) -> None:
     assert usable_cores(*groups(tmp_path, {"cpu.max": "150000 100000"})) == min(2, AFFINITY)
 
 
-def test_old_hierarchies_have_limits_too(tmp_path: Path) -> None:
-    files = {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}
+@pytest.mark.parametrize("where", ["cpu", "cpu/system", "cpu/system/unit"])
+def test_old_hierarchies_have_limits_too(tmp_path: Path, where: str) -> None:
+    files = {f"{where}/cpu.cfs_quota_us": "100000", f"{where}/cpu.cfs_period_us": "100000"}
     assert usable_cores(*groups(tmp_path, files)) == 1
 
 
