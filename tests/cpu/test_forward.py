@@ -203,6 +203,16 @@ def test_the_likeliest_token_and_its_log_probability(kernels: Library, tmp_path:
     assert logprobs[3:].isnan().all()
 
 
+def test_a_step_in_which_nothing_is_wanted_computes_keys_and_values(kernels: Library, tmp_path: Path) -> None:
+    host = on_host(load(tiny_llama(tmp_path, **SHAPE)))
+    expected = Sequences(host, [40]).step({0: 40})
+    sequences = Sequences(host, [40])
+    step = prepare(sequences.rows, [sequences.rows.advance(0, 33)], BLOCK_SIZE, torch.float16)
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert host.forward(replace(step, logits_indices=nothing), sequences.cache).shape == (0, SHAPE["hidden_size"])
+    assert torch.equal(sequences.step({0: 7}), expected)
+
+
 class MatrixStart(ctypes.Structure):
     """struct matrix, as far as its blocks"""
 
