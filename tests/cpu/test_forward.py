@@ -213,6 +213,19 @@ def test_a_step_in_which_nothing_is_wanted_computes_keys_and_values(kernels: Lib
     assert torch.equal(sequences.step({0: 7}), expected)
 
 
+def test_calibration_reads_no_positions_beyond_the_last(kernels: Library, tmp_path: Path) -> None:
+    """Of a model for shorter sequences than the calibration's. Behind its table of rotations others' memory begins."""
+    model = load(tiny_llama(tmp_path, **SHAPE, max_position_embeddings=32))
+    rotary = model.rotary  # type: ignore[attr-defined]
+    memory = torch.full((64, rotary.dim), float("nan"))
+    memory[:32] = rotary.cos_sin
+    rotary.cos_sin = memory[:32]
+    host = on_host(model)
+    assert isinstance(host, HostDecoder)
+    assert host.calibrate().isfinite().all()
+    assert Sequences(host, [24]).step({0: 24}).isfinite().all()
+
+
 class MatrixStart(ctypes.Structure):
     """struct matrix, as far as its blocks"""
 
