@@ -11,7 +11,7 @@ from legato.modelfiles.files import ModelFiles
 from legato.models.keys import Keys
 from legato.models.sources import TensorSource
 from legato.quantization.method import DENSE, Method
-from legato.quantization.on_load import ATTENTION_QUANTIZERS, QUANTIZERS
+from legato.quantization.on_load import ATTENTION_QUANTIZERS, QUANTIZERS, SMALL_QUANTIZERS
 from legato.quantization.readers.awq import AwqReader
 from legato.quantization.readers.bitsandbytes import BitsAndBytesReader
 from legato.quantization.readers.compressed_tensors import FORMATS, PACKED, CompressedTensorsReader, TargetGroup
@@ -65,7 +65,12 @@ def on_load(asked: str) -> Method:
             f"--quantize {asked}: the model is not quantized with it (config.json has no quantization_config); "
             f"weights can be quantized on load with {', '.join(QUANTIZERS)}"
         )
-    return Method(asked, quantizer=QUANTIZERS[asked], attention_quantizer=ATTENTION_QUANTIZERS.get(asked))
+    return Method(
+        asked,
+        quantizer=QUANTIZERS[asked],
+        attention_quantizer=ATTENTION_QUANTIZERS.get(asked),
+        small_quantizer=SMALL_QUANTIZERS.get(asked),
+    )
 
 
 def method_name(keys: Keys) -> str:

@@ -274,9 +274,10 @@ class Weights(ExpertMatrices):
         """`transposed` is [in, out] in the file, as GPT-2 has it; without `quantize` what is dense stays dense."""
         if columns is not None and self._is_all([columns], in_features):
             columns = None
+        product_size = in_features * sum(part.out_features for part in parts)
         wanted = [
             MatrixSlice(part.name, part.out_features, in_features, None if self._is_all(part.rows, part.out_features)
-                        else part.rows, columns, part.is_attention)
+                        else part.rows, columns, part.is_attention, product_size)
             for part in parts
         ]  # fmt: skip
         packs = self.packs and quantize

@@ -10,6 +10,10 @@ import torch
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.stored import MatrixSlice, Reader
 
+# Products of fewer weights have the `small_quantizer`. On a GPU starting such a product takes longer than reading its
+# weights, and models that have no larger ones lose most from rounding.
+SMALL_PRODUCT = 1 << 21
+
 
 class Quantizer(Protocol):
     """Quantizes dense matrices on load."""
@@ -30,9 +34,12 @@ class Method:
     reader: Reader | None = None  # of matrices that are quantized in the checkpoint
     quantizer: Quantizer | None = None  # of matrices that are not
     attention_quantizer: Quantizer | None = None  # of those of attention; None: the same
+    small_quantizer: Quantizer | None = None  # of those in products of few weights; None: the same
     has_kv_scales: bool = False  # the checkpoint may have scales for a KV cache of 8 bits
 
     def quantizer_of(self, wanted: MatrixSlice) -> Quantizer | None:
+        if self.small_quantizer and wanted.product_size is not None and wanted.product_size < SMALL_PRODUCT:
+            return self.small_quantizer
         return (wanted.is_attention and self.attention_quantizer) or self.quantizer
 
 

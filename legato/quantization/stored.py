@@ -25,6 +25,7 @@ class MatrixSlice:
     rows: Ranges | None = None  # outputs; None: all
     columns: tuple[int, int] | None = None  # inputs; None: all
     is_attention: bool = False  # queries, keys, values or the output of attention
+    product_size: int | None = None  # weights of all whole matrices that one product stacks; None: not known
 
     def cut(self, dim: int = 0) -> dict[int, Ranges]:
         """The wanted outputs, where they are dimension `dim` of a tensor."""

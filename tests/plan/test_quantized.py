@@ -18,6 +18,7 @@ from legato.models.llama import Llama
 from legato.models.registry import get_model
 from legato.plan.cli import PlanOptions, command_for, make_plan
 from legato.plan.counting import CountedModel
+from legato.quantization import method
 from legato.quantization.on_load import QUANTIZERS
 from tests.quantization.checkpoints import base_model, write_twins
 from tests.quantization.kept import kept_quantized
@@ -85,8 +86,10 @@ def test_widths_that_only_the_tensors_know_are_estimated(base: Path, tmp_path: P
     assert counted == pytest.approx(loaded_bytes(folder, Shard()), rel=0.3)
 
 
+@pytest.mark.parametrize("small", [0, method.SMALL_PRODUCT])
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_weights_quantized_on_load(name: str, base: Path) -> None:
+def test_weights_quantized_on_load(name: str, small: int, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(method, "SMALL_PRODUCT", small)
     files = ModelFiles.open(base)
     counted = CountedModel(files.config(), "float32", files, name).shard_size(1).weights
     assert counted == pytest.approx(loaded_bytes(base, Shard(), name), rel=0.001)

@@ -16,6 +16,7 @@ from legato.kernels.quantized.linear import kernel_for
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import write_shape
 from legato.models.host import HostDecoder
+from legato.quantization import method
 from legato.quantization.host import pack
 from legato.quantization.on_load import QUANTIZERS
 from legato.quantization.operands import operand_of
@@ -141,6 +142,14 @@ def test_a_broken_number_spoils_only_its_group(number: float) -> None:
 INT8, NF4_GROUPS = "int8, scale by row: dequantized on load", "nf4, groups of 32: dequantized on load"
 
 
+def layers_of(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> dict[str, int]:
+    """As the log counts them."""
+    with caplog.at_level("INFO"):
+        load(ModelFiles.open(folder), ServerOptions(device="cpu", dtype="float32", quantize=name))
+    (record,) = [record for record in caplog.records if record.message == "Quantized weights"]
+    return record.fields["layers"]
+
+
 @pytest.mark.parametrize(
     ("model", "layers"),
     [
@@ -153,10 +162,44 @@ def test_attention_has_8_bits_beside_tables(
     model: str, layers: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     MODELS[model](tmp_path)
-    with caplog.at_level("INFO"):
-        load(ModelFiles.open(tmp_path), ServerOptions(device="cpu", dtype="float32", quantize="bitsandbytes-nf4"))
-    (record,) = [record for record in caplog.records if record.message == "Quantized weights"]
-    assert record.fields["layers"] == layers
+    assert layers_of(tmp_path, "bitsandbytes-nf4", caplog) == layers
+
+
+FP8, INT4 = "fp8, scale by row: dequantized on load", "4-bit integers, groups of {}: dequantized on load"
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("fp8", {INT8: 2 * 5, FP8: 2 * 2}),
+        ("bitsandbytes-nf4", {INT8: 2 * 5, NF4_GROUPS: 2 * 2}),
+        (
+            "int4",
+            {
+                f"4-bit integers, groups of {size}: dequantized on load": 2 * count
+                for size, count in ((64, 6), (128, 1))
+            },
+        ),
+    ],
+)
+def test_products_of_few_weights_are_int8(
+    name: str, layers: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one product stacks counts together: down has as many weights as queries, keys and values, gate and up have
+    twice as many."""
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+    tiny_llama(tmp_path, num_hidden_layers=2, **sizes)
+    monkeypatch.setattr(method, "SMALL_PRODUCT", 64 * 128 + 1)
+    assert layers_of(tmp_path, name, caplog) == layers
+
+
+def test_experts_are_never_small(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are many."""
+    tiny_mixtral(tmp_path)
+    monkeypatch.setattr(method, "SMALL_PRODUCT", 1 << 21)
+    assert layers_of(tmp_path, "fp8", caplog) == {INT8: 3 * 4, FP8: 3 * 3 * 5}
 
 
 # One method of each kind for every model, and every method for a model, for experts, and for an encoder.
@@ -220,13 +263,12 @@ def test_a_gguf_file_is_quantized_as_asked_and_stays_as_it_is_otherwise(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = ModelFiles.open(write_dummy_gguf("tiny", tmp_path / "tiny"))
-    for asked, method in ((None, "gguf"), ("bitsandbytes-nf4", "bitsandbytes-nf4")):
+    for asked, expected in ((None, "gguf"), ("bitsandbytes-nf4", "bitsandbytes-nf4")):
         caplog.clear()
         with caplog.at_level("INFO"):
             load(files, ServerOptions(device="cpu", quantize=asked))
-        assert [record.fields["method"] for record in caplog.records if record.message == "Quantized weights"] == [
-            method
-        ]
+        records = [record for record in caplog.records if record.message == "Quantized weights"]
+        assert [record.fields["method"] for record in records] == [expected]
 
 
 @pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
