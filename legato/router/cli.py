@@ -200,8 +200,8 @@ def reduction_warnings(options: RouterOptions, found: pb.WarmupResponse) -> Iter
     total, longest = found.max_total_tokens, found.max_input_tokens
     if (options.max_total_tokens or 0) > total:
         yield (
-            f"--max-total-tokens {options.max_total_tokens} exceeds the model's {total} positions: sequences are limited"
-            f" to {total} tokens; --rope-scaling and --rope-factor extend models with rotary embeddings"
+            f"--max-total-tokens {options.max_total_tokens} exceeds the model's {total} positions: sequences are"
+            f" limited to {total} tokens; --rope-scaling and --rope-factor extend models with rotary embeddings"
         )
     if (options.max_input_tokens or 0) > longest:
         yield (
