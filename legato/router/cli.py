@@ -8,7 +8,7 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,8 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
         )
     )
     scheduler = Scheduler(scheduler_limits(found, info, options, sizes, step_tokens))
+    for warning in reduction_warnings(options, found):
+        logger.warning(warning)
     if longest_input is not None and longest_input < found.max_input_tokens:
         logger.warning(
             "Prompts are limited to %d tokens: this model computes a prompt in one step; "
@@ -192,6 +194,21 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
         },
     )
     return scheduler, limits
+
+
+def reduction_warnings(options: RouterOptions, found: pb.WarmupResponse) -> Iterator[str]:
+    """Which of the limits that were asked for are larger than what the shards allow."""
+    total, longest = found.max_total_tokens, found.max_input_tokens
+    if (options.max_total_tokens or 0) > total:
+        yield (
+            f"--max-total-tokens {options.max_total_tokens} exceeds the model's {total} positions: sequences are"
+            f" limited to {total} tokens; --rope-scaling and --rope-factor extend models with rotary embeddings"
+        )
+    if (options.max_input_tokens or 0) > longest:
+        yield (
+            f"--max-input-tokens {options.max_input_tokens} leaves no token to generate: prompt and generated text"
+            f" together have at most {total} tokens, so prompts are limited to {longest}"
+        )
 
 
 def scheduler_limits(
