@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -34,6 +35,8 @@ def discard(stream: TextIO) -> None:
 def exit_now(reason: str, code: int = 1) -> NoReturn:
     """Without the ordinary exit, which would wait for threads that may never end."""
     with suppress(OSError, ValueError):
+        for handler in logging.getLogger().handlers:
+            handler.flush()
         sys.stdout.flush()
     report(f"error: {reason}")
     os._exit(code)

@@ -1,20 +1,26 @@
 """Where log lines go if somebody reads them as they are written: a pipe, a terminal or a socket.
 
-Such a reader may stop (Ctrl-S, a pager, a log driver that hangs), and a write would then wait for ever, and with it the
-server. Here a line waits for a moment; after that, lines are dropped and counted until the reader goes on.
+Such a reader may be slow or stop (Ctrl-S, a pager, a log driver that hangs), and a write would then wait for it, and
+with it the server. Here lines are kept until the reader takes them, up to `BACKLOG`; then they are dropped and counted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
-# Seconds that lines may wait for their reader, within so many seconds.
+# Bytes of lines that the reader has not taken, and seconds until it is tried again.
+BACKLOG = 1 << 20
+RETRY_SECONDS = 0.05
+# Seconds that a thread without an event loop may wait for the reader within so many seconds: it has no later time.
 PATIENCE = 0.2
 WINDOW = 10.0
 
@@ -23,7 +29,7 @@ Write = Callable[[bytes], int]
 
 
 class LogStream:
-    """What `logging.StreamHandler` needs of a text stream."""
+    """What `logging.StreamHandler`, which locks it, needs of a text stream."""
 
     def __init__(self, fd: int, write: Write) -> None:
         self.num_lost = 0
@@ -31,24 +37,26 @@ class LogStream:
         self._write = write
         self._reader = select.poll()
         self._reader.register(fd, select.POLLOUT)
-        # The end of the line that was written last; it is completed before another one begins.
-        self._rest = b""
+        self._backlog = bytearray()
+        # The event loop that tries again in a moment, whose thread may not be the one that logs.
+        self._retries_on: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
         self._patience = PATIENCE
         self._window_began = time.monotonic()
 
     def write(self, text: str) -> int:
-        """OSError if the reader is gone."""
-        if self._rest:
-            self._push()
-        if self._rest:
-            self.num_lost += 1
-        else:
-            self._rest = text.encode(errors="backslashreplace")
-            self._push()
+        """To be followed by `flush`, which writes it."""
+        with self._lock:
+            if len(self._backlog) < BACKLOG:
+                self._backlog += text.encode(errors="backslashreplace")
+            else:
+                self.num_lost += 1
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is buffered but the rest of a line that nobody takes."""
+        """Write as much as the reader takes now; the rest later. OSError if there is no reader any more."""
+        with self._lock:
+            self._push()
 
     def isatty(self) -> bool:
         return os.isatty(self._fd)
@@ -56,28 +64,41 @@ class LogStream:
     @property
     def is_taken(self) -> bool:
         """Whether somebody read what was written."""
-        return not self._rest
+        return not self._backlog
 
     def _push(self) -> None:
         try:
-            while self._rest:
+            while self._backlog:
                 try:
-                    self._rest = self._rest[self._write(self._rest) :]
+                    # Whole lines that a pipe takes as a whole: other processes write to it, too.
+                    end = self._backlog.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
+                    del self._backlog[: self._write(bytes(self._backlog[:end]))]
                 except BlockingIOError:
                     if not self._wait():
                         return
         except OSError:
-            self._rest = b""
+            self._backlog.clear()
             raise
 
     def _wait(self) -> bool:
-        """For the reader; whether it is worth another try."""
+        """For the reader, unless there is an event loop, which tries again. Whether it is worth another try now."""
+        with suppress(RuntimeError):  # there is none
+            loop = asyncio.get_running_loop()
+            if self._retries_on is not loop:
+                self._retries_on = loop
+                loop.call_later(RETRY_SECONDS, self._flush_again)
+            return False
         began = time.monotonic()
         if began - self._window_began > WINDOW:
             self._patience, self._window_began = PATIENCE, began
         found = self._reader.poll(self._patience * 1000) if self._patience > 0 else []
         self._patience -= time.monotonic() - began
         return bool(found)
+
+    def _flush_again(self) -> None:
+        self._retries_on = None
+        with suppress(OSError):
+            self.flush()
 
 
 def log_stream(stream: TextIO) -> LogStream | TextIO:

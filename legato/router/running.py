@@ -77,6 +77,8 @@ class RouterProcess:
         # before the stream to the shards is open is lost, and with it all that follow.
         steps = asyncio.create_task(self._steps.run(self._recover))
         self._end_requests = steps.cancel
+        # And this: a worker that hangs while others serve would keep the server from ever being ready.
+        health = asyncio.create_task(self._health.run())
         await self._workers.serve(lambda worker, number: self._attach(worker, number, grace))
         url = browser_url(listeners.host, listeners.port, tls=self._settings.ssl_certfile is not None)
         fields = {"model": self._settings.model_id, "address": url, "docs": f"{url}/docs"}
@@ -85,7 +87,6 @@ class RouterProcess:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         watch = asyncio.create_task(self._workers.watch())
-        health = asyncio.create_task(self._health.run())
         trimming = asyncio.create_task(IdleMemory(self._steps).run())
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait([steps, watch, health, stopping], return_when=asyncio.FIRST_COMPLETED)

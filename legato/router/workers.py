@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 MAX_UNREAD = 64 << 20
 # Seconds for workers to say what they have counted. Of one that is busy for longer, the last report counts.
 REPORT_PATIENCE = 1.0
-# Seconds for all workers to load, and to begin to serve. Later they are watched by their answers (`monitoring/health`).
-START_PATIENCE = 120.0
+# Seconds for which a worker may be silent until all have loaded. Later `monitoring/health` watches them.
+START_SILENCE = 30.0
+ASK_SECONDS = 1.0
 # Seconds for a process to end once it has closed its link.
 EXIT_PATIENCE = 5.0
 
@@ -74,6 +75,12 @@ class WorkerProcess:
     def serve(self, make_port: Callable[[Callable[[msgspec.Struct], None]], Port], serve: msg.Serve) -> None:
         self._port = make_port(self._link.send)
         self._link.send(serve)
+
+    def ask(self, now: float) -> None:
+        """For a sign of life, also while it loads."""
+        self._link.send(msg.AskFigures())
+        if self._asked_at is None:
+            self._asked_at = now
 
     async def report(self) -> None:
         """Until `figures` are new."""
@@ -130,7 +137,7 @@ class WorkerProcess:
             case msg.Failed(failure):
                 self._failure = failure
             case msg.Report(figures):
-                self.figures = figures
+                self.figures, self._asked_at = figures, None
                 self._reported.set()
             case _:
                 assert self._port is not None, "client messages come after Serve"
@@ -177,14 +184,16 @@ class Workers:
     async def _all(self, steps: list[asyncio.Future[None]]) -> None:
         exits = [asyncio.ensure_future(worker.exit()) for worker in self._workers]
         waiting: set[asyncio.Future[Any]] = set(steps)
-        deadline = time.monotonic() + START_PATIENCE
-        while waiting and (left := deadline - time.monotonic()) > 0 and not any(each.done() for each in exits):
-            done, _ = await asyncio.wait([*waiting, *exits], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        hung: list[WorkerProcess] = []
+        while waiting and not hung and not any(each.done() for each in exits):
+            done, _ = await asyncio.wait([*waiting, *exits], timeout=ASK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             waiting -= done
+            hung = [worker for worker in self._workers if worker.is_hung(time.monotonic(), START_SILENCE)]
+            for worker in self._workers:
+                worker.ask(time.monotonic())
         ended = [each.result() for each in exits if each.done()]
-        late = [worker.number for worker, step in zip(self._workers, steps, strict=True) if not step.done()]
-        if late and not ended:
-            ended = [f"HTTP worker {late[0]} did not start within {START_PATIENCE:g} s"]
+        if hung and not ended:
+            ended = [f"HTTP worker {hung[0].number} gave no sign of life for {START_SILENCE:g} s while it started"]
         unfinished: list[asyncio.Future[Any]] = [*steps, *exits]
         for each in unfinished:
             each.cancel()

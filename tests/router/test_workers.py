@@ -375,6 +375,11 @@ class DyingWorker:
         self.loaded.set_result(None)
         self.serving.set_result(None)
 
+    def ask(self, now: float) -> None: ...
+
+    def is_hung(self, now: float, timeout: float) -> bool:
+        return False
+
     async def exit(self) -> str:
         await asyncio.sleep(0.01)
         return f"HTTP worker {self.number} was killed by SIGKILL"
@@ -407,13 +412,14 @@ def test_a_worker_that_hangs_while_it_loads_is_named(monkeypatch: pytest.MonkeyP
         await worker._link.open(worker._connection)
 
     monkeypatch.setattr(WorkerProcess, "load", stop)
-    monkeypatch.setattr(router_workers, "START_PATIENCE", 0.2)
+    monkeypatch.setattr(router_workers, "START_SILENCE", 0.2)
+    monkeypatch.setattr(router_workers, "ASK_SECONDS", 0.1)
 
     async def main() -> None:
         listeners = Listeners("127.0.0.1", 0, 1)
         workers = Workers(msg.WorkerSetup("info", True, "", None, 1000), listeners.sockets)
         try:
-            with pytest.raises(WorkerFailed, match=r"HTTP worker 0 did not start within 0\.2 s"):
+            with pytest.raises(WorkerFailed, match=r"HTTP worker 0 gave no sign of life for 0\.2 s"):
                 await asyncio.wait_for(workers.load(), 10)
         finally:
             workers.kill()
