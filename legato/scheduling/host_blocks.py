@@ -43,17 +43,15 @@ class HostBlocks:
         if not self._is_used:
             return
         digest = digest_of(node)
-        slot = self._take(digest)
+        slot = self._slots.pop(digest, None)
+        if slot is None:
+            slot = self._returned.pop(digest, None)
         if slot is None:
             slot = self._free.pop() if self._free else self._forget_oldest()
             if slot is None:
                 return
             self._out[digest] = (node.block, slot)
         self._slots[digest] = slot
-
-    def _take(self, digest: Digest) -> int | None:
-        slot = self._slots.pop(digest, None)
-        return self._returned.pop(digest, None) if slot is None else slot
 
     def _forget_oldest(self) -> int | None:
         oldest = self._returned or self._slots
@@ -68,24 +66,21 @@ class HostBlocks:
         found: list[Digest] = []
         if not len(self) or num_found >= max_blocks:
             return found
-        digest, size = digest_of(node), self._key_bytes
+        digest, size, slots, returned, out = digest_of(node), self._key_bytes, self._slots, self._returned, self._out
         for start in range(num_found * size, max_blocks * size, size):
             digest = _digest(digest, tokens[start : start + size])
-            is_there = digest in self._slots or digest in self._returned
-            if not is_there or digest in self._out:  # what is on its way out is not there yet
+            # What is on its way out is not there yet.
+            if not (digest in slots or digest in returned) or digest in out:
                 break
             found.append(digest)
         return found
 
     def reserve(self, found: Sequence[Digest]) -> list[int]:
         """Slots that no eviction may take while room is made for their blocks."""
-        slots: list[int] = []
-        for digest in found:
-            slot = self._take(digest)
-            assert slot is not None, "it has just been found"
-            self._read[digest] = slot
-            slots.append(slot)
-        return slots
+        slots, returned = self._slots, self._returned
+        taken = [slots.pop(digest) if digest in slots else returned.pop(digest) for digest in found]
+        self._read.update(zip(found, taken, strict=True))
+        return taken
 
     def add_copies_in(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         self._in += zip(slots, blocks, strict=True)

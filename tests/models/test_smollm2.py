@@ -108,7 +108,7 @@ def test_tokens_at_every_border_up_to_its_own_limit(model: CausalModel, oracle: 
         past = oracle(torch.tensor([text]), logits_to_keep=1).past_key_values
         for length in sorted(lengths, reverse=True):
             answer = server.run([GenerationRequest(length, text[:length], NEW_TOKENS, ignore_eos=True)])[length]
-            past.crop(length - 1)
+            past.crop(length - 1 - past.get_seq_length())
             scores = oracle(torch.tensor([[text[length - 1], *answer[:-1]]]), past_key_values=past).logits[0]
             chosen = scores.gather(1, torch.tensor(answer)[:, None])[:, 0]
             assert bool((scores.amax(1) - chosen < 1e-3).all()), f"{length} tokens"
