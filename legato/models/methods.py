@@ -11,7 +11,7 @@ from legato.modelfiles.files import ModelFiles
 from legato.models.keys import Keys
 from legato.models.sources import TensorSource
 from legato.quantization.method import DENSE, Method
-from legato.quantization.on_load import ATTENTION_QUANTIZERS, QUANTIZERS, SMALL_QUANTIZERS
+from legato.quantization.on_load import PRECISE_QUANTIZERS, QUANTIZERS, SMALL_QUANTIZERS
 from legato.quantization.readers.awq import AwqReader
 from legato.quantization.readers.bitsandbytes import BitsAndBytesReader
 from legato.quantization.readers.compressed_tensors import FORMATS, PACKED, CompressedTensorsReader, TargetGroup
@@ -68,7 +68,7 @@ def on_load(asked: str) -> Method:
     return Method(
         asked,
         quantizer=QUANTIZERS[asked],
-        attention_quantizer=ATTENTION_QUANTIZERS.get(asked),
+        precise_quantizer=PRECISE_QUANTIZERS.get(asked),
         small_quantizer=SMALL_QUANTIZERS.get(asked),
     )
 

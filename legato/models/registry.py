@@ -165,6 +165,7 @@ def get_model(
     architecture = architecture_for(config.model_type)
     if dummy:
         method = DENSE if quantize is None else on_load(quantize)
+        method = replace(method, num_layers=config.num_layers)
         made = DummyWeights(dtype, device, shard, method, packs)
         built: CausalModel = architecture(config, made)
         check_stages(built, made.shard)
@@ -173,7 +174,7 @@ def get_model(
         keep_fp8_copies(made.quantized, fp8_copy_fraction)
         return built
     source = open_source(files)
-    method = find_method(files, source, quantize)
+    method = replace(find_method(files, source, quantize), num_layers=config.num_layers)
     gguf = _gguf_reader(source, device, shard, packs) if quantize is None else None
     if gguf is not None:
         method = replace(method, name="gguf", reader=gguf)

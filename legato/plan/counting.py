@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -288,10 +288,11 @@ class CountedModel:
         return None if kv_shape == model.kv_shape else str(kv_shape.dtype).removeprefix("torch.")
 
     def _build(self, shard: Shard) -> tuple[CausalModel, CountingWeights]:
-        weights = CountingWeights(
-            self._stored, getattr(torch, self._dtype), shard, self._method, self._device_kind, self._packs
-        )
         config = ModelConfig.from_hf(self._config)
+        method = replace(self._method, num_layers=config.num_layers)
+        weights = CountingWeights(
+            self._stored, getattr(torch, self._dtype), shard, method, self._device_kind, self._packs
+        )
         try:
             model: CausalModel = architecture_for(config.model_type)(config, weights)
         except ModelFileError as error:

@@ -13,9 +13,12 @@ from legato.common.options import ServerOptions
 from legato.cpu.library import library
 from legato.kernels.device import GpuLimits
 from legato.kernels.quantized.linear import kernel_for
+from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.shapes import write_shape
+from legato.models.config import ModelConfig
 from legato.models.host import HostDecoder
+from legato.models.registry import get_model
 from legato.quantization import method
 from legato.quantization.host import pack
 from legato.quantization.on_load import QUANTIZERS
@@ -153,12 +156,13 @@ def layers_of(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> dict
 @pytest.mark.parametrize(
     ("model", "layers"),
     [
-        ("llama", {INT8: 2 * 4, NF4_GROUPS: 2 * 3}),
+        ("llama", {INT8: 2 * 4 + 3, NF4_GROUPS: 3}),
         ("mixtral", {INT8: 3 * 4, NF4_GROUPS: 3 * 3 * 5}),
-        ("t5", {INT8: 2 * 4 + 3 * 8, NF4_GROUPS: (2 + 3) * 2}),
+        # The last one is counted in the encoder, which has two layers; published decoders have as many.
+        ("t5", {INT8: 2 * 4 + 3 * 8 + 2 * 2, NF4_GROUPS: (1 + 2) * 2}),
     ],
 )
-def test_attention_has_8_bits_beside_tables(
+def test_attention_and_the_last_layer_have_8_bits_beside_tables(
     model: str, layers: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     MODELS[model](tmp_path)
@@ -172,7 +176,7 @@ FP8, INT4 = "fp8, scale by row: dequantized on load", "4-bit integers, groups of
     ("name", "layers"),
     [
         ("fp8", {INT8: 2 * 5, FP8: 2 * 2}),
-        ("bitsandbytes-nf4", {INT8: 2 * 5, NF4_GROUPS: 2 * 2}),
+        ("bitsandbytes-nf4", {INT8: 2 * 5 + 2, NF4_GROUPS: 2}),
         (
             "int4",
             {
@@ -191,6 +195,18 @@ def test_products_of_few_weights_are_int8(
     tiny_llama(tmp_path, num_hidden_layers=2, **sizes)
     monkeypatch.setattr(method, "SMALL_PRODUCT", 64 * 128 + 1)
     assert layers_of(tmp_path, name, caplog) == layers
+
+
+def test_each_shard_counts_the_weights_of_the_whole_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama(tmp_path, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+    monkeypatch.setattr(method, "SMALL_PRODUCT", 64 * 256)  # gate and up together, of which a shard has half
+    files = ModelFiles.open(tmp_path)
+    config = ModelConfig.from_hf(files.config())
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        with kept_quantized():
+            model = get_model(files, config, torch.float32, torch.device("cpu"), shard=shard, quantize="fp8")
+        found = [layer.mlp.gate_up.weight.matrix.kind for layer in model.layers]
+        assert found == ["fp8, scale by row"] * 3
 
 
 def test_experts_are_never_small(
@@ -240,14 +256,14 @@ def test_the_log_says_the_method_and_what_multiplies(tmp_path: Path, caplog: pyt
         load(ModelFiles.open(tmp_path), ServerOptions(device="cpu", dtype="float32", quantize="bitsandbytes-nf4"))
     (record,) = [record for record in caplog.records if record.message == "Quantized weights"]
     assert record.fields["method"] == "bitsandbytes-nf4"
-    assert record.fields["layers"] == {"int8, scale by row: torch": 4, "nf4, groups of 32: torch": 4}
+    assert record.fields["layers"] == {"int8, scale by row: torch": 6, "nf4, groups of 32: torch": 2}
     caplog.clear()
     with caplog.at_level("INFO"):
         load(ModelFiles.open(tmp_path), ServerOptions(device="cpu", dtype="float32", quantize="bitsandbytes-nf4"))
     (record,) = [record for record in caplog.records if record.message == "Quantized weights"]
     assert record.fields["layers"] == {
-        "int8, scale by row: dequantized on load": 8,
-        "nf4, groups of 32: dequantized on load": 6,
+        "int8, scale by row: dequantized on load": 11,
+        "nf4, groups of 32: dequantized on load": 3,
     }
 
 
