@@ -53,15 +53,15 @@ serve: install ## serve the default model on port 3000
 test: setup ## run everything that CI runs
 	OMP_NUM_THREADS=1 $(MAKE) -j3 unit-processes unit-models unit-texts unit-engine types lint imports
 
-lint: setup
+lint: setup ## check rules and format (ruff), and the Dockerfile (hadolint)
 	$(BIN)/ruff check legato tests examples docker
 	$(BIN)/ruff format --check legato tests examples docker
 	$(BIN)/hadolint Dockerfile
 
-types: setup
+types: setup ## check types (mypy, strict)
 	$(BIN)/mypy
 
-imports: setup
+imports: setup ## check the layers of pyproject.toml (import-linter)
 	$(BIN)/lint-imports
 
 MODELS := tests/cpu tests/kernels tests/models tests/quantization tests/sampling
@@ -70,18 +70,18 @@ ENGINE := tests/server tests/client tests/doctor tests/examples tests/plan tests
 TEXTS := tests/api tests/chat tests/docgen tests/fuzz tests/http tests/modelfiles tests/scheduling tests/simulation \
 	tests/telemetry tests/text tests/vision
 
-unit: unit-models unit-engine unit-texts unit-processes
+unit: unit-models unit-engine unit-texts unit-processes ## run all tests of `make test`: the four targets below
 
-unit-models: setup
+unit-models: setup ## test kernels, models, quantization and sampling
 	$(BIN)/pytest $(MODELS)
 
-unit-engine: setup
+unit-engine: setup ## test the engine, grammars, `legato plan`, `legato doctor`, clients and examples
 	$(BIN)/pytest $(ENGINE)
 
-unit-texts: setup
+unit-texts: setup ## test tokenizers, templates, tools, the scheduler, routes and images
 	$(BIN)/pytest $(TEXTS)
 
-unit-processes: setup
+unit-processes: setup ## run all other tests: launcher, router, real processes, faults, benchmarks
 	$(BIN)/pytest $(MODELS:%=--ignore=%) $(ENGINE:%=--ignore=%) $(TEXTS:%=--ignore=%)
 
 test-models: setup ## run the tests that need real weights, downloaded once

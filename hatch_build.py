@@ -18,7 +18,7 @@ class KernelBuildHook(BuildHookInterface):
         script = runpy.run_path(str(Path(self.root) / "legato" / "cpu" / "build.py"))
         self.app.display_info(script["build"]())
         library: Path = script["LIBRARY"]
-        if version != "editable" and library.exists():
+        if version != "editable" and script["is_current"]():
             build_data["artifacts"].append(str(library.relative_to(self.root)))
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

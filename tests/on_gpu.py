@@ -29,6 +29,7 @@ PLACES = (
     "server/test_kv_cache_dtype.py",
     "server/test_disable_custom_kernels.py",
     "models/test_bf16_on_gpu.py",
+    "models/test_states.py",
     "lora/test_many.py",
 )
 

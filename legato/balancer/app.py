@@ -88,9 +88,10 @@ class Balancer:
         """Whether it was one of our own routes."""
         now = self._loop.time()
         if path in HEALTH:
-            if not self.replicas.available(now):
-                raise NoReplica("no replica is ready")
-            await reply.respond(200, [(b"content-type", JSON)], b'{"ready":true}' if path != "/health" else b"")
+            if self.replicas.available(now):
+                await reply.respond(200, [(b"content-type", JSON)], b'{"ready":true}' if path != "/health" else b"")
+            else:
+                await reply.fail(NoReplica("no replica is ready"))
         elif path == "/livez":
             await reply.respond(200, [(b"content-type", JSON)], b'{"live":true}')
         elif path == "/metrics":
@@ -138,7 +139,7 @@ class Balancer:
                 self._options.move_timeout,
             )
             await forwarding.run()
-        if call.key and forwarding.status not in (401, 403):
+        if call.method == "POST" and forwarding.status == 200:  # pages and refusals need no key
             self.admission.accepted(call.key)
         return forwarding.status
 

@@ -22,6 +22,8 @@ HOP_BY_HOP = frozenset(
 _NOT_SENT = HOP_BY_HOP | {b"content-length", b"expect"}
 _NOT_RETURNED = HOP_BY_HOP | {b"date"}
 _prefix = HEADER_PREFIX.encode()
+# In place of a key; keys have no spaces.
+SEVERAL_KEYS = b"several keys"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -42,8 +44,9 @@ class ClientCall:
     # What ids and seeds are drawn from, on every replica the same.
     number: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
-    # Of what the client has got.
+    # Of what the client has got, and of which model that is.
     marks: list[bytes] = field(default_factory=list)
+    model: tuple[str, str | None] | None = None
 
     @classmethod
     def of(cls, method: str, path: str, target: bytes, headers: Headers, client: str, body: bytes) -> ClientCall:
@@ -62,8 +65,10 @@ class ClientCall:
 
     @property
     def key(self) -> bytes:
-        """What it shows as its API key; empty if it shows none."""
-        return next(iter(_keys(self.headers)), b"")
+        """What it shows as its API key, however it is written; empty if it shows none. With several of them nobody
+        knows which the replica accepts: those who do that are one client."""
+        keys = set(_keys(self.headers))
+        return SEVERAL_KEYS if len(keys) > 1 else b"".join(keys)
 
     def encode(self, route_key: str | None) -> tuple[bytes, bytes]:
         """Head and body for a replica, with the tokens that the client has got in front."""
@@ -86,4 +91,6 @@ def returned(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 def _keys(headers: Headers) -> list[bytes]:
-    return [value for name, value in headers if name in (b"authorization", b"x-api-key")]
+    """Without the scheme before them: servers let clients write `Bearer` as they like."""
+    found = (value.split() for name, value in headers if name in (b"authorization", b"x-api-key"))
+    return [words[-1] for words in found if words]

@@ -150,6 +150,7 @@ class Forwarding:
                 replica.first_token(num_tokens)
             replica.end()
             if answer is not None:
+                self._client.when_gone(None)  # its connection may have another client's request next
                 answer.release()
 
     async def _sent(self, replica: Replica) -> ReplicaAnswer:
@@ -205,7 +206,8 @@ class Forwarding:
             return await self._pass_events(replica, answer, is_marked=route == _marked)
         body = await answer.read_all()
         if status in (429, 503) or route == _lost or (status == 404 and self._is_elsewhere):
-            self._refusal = (status, headers, body)
+            if status != 404 or self._refusal is None:  # it may be the one that is too busy which has the response
+                self._refusal = (status, headers, body)
             if route == _lost:
                 self._num_losses += 1
             return Outcome.REFUSED
@@ -224,6 +226,7 @@ class Forwarding:
 
     async def _pass_events(self, replica: Replica, answer: ReplicaAnswer, *, is_marked: bool) -> Outcome:
         marks, reply = self._call.marks, self._reply
+        self._call.model = replica.model
         await reply.start(answer.status, answer.headers)
         is_first, self._last_words = True, b""
         while pieces := await answer.read():
@@ -271,14 +274,14 @@ class Forwarding:
 
         def take(pieces: list[bytes]) -> bool:
             if not is_marked:
-                return write(pieces)
-            data, news = [], []
+                return write(b"".join(pieces))
+            data, news = b"", []
             for piece in pieces:
-                end = piece.find(b"\n") + 1
-                if not (end and piece.startswith(MARKS_MORE)):
+                mark, newline, events = piece.partition(b"\n")
+                if not newline or mark[:2] != MARKS_MORE:
                     return False
-                data.append(piece[end:])
-                news.append(piece[: end - 1])
+                data += events
+                news.append(mark)
             if not write(data):
                 return False
             marks.extend(news)

@@ -82,6 +82,11 @@ class Replica:
         return self.is_up and not self.is_draining and now >= self._paused_until
 
     @property
+    def model(self) -> tuple[str, str | None] | None:
+        """Of which its tokens are."""
+        return None if self.state is None else (self.state.model_id, self.state.model_sha)
+
+    @property
     def load(self) -> Load:
         state = self.state
         return Load(
@@ -163,6 +168,9 @@ class ReplicaSet:
 
     def __len__(self) -> int:
         return len(self._replicas)
+
+    def __contains__(self, replica: Replica | None) -> bool:
+        return replica is not None and self._replicas.get(replica.url) is replica
 
     @property
     def all(self) -> list[Replica]:

@@ -10,13 +10,15 @@ from legato.http.routes.anthropic import errors as anthropic_errors
 from legato.http.routes.openai import errors as openai_errors
 
 OPENAI_PREFIX = "/v1/"
+# Statuses whose answers have no body, and no length of one.
+WITHOUT_BODY = (204, 304)
 
 
 class Reply:
     def __init__(self, exchange: Exchange, path: str) -> None:
         self._exchange = exchange
         self._path = path
-        # Writes pieces of a body that has begun, without waiting; False if it could not.
+        # Writes more of a body that has begun, without waiting; False if it could not.
         self.write_at_once = exchange.write_at_once
         self.has_started = False
         # Whether anything of a body went out, and whether all of it did.
@@ -39,9 +41,10 @@ class Reply:
             await self._exchange.end(data)
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """A whole answer."""
-        kept = [(name, value) for name, value in headers if name != b"content-length"]
-        await self.start(status, [*kept, (b"content-length", b"%d" % len(body))])
+        """A whole answer. To HEAD, `headers` have the length of what GET would answer."""
+        if status not in WITHOUT_BODY and all(name != b"content-length" for name, _ in headers):
+            headers = [*headers, (b"content-length", b"%d" % len(body))]
+        await self.start(status, headers)
         await self.end(body)
 
     async def fail(self, error: RequestError) -> None:

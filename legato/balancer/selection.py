@@ -29,15 +29,17 @@ class Selection:
         self.num_matched_tokens = 0
 
     def choose(self, call: ClientCall, tried: Container[Replica]) -> Replica | None:
-        """Of those that are available and not `tried`."""
+        """Of those that are available and not `tried`; of those with the same model, if the client has got tokens."""
         now = asyncio.get_running_loop().time()
         call.num_new_tokens = call.num_tokens
+        owner = self._owner(call)
+        if owner is not None:  # others would say that there is no such response
+            return owner if owner.is_up and owner not in tried else None
         candidates = [replica for replica in self._replicas.available(now) if replica not in tried]
+        if call.marks:
+            candidates = [replica for replica in candidates if replica.model == call.model]
         if not candidates:
             return None
-        owner = self._owner(call)
-        if owner in candidates:
-            return owner
         turn = next(self._turns) % len(candidates)
         if self._policy == "round-robin":
             return candidates[turn]
@@ -55,9 +57,10 @@ class Selection:
         return chosen
 
     def _owner(self, call: ClientCall) -> Replica | None:
-        """The replica that stored the response which is asked for or followed."""
+        """The replica that stored the response which is asked for or followed; None if it is not known, or left."""
         response_id = call.prompt.previous_response_id or call.path.removeprefix("/v1/responses/").partition("/")[0]
-        return self._responses.get(response_id)
+        owner = self._responses.get(response_id)
+        return owner if owner in self._replicas else None
 
     def remember(self, response_id: str, replica: Replica) -> None:
         if len(self._responses) >= MAX_RESPONSES:

@@ -28,6 +28,7 @@ from typing import Any, TextIO
 import msgspec
 
 from legato.common.errors import OptionError
+from legato.common.log_stream import LogStream, log_stream
 
 TRACE = 5
 LEVELS = {
@@ -46,6 +47,7 @@ COLOURS = {"ERROR": "\033[31m", "WARN": "\033[33m", "INFO": "\033[32m", "DEBUG":
 
 # Part of a span's name that Rust writes without quotes, because it is no string there.
 _UNQUOTED = "parameters"
+LINES_LOST = "Log lines were lost: nobody read the log"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
@@ -58,7 +60,7 @@ def setup(level: str, json_output: bool, program: str, stream: TextIO | None = N
     """Log everything in this process to `stream` (default: stdout) under the name `program`."""
     level_number, modules = _parse_levels(level, program)
     out = stream or sys.stdout
-    handler = _Handler(out)
+    handler = _Handler(log_stream(out))  # type: ignore[arg-type]  # has what is needed of a TextIO
     # TGI's variable. Lines that go to a file never have colours.
     colour = out.isatty() and os.environ.get("LOG_COLORIZE", "1").lower() not in ("0", "false")
     handler.setFormatter(JsonFormatter(program) if json_output else TextFormatter(program, colour=colour))
@@ -95,7 +97,16 @@ def parse(line: str) -> logging.LogRecord | None:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Ignores a closed stream and a full disk, because there is nowhere to report them."""
+    """Ignores a closed stream and a full disk, because there is nowhere to report them. Lines that were lost because
+    nobody read them are counted in the next one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream: object = self.stream
+        super().emit(record)
+        if isinstance(stream, LogStream) and stream.num_lost and stream.is_taken:
+            fields, stream.num_lost = {"lines": stream.num_lost}, 0
+            entry = {"levelno": logging.WARNING, "msg": LINES_LOST, "name": __name__, "fields": fields}
+            super().emit(logging.makeLogRecord(entry))
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):

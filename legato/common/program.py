@@ -19,6 +19,7 @@ from click.core import ParameterSource
 
 from legato import __version__
 from legato.common.errors import LegatoError, OptionError
+from legato.common.exits import discard, open_standard_streams, report
 from legato.common.option import Option, Options, groups, table
 from legato.common.tgi_variables import adopt_token
 
@@ -46,6 +47,7 @@ def with_version(cmd: C) -> C:
 
 def run_program(cmd: click.Command, args: Sequence[str] | None = None, name: str | None = None) -> int:
     """Run a command and return its exit code. User errors end in one line on stderr, never in a traceback."""
+    open_standard_streams()
     adopt_token(os.environ)
     try:
         code = cmd.main(args, prog_name=name or cmd.name, standalone_mode=False)
@@ -53,13 +55,12 @@ def run_program(cmd: click.Command, args: Sequence[str] | None = None, name: str
         error.show()
         return error.exit_code
     except LegatoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        report(f"error: {error}")
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:
-        # The reader of stdout is gone: the interpreter must not fail when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         return 1
     return code if isinstance(code, int) else 0
 

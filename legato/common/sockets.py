@@ -93,6 +93,7 @@ def is_own_socket(path: str) -> bool:
 
 def check_peer(path: str, flag: str) -> None:
     """EndpointInUse unless the socket at `path`, and whatever this process is connected to there, is of this user.
+    FileNotFoundError if it is gone.
 
     In a folder where everybody may create files, another user may have been there first. Root can read our memory
     anyway.
@@ -100,6 +101,8 @@ def check_peer(path: str, flag: str) -> None:
     trusted = {os.geteuid(), 0}
     try:
         uids = {os.lstat(path).st_uid}
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise EndpointInUse(f"{path} cannot be checked: {error.strerror}") from None
     uids.update(_connected_uids(os.path.abspath(path)))

@@ -7,6 +7,7 @@ runs before anything is installed.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -40,9 +41,8 @@ MACHINES = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}
 
 
 def build() -> str:
-    """Build the library unless it is newer than its sources. Returns what was done or why nothing could be."""
-    sources = [Path(__file__), *_sources()]
-    if LIBRARY.exists() and LIBRARY.stat().st_mtime > max(source.stat().st_mtime for source in sources):
+    """Build the library unless it is of these sources. Returns what was done or why nothing could be."""
+    if is_current():
         return f"{LIBRARY} is up to date"
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler is None:
@@ -50,10 +50,25 @@ def build() -> str:
     try:
         with tempfile.TemporaryDirectory() as folder:
             _compile(compiler, Path(folder))
-    except subprocess.CalledProcessError as error:
-        lines = (error.stderr or "").strip().splitlines()[:5]
+    except (subprocess.CalledProcessError, OSError) as error:
+        reason = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        lines = (reason or "").strip().splitlines()[:5]
         return "\n".join([f"{compiler} failed; on a CPU the server will use torch's products", *lines])
     return f"built {LIBRARY} with {compiler}"
+
+
+def is_current() -> bool:
+    """Whether the library can be loaded on this machine and was built from these sources, whatever times files have:
+    copies and archives keep those of the original."""
+    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < Path(__file__).stat().st_mtime:
+        return False
+    try:
+        sources = ctypes.CDLL(str(LIBRARY)).legato_sources
+    except (OSError, AttributeError):
+        return False
+    sources.restype = ctypes.c_char_p
+    built_from: bytes = sources()
+    return built_from.decode() == sources_digest()
 
 
 def sources_digest() -> str | None:
@@ -69,8 +84,8 @@ def _sources() -> list[Path]:
 
 def _compile(compiler: str, folder: Path) -> None:
     known = MACHINES.get(platform.machine(), OTHERS)
-    sets = {suffix: flags for suffix, flags in known.items() if _accepts(compiler, flags, folder)}
-    assert "plain" in sets, f"{compiler} compiles nothing"
+    # Plain C needs no flag: a compiler that fails to compile it says why.
+    sets = {suffix: flags for suffix, flags in known.items() if suffix == "plain" or _accepts(compiler, flags, folder)}
     has = [f"-DHAS_{suffix.upper()}" for suffix in sets]
     jobs = [(f"kernels_{suffix}", "kernels.c", [*flags, f"-DSUFFIX={suffix}"]) for suffix, flags in sets.items()]
     has.append(f'-DSOURCES_DIGEST="{sources_digest()}"')

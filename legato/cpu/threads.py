@@ -18,22 +18,22 @@ def usable_cores(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup"))
 
 def _quota(cgroups: Path, own: Path) -> float | None:
     """Cores, of the tightest limit on the way to the root; None without one."""
-    limits = [_first_version(cgroups)]
-    folder = cgroups
-    limits.append(_second_version(folder))
-    for part in Path(_own_group(own)).parts:
-        folder = cgroups if part == "/" else folder / part
-        limits.append(_second_version(folder))
+    limits = [_second_version(folder) for folder in _on_the_way(cgroups, own, "")]
+    limits += [_first_version(folder) for folder in _on_the_way(cgroups / "cpu", own, "cpu")]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _own_group(own: Path) -> str:
-    """The path of this process's group in the unified hierarchy."""
+def _on_the_way(root: Path, own: Path, controller: str) -> list[Path]:
+    """Folders from a hierarchy's root to this process's group: that of the controller, or "" for the unified one."""
+    folders = [root]
     try:
-        lines = own.read_text().splitlines()
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
-        return "/"
-    return next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+        return folders
+    path = next((line[2] for line in lines if controller in line[1].split(",")), "/")
+    for part in Path(path).parts[1:]:
+        folders.append(folders[-1] / part)
+    return folders
 
 
 def _second_version(folder: Path) -> float | None:
@@ -44,9 +44,9 @@ def _second_version(folder: Path) -> float | None:
         return None
 
 
-def _first_version(cgroups: Path) -> float | None:
+def _first_version(folder: Path) -> float | None:
     try:
-        quota, period = (int((cgroups / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         return quota / period if quota > 0 else None
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -93,7 +93,8 @@ def show(findings: list[Finding], console: Console) -> None:
             console.print(Text(f"   {'':<{width}}  → {finding.remedy}"), soft_wrap=True)
     counts = Counter(finding.verdict for finding in findings)
     verdict = "This machine is ready to serve." if not counts["problem"] else "Fix the problems (X) first."
-    console.print(f"{counts['problem']} problems, {counts['warning']} warnings. {verdict}")
+    found = ", ".join(f"{counts[kind]} {kind}{'' if counts[kind] == 1 else 's'}" for kind in ("problem", "warning"))
+    console.print(f"{found}. {verdict}")
 
 
 COMMAND = command(

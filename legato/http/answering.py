@@ -231,7 +231,7 @@ class _Answer:
                     # A server that goes on with the stream does not know of events that tokens did not bring.
                     data += writer.silence() if self._routed is None else sse.KEEP_ALIVE
                 if data:  # a token may have no text
-                    if not (self._started and write_at_once is not None and write_at_once([data])):
+                    if not (self._started and write_at_once is not None and write_at_once(data)):
                         await self._write(data)
                     keep_alive.sent()
         finally:
@@ -239,10 +239,10 @@ class _Answer:
 
     def _mark(self, choices: list[Choice], news: list[tuple[int, list[Piece]]], *, ended: bool) -> bytes:
         assert self._routed is not None
-        found = [
-            (number, [piece.token.id for piece in pieces], choices[number].stream.transcript.finish_reason)
-            for number, pieces in news
-        ]
+        found = []
+        for number, pieces in news:
+            token_ids = [piece.token.id for piece in pieces]
+            found.append((number, token_ids, choices[number].stream.transcript.finish_reason))
         return self._routed.mark(found, ended=ended)
 
     def _replay(self, writer: Writer, choices: list[Choice]) -> None:

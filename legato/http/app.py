@@ -204,7 +204,8 @@ def _shared_routes(inference: Inference, health: HealthRoutes, info: bytes) -> l
         Route("/v1/models", models.models),
         Route("/v1/models/{model:path}", models.model),
         Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
-        *PageRoutes(health.health, scheduler.observe).routes,
+        # Nobody can chat with a model that embeds.
+        *PageRoutes(health.health, scheduler.observe, "ui" if settings.embedding is None else "docs").routes,
         *(Route(path, health.health) for path in ("/health", "/ping")),
         Route("/livez", health.live),
         Route("/readyz", health.ready),

@@ -23,7 +23,7 @@ ROUTED_PATHS = (STATE_PATH, EVENTS_PATH, STREAMS_PATH)
 # Load balancers and orchestrators ask for these, and have no keys. They tell nothing but whether the model computes.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/startupz"})
 # Pages and what they load: the same for everybody. Who uses them enters a key there.
-OPEN_PATHS |= {"/ui", "/dashboard"}
+OPEN_PATHS |= {"/ui", "/dashboard", "/docs"}
 OPEN_PATHS |= {f"/pages/{name}" for name in ("style.css", "common.js", "ui.js", "dashboard.js", "icon.svg")}
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 

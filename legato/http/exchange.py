@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 DIRECT_SEND = "legato.send"
 # ... and, if the server has one, a function that breaks the connection off with all that is still to be sent.
 ABORT = "legato.abort"
-# ... and one that writes pieces of a chunked body at once, and says whether it could.
+# ... and one that writes a chunk of a body at once, and says whether it could.
 WRITE = "legato.write"
 # ... and one that has the head of an answer sent together with the first bytes of its body.
 HOLD = "legato.hold"
@@ -111,7 +111,7 @@ class ClientConnection:
         if self._gone:
             raise ClientGone
 
-    def when_gone(self, callback: Callable[[], None]) -> None:
+    def when_gone(self, callback: Callable[[], None] | None) -> None:
         self._on_gone = callback
 
     def forget(self) -> None:
@@ -133,7 +133,7 @@ class Exchange:
         self._abort: Callable[[], None] | None = scope.get(ABORT)
         self._hold: Callable[[], None] | None = scope.get(HOLD)
         self._watch: Callable[[Callable[[], None]], Callable[[], None]] | None = scope.get(WATCH)
-        self.write_at_once: Callable[[list[bytes]], bool] | None = scope.get(WRITE)
+        self.write_at_once: Callable[[bytes], bool] | None = scope.get(WRITE)
         self._loop = asyncio.get_running_loop()
         # Bytes of the request's body, once it was read.
         self.body_size = 0

@@ -19,6 +19,7 @@ import msgspec
 
 from legato.api.errors import InvalidRequest
 from legato.grammar.compile import check_bytes
+from legato.grammar.declared import as_declared
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 
@@ -26,6 +27,7 @@ _TYPES = "text, json, json_object, json_schema, regex, choice or lark"
 _JSON_TYPES = ("json", "json_object", "json_schema")
 _ANY_OBJECT = Grammar(GrammarKind.JSON_OBJECT)
 _SPACES = b" \t\r\n"
+_BESIDE_A_SCHEMA = {"name", "description", "strict"}
 _AROUND_A_SCHEMA = 4096  # bytes of names and descriptions that are not counted
 
 
@@ -81,7 +83,8 @@ def _wrapped_schema(shape: Mapping[str, Any], field: str) -> Grammar:
     """The schema with its name: TGI has it in `value`, OpenAI in a field of the type's name."""
     inner = "value" if shape.get("value") is not None else "json_schema"
     wrapper, place = shape.get(inner), f"{field}.{inner}"
-    if not isinstance(wrapper, Mapping):
+    # With anything else in it, it is the schema itself, which would not be enforced.
+    if not isinstance(wrapper, Mapping) or ("schema" not in wrapper and wrapper.keys() - _BESIDE_A_SCHEMA):
         raise InvalidRequest(f"`{place}` must be an object with a `schema`", place)
     return _json(wrapper.get("schema"), f"{place}.schema")
 
@@ -97,4 +100,7 @@ def _json(schema: object, place: str) -> Grammar:
             raise InvalidRequest(f"`{place}` is not JSON: {error}", place) from None
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"`{place}` must be a JSON schema", place)
-    return Grammar(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())
+    try:
+        return Grammar(GrammarKind.JSON_SCHEMA, msgspec.json.encode(as_declared(schema)).decode())
+    except RecursionError:
+        raise InvalidRequest(f"`{place}` is nested too deeply", place) from None

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from starlette.types import ASGIApp
@@ -140,7 +141,8 @@ class HttpWorker:
     def _on_lost(self) -> None:
         """We closed the link, or the scheduler is gone: either way nothing can be served. Skip the ordinary exit, which
         would join the tokenizer threads."""
-        sys.stdout.flush()
+        with suppress(OSError):  # perhaps nobody reads the log any more
+            sys.stdout.flush()
         os._exit(0)
 
 

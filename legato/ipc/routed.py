@@ -93,11 +93,9 @@ def mark(kind: bytes, news: Iterable[tuple[int, list[int], str | None]] = ()) ->
     """`news` are choices, the tokens they have got, and why they ended if they did."""
     words = []
     for choice, token_ids, reason in news:
-        word = b"%d=%d" % (choice, token_ids[0]) if token_ids else b"%d=" % choice
-        for token_id in token_ids[1:]:
-            word += b",%d" % token_id
-        words.append(word if reason is None else b"%b/%b" % (word, reason.encode()))
-    return b":%b%b\n" % (kind, b";".join(words))
+        ids = str(token_ids[0]) if len(token_ids) == 1 else ",".join(map(str, token_ids))
+        words.append(f"{choice}={ids}" if reason is None else f"{choice}={ids}/{reason}")
+    return b":%b%b\n" % (kind, ";".join(words).encode())
 
 
 def add_marks(marks: Iterable[bytes]) -> list[SentTokens]:

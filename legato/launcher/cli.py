@@ -23,7 +23,7 @@ from legato.common.tgi_variables import variable_warnings
 from legato.launcher import endpoints, environment, nodes, ranks, sizing, startup
 from legato.launcher.follower import Follower
 from legato.launcher.plan import LaunchPlan, make_plan, shard_group
-from legato.launcher.processes import Child, ChildFailed, ProcessCommand, Supervisor
+from legato.launcher.processes import SAME_SIGNAL_SECONDS, Child, ChildFailed, ProcessCommand, Supervisor
 from legato.launcher.supervision import ServerProcesses, Tell
 from legato.modelfiles.cache import cache_folder
 from legato.modelfiles.index import is_cached
@@ -107,6 +107,11 @@ async def _lead(
     grace = EXIT_SECONDS + (options.graceful_termination_timeout if dead is None else 0)
     if dead is not None:
         dead.show_stderr()
+    if dead is None and not processes.shards.is_complete:
+        # They will not be started again: the router ends requests at once, with an error, when it is asked twice.
+        for child in processes.router.children:
+            child.terminate()
+        await asyncio.sleep(SAME_SIGNAL_SECONDS + 0.1)
     await supervisor.stop(*processes.router.children, grace=grace)
     if hub is not None:
         await hub.stop()

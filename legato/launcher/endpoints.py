@@ -18,12 +18,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from legato.common.errors import EndpointInUse, OptionError
-from legato.common.sockets import claim_socket, in_use, reachable_address, remove_socket
+from legato.common.sockets import MAX_SOCKET_PATH, claim_socket, in_use, reachable_address, remove_socket
 
 FLAG = "--shard-uds-path"
 PRIVATE_NAME = "shard"
 # In the names of files by which shards find each other (`server/rendezvous.py`).
 STORE = "store"
+# Bytes of the folder of all launchers, which has one for each, and the sockets in that.
+MAX_PARENT = MAX_SOCKET_PATH - len("/01234567/shard-999")
+# What a lock file has once it was locked: nobody takes it for that of a launcher that was killed before.
+LOCKED = b"locked\n"
 
 
 def check_port(address: str, port: int) -> None:
@@ -49,28 +53,42 @@ def socket_path(given: str | None) -> Iterator[str]:
     if given is not None:
         yield given
         return
-    parent = _private_parent()
-    _sweep(parent)
-    folder = parent / secrets.token_hex(4)
-    folder.mkdir(mode=0o700)
+    try:
+        folder = _new_folder()
+    except OSError as error:
+        raise OptionError(
+            f"cannot create a folder for the sockets of the shards: {error.strerror or error}; set TMPDIR to a folder"
+            f" that this user can write to, or choose a path with {FLAG}"
+        ) from None
     try:
         yield str(folder / PRIVATE_NAME)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _private_parent() -> Path:
-    """One folder for all launchers of this user. If somebody else was there first, a folder of a random name."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    wanted = Path(runtime, "legato") if runtime else Path(tempfile.gettempdir(), f"legato-{os.geteuid()}")
+def _new_folder() -> Path:
+    """In the folder of all launchers of this user. If somebody else was there first, with a random name beside it."""
+    runtime, temporary = os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()
+    for parent in (*([Path(runtime, "legato")] if runtime else []), Path(temporary, f"legato-{os.geteuid()}")):
+        if _is_private(parent):
+            _sweep(parent)
+            folder = parent / secrets.token_hex(4)
+            folder.mkdir(mode=0o700)
+            return folder
+    return Path(tempfile.mkdtemp(prefix="legato-"))
+
+
+def _is_private(wanted: Path) -> bool:
+    """Whether the folder is there now, and only this user can enter and write to it."""
+    if len(os.fsencode(wanted)) > MAX_PARENT:
+        return False
     try:
         wanted.mkdir(mode=0o700, exist_ok=True)
         found = wanted.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
-            return wanted
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        return is_own and os.access(wanted, os.W_OK)
     except OSError:
-        pass  # not writable, or not a folder
-    return Path(tempfile.mkdtemp(prefix="legato-"))
+        return False
 
 
 def _sweep(parent: Path) -> None:
@@ -82,6 +100,8 @@ def _sweep(parent: Path) -> None:
         except OSError:  # another launcher is starting: it has no lock yet
             continue
         try:
+            if os.fstat(descriptor).st_size == 0:  # another launcher is about to lock it
+                continue
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:  # it runs
@@ -124,6 +144,7 @@ def _lock(path: str) -> int:
         lock = _open_lock(name, create=True)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(lock, LOCKED)
             if os.stat(name).st_ino == os.fstat(lock).st_ino:
                 return lock
         except OSError:

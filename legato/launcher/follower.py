@@ -12,8 +12,8 @@ from typing import Any
 from legato.cluster.connecting import LinkTarget
 from legato.common.heartbeat import BEAT_SECONDS
 from legato.common.restarts import EXIT_NO_RESTART, RestartBudget
-from legato.launcher.nodes import STOPPED, Assembly, NodeLink, join
-from legato.launcher.processes import KILL_SECONDS, Child, ProcessCommand, Supervisor
+from legato.launcher.nodes import STOPPED, Assembly, NodeLink, ServerStopped, join
+from legato.launcher.processes import KILL_SECONDS, Child, ChildFailed, ProcessCommand, Supervisor
 from legato.launcher.supervision import first_cause, silent
 
 logger = logging.getLogger(__name__)
@@ -48,18 +48,34 @@ class Follower:
                 if not joining.done():
                     joining.cancel()
                     return None
-                link, assembly = joining.result()
-                dead = await self._serve(link, assembly, stopping)
+                try:
+                    link, assembly = joining.result()
+                except ServerStopped:
+                    return None
+                try:
+                    dead = await self._serve(link, assembly, stopping)
+                except ChildFailed as error:  # memory, processes or descriptors have run out, perhaps for a moment
+                    if not await self._may_go_on(str(error), stopping, was_ready=False):
+                        raise
+                    continue
                 if stopping.done() or (link.ended.done() and link.ended.result() == STOPPED):
                     return None
-                if dead is not None and not await self._may_go_on(dead):
+                if dead is not None and not await self._may_replace(dead, stopping):
                     return dead
         finally:
             stopping.cancel()
 
     async def _serve(self, link: NodeLink, assembly: Assembly, stopping: asyncio.Future[Any]) -> Child | None:
         """One group. Returns the child that ended it; None if the first machine did, or a signal."""
-        self.children = [self._supervisor.start(command) for command in self._commands(assembly)]
+        self.children = []
+        try:
+            for command in self._commands(assembly):
+                self.children.append(self._supervisor.start(command))
+        except ChildFailed as error:
+            for child in self.children:
+                child.kill()
+            await link.close(str(error))
+            raise
         logger.info("Starting shards", extra={"fields": {"num_shard": len(self.children), "group": assembly.group}})
         watching = asyncio.ensure_future(self._watch())
         exits = [child.exited for child in self.children]
@@ -86,14 +102,22 @@ class Follower:
                 await asyncio.wait(exits, timeout=KILL_SECONDS)
                 self._remove_sockets()
 
-    async def _may_go_on(self, dead: Child) -> bool:
-        delay = self._budget.spend(time.monotonic(), was_ready=dead.has_loaded)
-        if delay is None or dead.exited.result() == EXIT_NO_RESTART:
-            logger.error("%s: not restarted, because %s", dead.describe_exit(), self._budget.described)
+    async def _may_replace(self, dead: Child, stopping: asyncio.Future[Any]) -> bool:
+        if dead.exited.result() == EXIT_NO_RESTART:
             return False
-        dead.show_stderr()
-        logger.error("%s: rejoining%s", dead.describe_exit(), f" in {delay:g} s" if delay else "")
-        await asyncio.sleep(delay)
+        may = await self._may_go_on(dead.describe_exit(), stopping, was_ready=dead.has_loaded)
+        if may:
+            dead.show_stderr()
+        return may
+
+    async def _may_go_on(self, problem: str, stopping: asyncio.Future[Any], *, was_ready: bool) -> bool:
+        delay = self._budget.spend(time.monotonic(), was_ready=was_ready)
+        if delay is None:
+            logger.error("%s: not restarted, because %s", problem, self._budget.described)
+            return False
+        logger.error("%s: rejoining%s", problem, f" in {delay:g} s" if delay else "")
+        if delay:
+            await asyncio.wait([stopping], timeout=delay)
         return True
 
     async def _watch(self) -> None:

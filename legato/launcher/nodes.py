@@ -27,9 +27,10 @@ from legato.cluster.identity import comparable_words, difference
 from legato.cluster.layout import RankLayout
 from legato.cluster.secret import ForeignProtocol, WrongKey
 from legato.cluster.tls import LinkTls
-from legato.common.errors import OptionError
+from legato.common.errors import LegatoError, OptionError
 from legato.common.heartbeat import BEAT_SECONDS
 from legato.common.options import LauncherOptions
+from legato.common.throttled_log import ThrottledLog
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,10 @@ STOPPED = "the first machine stops the server"
 
 class NodeRefused(OptionError):
     """The first machine does not want this one."""
+
+
+class ServerStopped(LegatoError):
+    """The first machine ended the server before it started a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,8 @@ class NodeLink:
             return
         self.ended.set_result(STOPPED if kind == FrameKind.STOP else reason)
         if not self.started.done():
-            self.started.set_exception(NodeRefused(reason) if kind == FrameKind.REFUSED else BrokenLink(reason))
+            errors = {FrameKind.REFUSED: NodeRefused, FrameKind.STOP: ServerStopped}
+            self.started.set_exception(errors.get(kind, BrokenLink)(reason))
             self.started.exception()  # need not be asked for
         for task in self._tasks:
             task.cancel()
@@ -137,6 +143,7 @@ class NodeHub:
         self._joined: dict[int, NodeLink] = {}
         self._started: dict[int, NodeLink] = {}
         self._changed = asyncio.Event()
+        self._log = ThrottledLog(logger)
         self._listener = GuardedListener(address, port, key, self._receive, tls)
         self._serving = asyncio.ensure_future(self._listener.serve())
 
@@ -181,10 +188,19 @@ class NodeHub:
             connection.close()
             return
         assert isinstance(rank, int)
+        address = str(fields.get("address"))
         for links in (self._joined, self._started):
-            if (old := links.get(rank)) is not None:  # it was started again before we noticed that it had ended
-                await old.close("this machine has joined again")
-        link = self._joined[rank] = NodeLink(connection, str(fields.get("address")))
+            if (old := links.get(rank)) is None:
+                continue
+            if old.address != address:  # if the old one is gone, its link ends soon, and this one asks again
+                reason = f"machine {rank} is {old.address} already (--node-rank)"
+                self._log.warning(f"{address} has to wait: {reason}")
+                await send_message(connection, FrameKind.GONE, reason=reason)
+                connection.close()
+                return
+            # it was started again before we noticed that it had ended
+            await old.close("this machine has joined again")
+        link = self._joined[rank] = NodeLink(connection, address)
         link.ended.add_done_callback(lambda ended: self._lose(rank, link, ended.result()))
         logger.info("Machine %d has joined", rank, extra={"fields": {"address": link.address}})
         self._changed.set()
@@ -199,7 +215,7 @@ class NodeHub:
 
 
 async def join(target: LinkTarget, rank: int, about: dict[str, str]) -> tuple[NodeLink, Assembly]:
-    """To the first machine, for as long as it takes, and until it starts a group. NodeRefused."""
+    """To the first machine, for as long as it takes, and until it starts a group. NodeRefused, ServerStopped."""
     told_at, place = -WAITING_LOG_INTERVAL, f"{target.address}:{target.port}"
     while True:
         problem = ""

@@ -71,7 +71,7 @@ def _shard(options: LauncherOptions, rank: int, layout: RankLayout, environ: dic
     }
     if layout.needs_links:
         ranks |= secrets(options, ServerOptions)
-    return ProcessCommand(f"shard-{rank}", words, _with_huge_pages(environ) | ranks, beats=True, loads=True)
+    return ProcessCommand(f"shard-{rank}", words, _with_huge_pages(environ) | ranks, beats=True)
 
 
 def shard_group(

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from legato.common import heartbeat as heartbeats
 from legato.common.errors import LegatoError
+from legato.common.exits import report, signal_name
 from legato.common.logging import parse
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,6 @@ class ProcessCommand:
     shows_stderr: bool = False
     # Whether it sends heartbeats (`common/heartbeat.py`).
     beats: bool = False
-    # Whether it has to show progress from its start until it says that it is done.
-    loads: bool = False
 
 
 class Child:
@@ -63,14 +62,15 @@ class Child:
         self.name = command.name
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.stderr: deque[str] = deque(maxlen=KEPT_LINES)
-        # When it last gave a sign of life; None before the first, and while it need not give any.
-        self.beat_at: float | None = time.monotonic() if command.loads else None
-        # Whether it was done with loading once, and why it was killed if it hung.
-        self.has_loaded = False
+        # When it last gave a sign of life, or was started; None while it need not give any.
+        self.beat_at: float | None = time.monotonic() if command.beats else None
+        # Whether it gave one, whether it was done with loading once, and why it was killed if it hung.
+        self.has_beaten = self.has_loaded = False
         self._hung: str | None = None
-        ours, theirs = socket.socketpair() if command.beats else (None, None)
-        heartbeat = {} if theirs is None else {heartbeats.VARIABLE: str(theirs.fileno())}
+        ours = theirs = None
         try:
+            ours, theirs = socket.socketpair() if command.beats else (None, None)
+            heartbeat = {} if theirs is None else {heartbeats.VARIABLE: str(theirs.fileno())}
             self._process = subprocess.Popen(
                 command.words,
                 stdin=subprocess.DEVNULL,
@@ -82,8 +82,11 @@ class Child:
                 process_group=0,
                 preexec_fn=die_with(os.getpid()),
             )
-        except OSError as error:
-            raise ChildFailed(f"cannot start {command.words[0]}: {error.strerror}") from None
+        except (OSError, subprocess.SubprocessError) as error:
+            if ours is not None:
+                ours.close()
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ChildFailed(f"cannot start {command.words[0]}: {reason}") from None
         finally:
             if theirs is not None:
                 theirs.close()
@@ -95,6 +98,10 @@ class Child:
             (self._heart, self._take_beat),
         ]
         self._pipes = [_PipeReader(pipe, take) for pipe, take in takers if pipe is not None]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def is_running(self) -> bool:
@@ -139,7 +146,7 @@ class Child:
         if self._hung is not None:
             how = f"was hung and killed: {self._hung}"
         elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = f"was killed by {signal_name(-code)}"
             how += ", perhaps because memory ran out" if -code == signal.SIGKILL else ""
         else:
             how = f"exited with code {code}"
@@ -149,7 +156,7 @@ class Child:
     def show_stderr(self) -> None:
         """Print what it wrote to stderr, unless that is a single line: `describe_exit` quotes it."""
         if len(self.stderr) > 1:
-            print(*self.stderr, sep="\n", file=sys.stderr, flush=True)
+            report(*self.stderr)
 
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -164,7 +171,7 @@ class Child:
             logger.info("%s", line, extra={"program": self.name})
 
     def _take_beat(self, line: str) -> None:
-        self.beat_at = time.monotonic()
+        self.beat_at, self.has_beaten = time.monotonic(), True
         if line == heartbeats.DONE:
             self.beat_at, self.has_loaded = None, True
 
@@ -243,6 +250,8 @@ class Supervisor:
     def _reap(self) -> None:
         for child in self.children:
             child.reap()
+        if os.getpid() == 1:
+            reap_adopted({child.pid for child in self.children})
 
 
 class _PipeReader:
@@ -267,6 +276,8 @@ class _PipeReader:
             chunk = os.read(self._pipe.fileno(), 1 << 16)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # it ended, and had not read all that it was told
+            chunk = b""
         if not chunk:
             self._close()
             return False
@@ -284,6 +295,14 @@ class _PipeReader:
         self._pipe.close()
         if self._rest:
             self._take(self._rest.decode(errors="replace").rstrip())
+
+
+def reap_adopted(own: Set[int]) -> None:
+    """The first process of a container becomes the parent of what its children leave behind, HTTP workers of a router
+    that died for example, and would keep them as zombies. `own` are asked for their exit codes by others."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, 0)
 
 
 def die_with(parent: int) -> Callable[[], None] | None:

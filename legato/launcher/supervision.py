@@ -20,7 +20,7 @@ from typing import Any
 from legato.common.heartbeat import BEAT_SECONDS
 from legato.common.restarts import EXIT_NO_RESTART, RestartBudget
 from legato.launcher.plan import RELAY, LaunchPlan
-from legato.launcher.processes import KILL_SECONDS, Child, ProcessCommand, Supervisor
+from legato.launcher.processes import KILL_SECONDS, Child, ChildFailed, ProcessCommand, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,16 @@ class ProcessGroup:
         self._clean_up = clean_up
 
     async def start(self) -> None:
+        """ChildFailed; those that were started are in `children`."""
         self.is_ready = False
-        commands = await self._commands()
-        self.children = [self._supervisor.start(command) for command in commands]
+        commands, self.children = await self._commands(), []
+        for command in commands:
+            self.children.append(self._supervisor.start(command))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all run; not between two attempts to start them."""
+        return bool(self.children) and all(child.is_running for child in self.children)
 
     @property
     def exits(self) -> list[asyncio.Future[int]]:
@@ -67,20 +74,31 @@ class ProcessGroup:
     async def restart(self, dead: Child) -> bool:
         """Kill what is left and start all, after a while if the last start failed. False: there was one restart too
         many, and nothing is started."""
-        delay = self._budget.spend(time.monotonic(), was_ready=self.is_ready)
+        delay = self._delay(dead.describe_exit(), was_ready=self.is_ready)
+        if delay is not None:
+            dead.show_stderr()
+        while delay is not None:
+            for child in self.children:
+                child.kill()
+            if self.exits:
+                await asyncio.wait(self.exits, timeout=KILL_SECONDS)
+            await asyncio.sleep(delay)
+            self._clean_up()
+            try:
+                await self.start()
+                return True
+            except ChildFailed as error:  # memory, processes or descriptors have run out, perhaps for a moment
+                delay = self._delay(str(error), was_ready=False)
+        return False
+
+    def _delay(self, problem: str, *, was_ready: bool) -> float | None:
+        """Seconds until the restart; None if there is none."""
+        delay = self._budget.spend(time.monotonic(), was_ready=was_ready)
         if delay is None:
-            logger.error("%s: not restarted, because %s", dead.describe_exit(), self._budget.described)
-            return False
-        dead.show_stderr()
-        after = f" in {delay:g} s" if delay else ""
-        logger.error("%s: restarting %s%s", dead.describe_exit(), self.name, after)
-        for child in self.children:
-            child.kill()
-        await asyncio.wait(self.exits, timeout=KILL_SECONDS)
-        await asyncio.sleep(delay)
-        self._clean_up()
-        await self.start()
-        return True
+            logger.error("%s: not restarted, because %s", problem, self._budget.described)
+        else:
+            logger.error("%s: restarting %s%s", problem, self.name, f" in {delay:g} s" if delay else "")
+        return delay
 
 
 class ServerProcesses:
@@ -175,8 +193,12 @@ class ServerProcesses:
             if (loss := self._machine_loss()) is not None:  # perhaps while the shards were being started
                 self.lose_machine(loss)
             for child in silent(self.router.children, now - self._hang_timeout):
-                child.kill_hung(f"no heartbeat for {self._hang_timeout:g} s (--hang-timeout)")
+                if child.has_beaten:
+                    child.kill_hung(f"no heartbeat for {self._hang_timeout:g} s (--hang-timeout)")
             if self._load_timeout:
+                for child in silent(self.router.children, now - self._load_timeout):
+                    if not child.has_beaten:
+                        child.kill_hung(f"no heartbeat within {self._load_timeout:g} s of its start (--load-timeout)")
                 # One of several is enough, the one that stopped first: the others wait for it, and end with it.
                 for child in silent(self.shards.children, now - self._load_timeout)[:1]:
                     doing = "warming up" if child.has_loaded else "loading"

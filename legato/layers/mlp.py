@@ -95,7 +95,6 @@ class GatedMLP:
         self.gate = gate_by_name(activation)
 
         self.kind = GATES.get(activation)
-        self.row_type = row_type_of_weight(getattr(down, "weight", None))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._gated(x))
@@ -107,5 +106,6 @@ class GatedMLP:
             if isinstance(weight, DenseWeight) and not is_adapted:
                 return weight.apply_gated(x, self.kind)
             if isinstance(weight, QuantizedWeight) and not is_adapted:
-                return weight.apply_gated(x, Gate(self.kind, self.row_type))
+                row_type = row_type_of_weight(getattr(self.down, "weight", None))
+                return weight.apply_gated(x, Gate(self.kind, row_type))
         return self.gate(self.gate_up(x))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from legato.kernels.norm import add_layer_norm, add_rms_norm, is_in_parts, layer_norm, rms_norm
 from legato.kernels.quantized.linear import FEW_ROWS
+from legato.quantization.weight import row_type_of_weight
 
 
 class RMSNorm:
@@ -19,7 +20,7 @@ class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         self.weight = weight.float() + offset if offset else weight
         self.eps = eps
-        self.row_type: torch.dtype | None = None  # of 8 bits, in which the product behind it wants many rows
+        self.reader: object = None  # the weight of the product behind it, which may want many rows in 8 bits
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size of the weight]: the hidden state, or single heads."""
@@ -35,7 +36,7 @@ class RMSNorm:
         if residual is None:
             return self(x), x
         if x.is_cuda or is_in_parts(x, residual):
-            row_type = self.row_type if residual.shape[0] > FEW_ROWS else None
+            row_type = row_type_of_weight(self.reader) if residual.shape[0] > FEW_ROWS else None
             return add_rms_norm(x, residual, self.weight, self.eps, inplace=True, row_type=row_type)
         total = x.add_(residual)
         return self(total), total

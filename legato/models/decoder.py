@@ -21,7 +21,6 @@ from legato.layers.shard import Heads, Shard
 from legato.layers.step import Step
 from legato.models.config import ModelConfig
 from legato.models.weights import Weights
-from legato.quantization.weight import row_type_of_weight
 
 
 class Norm(Protocol):
@@ -91,7 +90,7 @@ class SequentialLayer:
         behind_norms = ((self.norm, qkv), (self.mlp_norm, gate_up))
         for norm, product in behind_norms:
             if isinstance(norm, RMSNorm):
-                norm.row_type = row_type_of_weight(getattr(product, "weight", None))
+                norm.reader = getattr(product, "weight", None)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: LayerCache, step: Step

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeGuard, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from legato.quantization.host import HostWeight
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CALIBRATION_TOKENS = 64
+IN_TORCH = "Layers are computed by torch, not by the CPU kernels"
 CACHE_DTYPE = torch.float16  # of keys and values: rounded less than the products round
 
 
@@ -64,7 +65,7 @@ class LibraryLayer:
             raise NotLibraryLayer(f"the activation is {mlp.kind}")
         self.activation = ACTIVATIONS[mlp.kind]
         attention_ = self.attention
-        _checked(attention_.rotary, Rotary)
+        self.rotary = _checked(attention_.rotary, Rotary)
         if attention_.scoring.alibi_slopes is not None:
             raise NotLibraryLayer("positions are not rotations")
         if attention_.scoring.sinks is not None:
@@ -85,7 +86,6 @@ class LibraryLayer:
     def shape(self, num_layers: int) -> Shape:
         """What must be the same in all layers."""
         attention = self.attention
-        assert attention.rotary is not None
         return Shape(
             num_layers=num_layers,
             hidden=self.norm.weight.shape[0],
@@ -93,12 +93,12 @@ class LibraryLayer:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
-            rope_dim=attention.rotary.dim,
+            rope_dim=self.rotary.dim,
             eps=self.norm.eps,
             scale=attention.scoring.scale,
             soft_cap=attention.scoring.soft_cap,
             activation=self.activation,
-            cos_sin=attention.rotary.cos_sin.data_ptr(),
+            cos_sin=self.rotary.cos_sin.data_ptr(),
         )
 
     def pointers(self) -> LayerPointers:
@@ -140,7 +140,8 @@ class HostDecoder:
         self._layers = layers
         self._shape = layers[0].shape(len(layers))
         self._pointers = (LayerPointers * len(layers))(*(layer.pointers() for layer in layers))
-        self._cache: KVCache | None = None  # whose addresses are in the pointers
+        self._cache: KVCache | None = None  # whose addresses are in the pointers, if the library reads it
+        self._reads_cache = False
         # A stage of a pipeline may have neither.
         absent = (isinstance(model.embedding, AbsentEmbedding), isinstance(model.head, AbsentHead))
         self._embedding = None if absent[0] else _checked(model.embedding, PackedEmbedding).packed.packed
@@ -161,6 +162,7 @@ class HostDecoder:
             ids = torch.randint(self._embedding.out_features, (CALIBRATION_TOKENS,), generator=generator)
             x = self._embedding.rows(ids)
         order = torch.arange(CALIBRATION_TOKENS)
+        positions = order % len(self._layers[0].rotary.cos_sin)  # of which there may be fewer
         count, tables = torch.tensor([CALIBRATION_TOKENS], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
         num_values = CALIBRATION_TOKENS * self._shape.num_kv_heads * self._shape.head_dim
         keys, values = torch.zeros(2, num_values, dtype=CACHE_DTYPE)
@@ -172,7 +174,7 @@ class HostDecoder:
             num_wanted=CALIBRATION_TOKENS,
             block_size=CALIBRATION_TOKENS,
             table_stride=1,
-            positions=order.data_ptr(),
+            positions=positions.data_ptr(),
             slots=order.data_ptr(),
             counts=count.data_ptr(),
             context_lens=count.data_ptr(),
@@ -189,15 +191,13 @@ class HostDecoder:
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         context = step.on_host
-        is_ours = cache.layers[0].keys.dtype == CACHE_DTYPE and not cache.block_size % LANES
         if context is None:
             return self._model.forward(step, cache)
-        if not is_ours:
+        if not self._reads(cache):
             return self._in_torch(step, context, cache)
         if step.adapters is not None:  # the library knows no adapters
             with torch_layout(cache, _blocks_of(context)):
                 return self._in_torch(step, context, cache)
-        self._use(cache)
         x = step.hidden
         if x is None:
             assert self._embedding is not None, "only the first stage embeds tokens"
@@ -243,11 +243,17 @@ class HostDecoder:
         self._library.best(logits.data_ptr(), *logits.shape, ids.data_ptr(), logprobs.data_ptr())
         return ids, logprobs
 
-    def _use(self, cache: KVCache) -> None:
+    def _reads(self, cache: KVCache) -> bool:
+        """Whether the library can read this cache. From then on its addresses are in the pointers."""
         if cache is not self._cache:
+            dtype, size = cache.layers[0].keys.dtype, cache.block_size
+            self._cache, self._reads_cache = cache, dtype == CACHE_DTYPE and not size % LANES
+            if not self._reads_cache:
+                logger.info("%s: the KV cache has %s in blocks of %d tokens", IN_TORCH, str(dtype)[6:], size)
+                return False
             for pointers, layer in zip(self._pointers, cache.layers, strict=True):
                 pointers.keys, pointers.values = layer.keys.data_ptr(), layer.values.data_ptr()
-            self._cache = cache
+        return self._reads_cache
 
 
 @contextmanager
@@ -282,21 +288,25 @@ def _blocks_of(context: PagedContext) -> torch.Tensor:
 
 
 def on_host(model: CausalModel) -> CausalModel:
-    """The model with its forward in the library, if it fits; else the model itself."""
+    """The model with its forward in the library, if it fits; else the model itself, and the log says why."""
     kernels = library()
-    if kernels is None or not _is_plain_decoder(model):
+    if kernels is None:
         return model
     try:
-        layers = [LibraryLayer(_checked(layer, SequentialLayer)) for layer in model.layers]
-        return HostDecoder(model, layers, kernels)
+        decoder = _plain_decoder(model)
+        layers = [LibraryLayer(_checked(layer, SequentialLayer)) for layer in decoder.layers]
+        return HostDecoder(decoder, layers, kernels)
     except NotLibraryLayer as reason:
-        logger.info("Layers are computed by torch with packed products: %s", reason)
+        logger.info("%s: %s", IN_TORCH, reason)
         return model
 
 
-def _is_plain_decoder(model: object) -> TypeGuard[Decoder]:
-    """Whether a family computes what `Decoder` does, between its embedding and its head."""
+def _plain_decoder(model: CausalModel) -> Decoder:
+    """The model, if it computes what `Decoder` does between its embedding and its head."""
     kind = type(model)
-    return isinstance(model, Decoder) and all(
-        getattr(kind, name) is getattr(Decoder, name) for name in ("embed", "forward", "logits")
-    )
+    if not isinstance(model, Decoder):
+        raise NotLibraryLayer(f"{kind.__name__} is not a {Decoder.__name__}")
+    for name in ("embed", "forward", "logits"):
+        if getattr(kind, name) is not getattr(Decoder, name):
+            raise NotLibraryLayer(f"{kind.__name__} has its own `{name}`")
+    return model

@@ -34,7 +34,7 @@ def keep_fp8_copies(weights: Sequence[QuantizedWeight], fraction: float) -> None
         return
     for weight in packed:
         assert weight.operand is not None
-        weight.fp8_copy = unpacked_rows(weight.operand)
+        weight.keep_fp8_copy(unpacked_rows(weight.operand))
     logger.info(
         "fp8 copies of 4-bit weights for steps of more than 16 rows", extra={"fields": {"gb": round(size / 1e9, 1)}}
     )

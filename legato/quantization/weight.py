@@ -28,16 +28,20 @@ class QuantizedWeight:
         self.operand = operand_on_gpu(matrix)
         # The same in fp8, for more than a few rows; see `fp8_copies.py`.
         self.fp8_copy: Operand | None = None
+        # What products of many rows quantize their rows to; None: nothing. Layers before it may do so on the way.
+        self.row_type = self._wanted_rows(self.operand)
         self.product_name = "torch" if self.operand is None else describe(self.operand)
 
     @property
     def nbytes(self) -> int:
         return self.matrix.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    @property
-    def row_type(self) -> torch.dtype | None:
-        """What products of many rows quantize their rows to; None: nothing."""
-        return None if self.operand is None or self.matrix.groups.order is not None else row_type_of(self.operand)
+    def keep_fp8_copy(self, copy: Operand) -> None:
+        self.fp8_copy = copy
+        self.row_type = self._wanted_rows(copy)
+
+    def _wanted_rows(self, operand: Operand | None) -> torch.dtype | None:
+        return None if operand is None or self.matrix.groups.order is not None else row_type_of(operand)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, None)
@@ -117,7 +121,8 @@ def stack(matrices: Sequence[Matrix]) -> Matrix | None:
 
 
 def row_type_of_weight(weight: object) -> torch.dtype | None:
-    """In which type of 8 bits a weight wants many rows; None: as they are."""
+    """In which type of 8 bits a weight wants many rows; None: as they are. To be asked for each step: fp8 copies are
+    made when all layers are there."""
     return weight.row_type if isinstance(weight, QuantizedWeight) else None
 
 

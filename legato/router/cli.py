@@ -8,7 +8,7 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from legato.router.monitoring.kv_events import KvEventLog, KvEventPublisher
 from legato.router.monitoring.metrics_listener import metrics_listener
 from legato.router.monitoring.tracing import StepTraces
 from legato.router.recovery import ConnectedShards, Recovery
-from legato.router.response_store import response_store
+from legato.router.response_store import check_store, response_store
 from legato.router.running import RouterProcess
 from legato.router.shards import GrpcShards, ShardsLost, WarmupLimits
 from legato.router.startup import StartupResponder
@@ -71,6 +71,7 @@ def run(options: RouterOptions) -> None:
         raise OptionError(
             "--lora-allow-runtime: no API key may change adapters; write `adapters` after a key in --api-key-file"
         )
+    check_store(options.response_store, options.response_store_size)
     tls = tls_context(options.ssl_certfile, options.ssl_keyfile)  # the workers read the files again
     for warning in (*command_line_warnings(), *exposure_warnings(options)):
         logger.warning(warning)
@@ -162,6 +163,8 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
         )
     )
     scheduler = Scheduler(scheduler_limits(found, info, options, sizes, step_tokens))
+    for warning in reduction_warnings(options, found):
+        logger.warning(warning)
     if longest_input is not None and longest_input < found.max_input_tokens:
         logger.warning(
             "Prompts are limited to %d tokens: this model computes a prompt in one step; "
@@ -191,6 +194,21 @@ async def warm_up(shards: GrpcShards, info: pb.InfoResponse, options: RouterOpti
         },
     )
     return scheduler, limits
+
+
+def reduction_warnings(options: RouterOptions, found: pb.WarmupResponse) -> Iterator[str]:
+    """Which of the limits that were asked for are larger than what the shards allow."""
+    total, longest = found.max_total_tokens, found.max_input_tokens
+    if (options.max_total_tokens or 0) > total:
+        yield (
+            f"--max-total-tokens {options.max_total_tokens} exceeds the model's {total} positions: sequences are"
+            f" limited to {total} tokens; --rope-scaling and --rope-factor extend models with rotary embeddings"
+        )
+    if (options.max_input_tokens or 0) > longest:
+        yield (
+            f"--max-input-tokens {options.max_input_tokens} leaves no token to generate: prompt and generated text"
+            f" together have at most {total} tokens, so prompts are limited to {longest}"
+        )
 
 
 def scheduler_limits(

@@ -29,11 +29,7 @@ def response_store(path: str | None, size: int) -> Iterator[str | None]:
         yield None
         return
     if path is not None:
-        absolute = Path(path).absolute()
-        if not absolute.parent.is_dir():
-            raise OptionError(f"--response-store: {absolute.parent} is not a folder; create it first")
-        _check(absolute)
-        yield str(absolute)
+        yield str(Path(path).absolute())
         return
     place = _MEMORY if _has_room(_MEMORY, size) else Path(tempfile.gettempdir())
     _remove_abandoned(place)
@@ -44,8 +40,13 @@ def response_store(path: str | None, size: int) -> Iterator[str | None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check(file: Path) -> None:
-    """Now, and not when the first response is to be stored."""
+def check_store(path: str | None, size: int) -> None:
+    """Before the model is loaded, and not when the first response is to be stored. OptionError."""
+    if size == 0 or path is None:
+        return
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
+        raise OptionError(f"--response-store: {file.parent} is not a folder; create it first")
     try:
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))  # conversations are nobody else's business
         with closing(sqlite3.connect(file)) as connection:

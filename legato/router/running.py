@@ -20,6 +20,7 @@ from legato.router.idle_memory import IdleMemory
 from legato.router.listening import Listeners
 from legato.router.monitoring.dashboard import Dashboard, StepHistory
 from legato.router.monitoring.health import HealthMonitor
+from legato.router.monitoring.shared_answer import SharedAnswer
 from legato.router.port import Port
 from legato.router.recovery import Recovery
 from legato.router.shards import ShardsLost
@@ -60,7 +61,9 @@ class RouterProcess:
         self._stopping = asyncio.Event()
         self._signalled_at = 0.0
         self._end_requests: Callable[[], object] = lambda: None
-        self._dashboard = Dashboard(steps, metrics, workers.figures, history, settings.model_id)
+        # The metrics of all processes, as text, and the data of the dashboard.
+        self.scrape = SharedAnswer(self._render)
+        self._observe = SharedAnswer(Dashboard(steps, metrics, workers.figures, history, settings.model_id).render)
         metrics.watch(steps)
         metrics.watch_adapters(adapters.labels, lambda: len(adapters.adapters))
 
@@ -74,6 +77,8 @@ class RouterProcess:
         # before the stream to the shards is open is lost, and with it all that follow.
         steps = asyncio.create_task(self._steps.run(self._recover))
         self._end_requests = steps.cancel
+        # And this: a worker that hangs while others serve would keep the server from ever being ready.
+        health = asyncio.create_task(self._health.run())
         await self._workers.serve(lambda worker, number: self._attach(worker, number, grace))
         url = browser_url(listeners.host, listeners.port, tls=self._settings.ssl_certfile is not None)
         fields = {"model": self._settings.model_id, "address": url, "docs": f"{url}/docs"}
@@ -82,7 +87,6 @@ class RouterProcess:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         watch = asyncio.create_task(self._workers.watch())
-        health = asyncio.create_task(self._health.run())
         trimming = asyncio.create_task(IdleMemory(self._steps).run())
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait([steps, watch, health, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -125,7 +129,7 @@ class RouterProcess:
 
     def _attach(self, worker: WorkerProcess, number: int, grace: float) -> None:
         def port(send: Callable[[msgspec.Struct], None]) -> Port:
-            return Port(self._steps, self.scrape, self._dashboard.render, self._drain, send, self._adapters)
+            return Port(self._steps, self.scrape, self._observe, self._drain, send, self._adapters)
 
         if number >= self._workers.count:  # the first ones have the first numbers
             self._metrics.restarted("http_worker")
@@ -137,6 +141,5 @@ class RouterProcess:
         self._health.drain()
         return msgspec.json.encode({"draining": True, "running": self._steps.running, "queued": self._steps.queue_size})
 
-    async def scrape(self) -> bytes:
-        """The metrics of all processes, as text."""
+    async def _render(self) -> bytes:
         return self._metrics.render(await self._workers.figures())

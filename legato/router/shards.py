@@ -11,7 +11,7 @@ import math
 import os
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
@@ -61,12 +61,12 @@ class GrpcShards:
     def __init__(
         self,
         channels: list[grpc.aio.Channel],
-        processes: Sequence[PeerProcess] = (),
+        processes: list[PeerProcess] | None = None,
         hang_timeout: float = math.inf,
     ) -> None:
         self._channels = channels
         self._hang_timeout = hang_timeout
-        self._processes = processes
+        self._processes = [] if processes is None else processes
         self._stubs = [_stub(channel) for channel in channels]
         self._outboxes: list[asyncio.Queue[pb.StepRequest]] = []
         self._first = 0  # whose tokens count: the first of the last stage
@@ -91,26 +91,30 @@ class GrpcShards:
 
     @classmethod
     async def _connect(cls, master_path: str, hang_timeout: float) -> GrpcShards:
-        """Sends nothing but a greeting to a socket of another user."""
-        master = f"unix://{os.path.abspath(master_path)}"
-        first = cls([_channel(master)], [], hang_timeout)
-        await _until_ready(first._stubs[0], master_path, hang_timeout)
-        check_peer(master_path, FLAG)
-        first._processes = [PeerProcess(master_path)]
+        found = cls([], [], hang_timeout)
         try:
-            answer = (await first._all([first._stubs[0].ServiceDiscovery(pb.ServiceDiscoveryRequest())]))[0]
+            await found._reach(master_path)
+            answer = (await found._all([found._stubs[0].ServiceDiscovery(pb.ServiceDiscoveryRequest())]))[0]
+            for path in (url.removeprefix("unix://") for url in answer.urls):
+                if path != os.path.abspath(master_path):
+                    await found._reach(path)
         except ShardsLost:
-            first.kill()
-            await first.close()
+            found.kill()
+            await found.close()
             raise
-        channels, processes = first._channels, [*first._processes]
-        for path in (url.removeprefix("unix://") for url in answer.urls if url != master):
-            channel = _channel(f"unix://{path}")
-            await _until_ready(_stub(channel), path, hang_timeout)
+        return cls(found._channels, found._processes, hang_timeout)
+
+    async def _reach(self, path: str) -> None:
+        """Sends nothing but a greeting to a socket of another user."""
+        channel = _channel(f"unix://{os.path.abspath(path)}")
+        self._channels.append(channel)
+        self._stubs.append(_stub(channel))
+        await _until_ready(self._stubs[-1], path, self._hang_timeout)
+        try:
             check_peer(path, FLAG)
-            channels.append(channel)
-            processes.append(PeerProcess(path))
-        return cls(channels, processes, hang_timeout)
+        except FileNotFoundError:  # its launcher removes the sockets of shards that end
+            raise ShardsLost(f"the shard on {path} ended as soon as it answered") from None
+        self._processes.append(PeerProcess(path))
 
     async def are_in_step(self) -> bool:
         """A router that dies may have sent a step to some shards only. Those would wait for the others for ever."""

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from legato.common.errors import LegatoError
+from legato.common.exits import signal_name
 from legato.common.restarts import RestartBudget, TooManyRestarts
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 MAX_UNREAD = 64 << 20
 # Seconds for workers to say what they have counted. Of one that is busy for longer, the last report counts.
 REPORT_PATIENCE = 1.0
+# Seconds for which a worker may be silent until all have loaded. Later `monitoring/health` watches them.
+START_SILENCE = 30.0
+ASK_SECONDS = 1.0
 # Seconds for a process to end once it has closed its link.
 EXIT_PATIENCE = 5.0
 
@@ -73,6 +76,12 @@ class WorkerProcess:
         self._port = make_port(self._link.send)
         self._link.send(serve)
 
+    def ask(self, now: float) -> None:
+        """For a sign of life, also while it loads."""
+        self._link.send(msg.AskFigures())
+        if self._asked_at is None:
+            self._asked_at = now
+
     async def report(self) -> None:
         """Until `figures` are new."""
         self._reported.clear()
@@ -114,7 +123,7 @@ class WorkerProcess:
             code = await asyncio.to_thread(self._process.wait)
         if self._failure is not None:
             return self._failure
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return f"HTTP worker {self.number} {how}"
 
     def _on_message(self, message: msg.ToScheduler) -> None:
@@ -128,7 +137,7 @@ class WorkerProcess:
             case msg.Failed(failure):
                 self._failure = failure
             case msg.Report(figures):
-                self.figures = figures
+                self.figures, self._asked_at = figures, None
                 self._reported.set()
             case _:
                 assert self._port is not None, "client messages come after Serve"
@@ -175,10 +184,16 @@ class Workers:
     async def _all(self, steps: list[asyncio.Future[None]]) -> None:
         exits = [asyncio.ensure_future(worker.exit()) for worker in self._workers]
         waiting: set[asyncio.Future[Any]] = set(steps)
-        while waiting and not any(each.done() for each in exits):
-            done, _ = await asyncio.wait([*waiting, *exits], return_when=asyncio.FIRST_COMPLETED)
+        hung: list[WorkerProcess] = []
+        while waiting and not hung and not any(each.done() for each in exits):
+            done, _ = await asyncio.wait([*waiting, *exits], timeout=ASK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             waiting -= done
+            hung = [worker for worker in self._workers if worker.is_hung(time.monotonic(), START_SILENCE)]
+            for worker in self._workers:
+                worker.ask(time.monotonic())
         ended = [each.result() for each in exits if each.done()]
+        if hung and not ended:
+            ended = [f"HTTP worker {hung[0].number} gave no sign of life for {START_SILENCE:g} s while it started"]
         unfinished: list[asyncio.Future[Any]] = [*steps, *exits]
         for each in unfinished:
             each.cancel()
@@ -195,14 +210,22 @@ class Workers:
             dead = self._workers[place]
             how = await dead.exit()
             self._dead_figures = add_up([self._dead_figures, dead.figures])
-            delay = self._budget.spend(time.monotonic(), was_ready=dead.serving.done())
+            worker = self._workers[place] = await self._successor(dead, how)
+            await worker.load(self._setup)
+            self._attach(worker, next(self._numbers))
+
+    async def _successor(self, dead: WorkerProcess, how: str) -> WorkerProcess:
+        was_ready = dead.serving.done()
+        while True:
+            delay = self._budget.spend(time.monotonic(), was_ready=was_ready)
             if delay is None:
                 raise TooManyRestarts(f"{how}; it is not replaced, because {self._budget.described}")
             logger.error("%s: starting another", how)
             await asyncio.sleep(delay)
-            worker = self._workers[place] = WorkerProcess(dead.number, self._listeners[place])
-            await worker.load(self._setup)
-            self._attach(worker, next(self._numbers))
+            try:
+                return WorkerProcess(dead.number, self._listeners[dead.number])
+            except OSError as error:  # memory, processes or descriptors have run out, perhaps for a moment
+                how, was_ready = f"HTTP worker {dead.number} cannot be started: {error.strerror}", False
 
     async def drain(self, grace: float) -> None:
         """Let requests finish, for so many seconds."""

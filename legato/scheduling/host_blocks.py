@@ -2,8 +2,9 @@
 
 The router owns the slots there as it owns blocks; the shards own the bytes. A block that the prefix tree evicts is
 copied out before anything overwrites it, and a request that needs it again gets a block of its own into which it is
-copied back. A slot is read once: from then on the block is on the device, and enters the tree with the request's
-others. Blocks are found by a digest of all tokens up to their end and of whose they are, so none is found by others.
+copied back, which enters the tree with the request's others. Its slot keeps what it has while no other block needs a
+slot: full blocks do not change, so that the next eviction of this one copies nothing. Blocks are found by a digest of
+all tokens up to their end and of whose they are, so none is found by others.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ class HostBlocks:
         self._free = list(range(num_slots - 1, -1, -1))
         # Least recently copied out first.
         self._slots: OrderedDict[Digest, int] = OrderedDict()
+        # Of blocks that were copied back, least recently first: these make room before all others.
+        self._returned: OrderedDict[Digest, int] = OrderedDict()
         self._is_used = num_slots > 0
-        # Of the plan that is being made: copies, and slots that it reads and the next plan may use again.
+        # Of the plan that is being made: copies, and slots that it reads, which no eviction may take.
         self._out: dict[Digest, tuple[int, int]] = {}
         self._in: Copies = []
-        self._read: list[int] = []
+        self._read: dict[Digest, int] = {}
 
     def __len__(self) -> int:
         """Blocks in host memory."""
-        return len(self._slots)
+        return len(self._slots) + len(self._returned)
 
     def keep(self, node: Node) -> None:
         """The tree evicts `node`."""
@@ -42,6 +45,8 @@ class HostBlocks:
         digest = digest_of(node)
         slot = self._slots.pop(digest, None)
         if slot is None:
+            slot = self._returned.pop(digest, None)
+        if slot is None:
             slot = self._free.pop() if self._free else self._forget_oldest()
             if slot is None:
                 return
@@ -49,30 +54,33 @@ class HostBlocks:
         self._slots[digest] = slot
 
     def _forget_oldest(self) -> int | None:
-        if not self._slots:  # all slots are read by the plan that is being made
+        oldest = self._returned or self._slots
+        if not oldest:  # all slots are read by the plan that is being made
             return None
-        digest, slot = self._slots.popitem(last=False)
+        digest, slot = oldest.popitem(last=False)
         self._out.pop(digest, None)
         return slot
 
     def match(self, node: Node, tokens: TokenBytes, num_found: int, max_blocks: int) -> list[Digest]:
         """Blocks that follow `node`, the last of `num_found` on the device, in a sequence of these tokens."""
         found: list[Digest] = []
-        if not self._slots or num_found >= max_blocks:
+        if not len(self) or num_found >= max_blocks:
             return found
-        digest, size = digest_of(node), self._key_bytes
+        digest, size, slots, returned, out = digest_of(node), self._key_bytes, self._slots, self._returned, self._out
         for start in range(num_found * size, max_blocks * size, size):
             digest = _digest(digest, tokens[start : start + size])
-            if digest not in self._slots or digest in self._out:  # what is on its way out is not there yet
+            # What is on its way out is not there yet.
+            if not (digest in slots or digest in returned) or digest in out:
                 break
             found.append(digest)
         return found
 
     def reserve(self, found: Sequence[Digest]) -> list[int]:
         """Slots that no eviction may take while room is made for their blocks."""
-        slots = [self._slots.pop(digest) for digest in found]
-        self._read += slots
-        return slots
+        slots, returned = self._slots, self._returned
+        taken = [slots.pop(digest) if digest in slots else returned.pop(digest) for digest in found]
+        self._read.update(zip(found, taken, strict=True))
+        return taken
 
     def add_copies_in(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         self._in += zip(slots, blocks, strict=True)
@@ -80,8 +88,8 @@ class HostBlocks:
     def take_copies(self) -> tuple[Copies, Copies]:
         """What the plan asks for: copies out, then copies in. They run before its step and those of the next plan."""
         out, back = list(self._out.values()), self._in
-        self._free += self._read
-        self._out, self._in, self._read = {}, [], []
+        self._returned.update(self._read)
+        self._out, self._in, self._read = {}, [], {}
         return out, back
 
     def cancel(self) -> None:
@@ -94,8 +102,9 @@ class HostBlocks:
     def forget(self, out: Copies) -> None:
         """A step failed: whether these were copied is not known."""
         slots = {slot for _, slot in out}
-        for digest in [digest for digest, slot in self._slots.items() if slot in slots]:
-            self._free.append(self._slots.pop(digest))
+        for kept in (self._slots, self._returned):
+            for digest in [digest for digest, slot in kept.items() if slot in slots]:
+                self._free.append(kept.pop(digest))
 
 
 def digest_of(node: Node) -> Digest:

@@ -7,11 +7,10 @@ the process fails with the same error. So the shard ends, and the launcher start
 from __future__ import annotations
 
 import logging
-import os
-import sys
 
 import torch
 
+from legato.common.exits import exit_now
 from legato.common.restarts import EXIT_DEVICE_FAILED
 from legato.server.memory.budget import is_out_of_memory
 
@@ -32,6 +31,4 @@ def end_if_device_failed(doing: str, error: BaseException) -> None:
     if is_device_failure(error):
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         logger.error("The device failed in %s: this shard exits", doing, exc_info=error)
-        sys.stdout.flush()
-        print(f"error: the device failed in {doing}: {reason}", file=sys.stderr, flush=True)
-        os._exit(EXIT_DEVICE_FAILED)
+        exit_now(f"the device failed in {doing}: {reason}", EXIT_DEVICE_FAILED)

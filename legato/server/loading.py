@@ -23,7 +23,7 @@ from legato.modelfiles.files import ModelFiles
 from legato.modelfiles.locate import locate_checkpoint
 from legato.modelfiles.speculator import SpeculatorFiles
 from legato.models.config import ModelConfig
-from legato.models.host import on_host
+from legato.models.host import IN_TORCH, on_host
 from legato.models.registry import CausalModel, get_model, model_config
 from legato.models.speculators import Speculator, load_speculator
 from legato.models.targets import AdapterTarget
@@ -86,9 +86,8 @@ def load(
         )  # fmt: skip
         speculator = _speculator(options, model, dtype, device)
         draft = load_draft(options, files, model, speculator is not None, dtype, device)
-        # The library keeps no states of single layers.
-        if packs and shard.world_size == 1 and not isinstance(draft, EagleGuesser):
-            model = on_host(model)
+        if packs:
+            model = _on_host(model, shard, draft)
     seconds = round(time.perf_counter() - started, 2)
     logger.info(
         "Weights loaded", extra={"fields": {"seconds": seconds, "dtype": str(dtype)[6:], "device": str(device)}}
@@ -97,6 +96,16 @@ def load(
     if stage is not None and packs and shard.world_size == 1:
         stage.calibrate(model)
     return LoadedModel(model, files, device, dtype, shard, speculator, draft, targets, stage)
+
+
+def _on_host(model: CausalModel, shard: Shard, draft: Guesser | None) -> CausalModel:
+    """The model with its layers in the library, unless somebody looks between them."""
+    if shard.world_size == 1 and not isinstance(draft, EagleGuesser):
+        return on_host(model)
+    if library() is not None:
+        reason = "there are several shards" if shard.world_size > 1 else "EAGLE reads the states of single layers"
+        logger.info("%s: %s", IN_TORCH, reason)
+    return model
 
 
 def _speculator(

@@ -6,7 +6,6 @@ import errno
 import ipaddress
 import os
 import socket
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +14,9 @@ import torch.distributed as dist
 
 from legato.cluster.frames import BrokenLink
 from legato.common.errors import EndpointInUse, OptionError
+from legato.common.exits import exit_now
 from legato.common.options import ServerOptions
+from legato.cpu.threads import usable_cores
 from legato.layers.shard import Shard
 from legato.server.memory.budget import OutOfMemory
 from legato.server.nodes.joining import ShardLinks
@@ -126,11 +127,15 @@ def end_if_out_of_sync(shard: Shard, doing: str, error: Exception) -> None:
     is_own = isinstance(error, RuntimeError | MemoryError | OutOfMemory | BrokenLink)
     if shard.num_stages > 1 or (shard.world_size > 1 and is_own):
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        print(f"error: shard {shard.rank} failed in {doing}: {reason}", file=sys.stderr, flush=True)
-        os._exit(1)
+        exit_now(f"shard {shard.rank} failed in {doing}: {reason}")
 
 
 def share_cores(world_size: int) -> None:
-    """On a CPU all shards compute at once: each takes its share of the cores, unless OMP_NUM_THREADS is set."""
-    if world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+    """torch computes with as many threads as there are CPUs for this process, by its affinity and the quota of its
+    container. All shards compute at once: each takes its share. OMP_NUM_THREADS, if set, is the number for each."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    current = torch.get_num_threads()
+    share = max(1, min(current, usable_cores()) // world_size)
+    if share != current:
+        torch.set_num_threads(share)

@@ -177,6 +177,23 @@ def test_a_stored_response_is_looked_for_where_it_is() -> None:
     with_replicas(3, test)
 
 
+def test_a_stored_response_is_looked_for_nowhere_else_while_its_replica_is_there() -> None:
+    """Others would say that there is no such response, and its client would believe them."""
+
+    def test(selection: Selection, replicas: list[Replica]) -> None:
+        selection.remember("resp_1", replicas[0])
+        call = ClientCall.of("GET", "/v1/responses/resp_1", b"", [], "", b"")
+        replicas[0].is_draining = True
+        assert chosen(selection, call) is replicas[0]
+        assert selection.choose(call, {replicas[0]}) is None
+        replicas[0].lost("gone")
+        assert selection.choose(call, ()) is None
+        selection._replicas.update([replica.url for replica in replicas[1:]])
+        assert chosen(selection, call) in replicas[1:]
+
+    with_replicas(3, test)
+
+
 def test_replicas_come_and_go() -> None:
     async def main() -> None:
         replicas = ReplicaSet(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -116,6 +117,23 @@ def test_an_answer_is_passed_on_as_it_is() -> None:
     through([replica], test)
 
 
+@pytest.mark.parametrize(
+    ("method", "answer", "length"),
+    [
+        ("HEAD", b"HTTP/1.1 200 OK\r\ncontent-length: 356\r\n\r\n", "356"),
+        ("OPTIONS", b"HTTP/1.1 204 No Content\r\nallow: POST\r\n\r\n", None),
+        ("GET", b"HTTP/1.1 304 Not Modified\r\n\r\n", None),
+        ("GET", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n", "2"),
+    ],
+)
+def test_an_answer_says_the_length_that_the_replica_says(method: str, answer: bytes, length: str | None) -> None:
+    async def test(balancer: Balancer) -> None:
+        found = await Call(balancer, method, "/info").answer()
+        assert found.headers.get("content-length") == length
+
+    through([FakeReplica([answer, None])], test)
+
+
 def test_a_request_that_one_replica_refuses_goes_to_another() -> None:
     first, second = FakeReplica([BUSY, None]), FakeReplica([OK, None])
 
@@ -124,6 +142,17 @@ def test_a_request_that_one_replica_refuses_goes_to_another() -> None:
         assert first.heads and len(second.heads) == 4
 
     through([first, second], test)
+
+
+def test_a_stored_response_is_not_missing_because_its_replica_is_busy() -> None:
+    """The replica that has it is not known to a balancer that has been started again."""
+    busy, other = FakeReplica([BUSY, None]), FakeReplica([whole("404 Not Found", b"no such response"), None])
+
+    async def test(balancer: Balancer) -> None:
+        for _ in range(2):
+            assert (await Call(balancer, "GET", "/v1/responses/resp_1").answer()).status == 429
+
+    through([busy, other], test)
 
 
 def test_a_request_that_all_refuse_is_refused() -> None:
@@ -275,6 +304,49 @@ def test_a_client_that_hangs_up_takes_its_request_with_it() -> None:
     through([replica], test)
 
 
+def test_a_client_that_hangs_up_leaves_the_connection_of_a_replica_that_refused_it_to_others() -> None:
+    """It may be in use for another client by then."""
+    replica = FakeReplica([BUSY, None], [OK, None])
+
+    async def test(balancer: Balancer) -> None:
+        _, second = balancer.replicas.all
+        connecting = asyncio.Event()
+
+        async def never(*, fresh: bool = False) -> Any:
+            connecting.set()
+            await asyncio.Event().wait()
+
+        second.pool.take = never  # type: ignore[method-assign]
+        call = Call(balancer, "POST", "/generate", [b"{}"])
+        await connecting.wait()
+        call.hang_up()
+        await asyncio.sleep(0.01)
+        second.is_up = False
+        assert (await ask(balancer, "/generate")).status == 200
+        assert replica.num_connections == 1
+        call.task.cancel()
+
+    through([replica, FakeReplica([OK, None])], test)
+
+
+def test_a_stream_does_not_go_on_with_another_model() -> None:
+    """Its tokens would be other words. A replica may come back with another model, or be a newer version's."""
+    cut = [MARKS, chunk(b":+0=11\ndata: a\n\n")]
+    rest = [MARKS, chunk(b":.0=12/length\ndata: b\n\n"), END, None]
+    other, same = FakeReplica(rest), FakeReplica(rest)
+
+    async def test(balancer: Balancer) -> None:
+        balancer.replicas.all[1].found(state(resumes=True, model_id="other"), healthy=True)
+        assert (await ask(balancer)).body == b"data: a\n\ndata: b\n\n"
+        assert (other.heads, len(same.heads)) == ([], 1)
+        balancer.replicas.all[2].found(state(resumes=True, model_sha="newer"), healthy=True)
+        balancer.replicas.all[0].is_up = True
+        balancer.selection._turns = count()
+        assert b'"error_type":"generation"' in (await ask(balancer)).body
+
+    through([FakeReplica(cut), other, same], test)
+
+
 # ---- who may have how much -------------------------------------------------------------------------------------------
 
 
@@ -296,6 +368,27 @@ def test_one_key_cannot_take_all_places_of_all_replicas() -> None:
     admission.set_capacity(200)
     with admission.held(b"greedy"):
         pass
+
+
+def test_a_key_is_known_when_a_replica_has_worked_for_it() -> None:
+    """Pages, preflights and refusals have no need of a valid one, and made-up keys must not push real ones out."""
+
+    async def test(balancer: Balancer) -> None:
+        known = balancer.admission._known
+        for method, path in (("GET", "/ui"), ("OPTIONS", "/generate")):
+            await Call(balancer, method, path, headers={"authorization": "Bearer made-up"}).answer()
+        balancer.replicas.all[0].is_up = False
+        assert (await ask(balancer, headers={"authorization": "Bearer made-up"})).status == 503
+        assert not known
+        balancer.replicas.all[0].is_up = True
+        for name, value in (("authorization", "Bearer k"), ("authorization", "bearer   k "), ("x-api-key", "k")):
+            assert (await ask(balancer, "/generate", {name: value})).status == 200
+        assert list(known) == [b"k"]
+        for number in range(5):
+            await ask(balancer, "/generate", {"authorization": "Bearer k", "x-api-key": f"junk{number}"})
+        assert len(known) == 2, "those who show several keys are one client"
+
+    through([FakeReplica([OK, None])], test)
 
 
 @pytest.mark.parametrize("spec", ["dns:name", "dns::80", "dns:name:port", "srv:name:80", "dns:name:99999"])

@@ -44,6 +44,8 @@ from tests.http.asgi import post
 
 KEY = "a-key-of-the-cluster"
 SECONDS = 20.0
+# Bytes of an answer that would delay all others if it were one frame.
+LONG = 32 * WINDOW + 1
 EVENTS = [(b"content-type", b"text/event-stream"), (HEAD_HEADER.encode(), MARKED.encode())]
 
 
@@ -100,16 +102,20 @@ class FakeServer:
     async def long_at_once(self, body: bytes, receive: Receive, send: Send) -> None:
         write = self.write_at_once
         piece = bytes(WINDOW // 16)
-        assert not write([piece]), "the answer has not begun"
+        assert not write(piece), "the answer has not begun"
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(32):
-            if write([piece, piece]):
+            if write(piece + piece):
                 self.num_at_once += 2 * len(piece)
             else:
                 await self._write(send, piece)
                 await self._write(send, piece)
         self.num_written += self.num_at_once
         await self._write(send, b"", more=False)
+
+    async def whole(self, body: bytes, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LONG)]})
+        await self._write(send, bytes(LONG), more=False)
 
     async def silent(self, body: bytes, receive: Receive, send: Send) -> None:
         await self.go_on.wait()
@@ -263,6 +269,17 @@ def test_a_client_that_reads_slowly_stops_its_own_stream_only() -> None:
     serving(test)
 
 
+def test_a_long_answer_leaves_room_for_others() -> None:
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        long = await begin(shared, "/whole")
+        await until(lambda: long._pieces)
+        assert await (await begin(shared, "/echo", b"x")).read_all() == b"x0x1x2"
+        assert sum(map(len, long._pieces)) < 2 * WINDOW
+        assert await long.read_all() == bytes(LONG)
+
+    serving(test)
+
+
 def test_pieces_are_written_at_once_until_the_client_has_to_be_waited_for() -> None:
     async def test(server: FakeServer, shared: SharedConnections) -> None:
         slow = await begin(shared, "/long_at_once")
@@ -343,10 +360,10 @@ def test_a_server_that_stops_answers_first() -> None:
 def test_a_piece_without_a_mark_ends_its_own_stream_only() -> None:
     """Pieces of all streams arrive at one place, where an exception would close the connection."""
     call = ClientCall.of("POST", "/generate_stream", b"/generate_stream", [], "", b"{}")
-    written: list[list[bytes]] = []
+    written: list[bytes] = []
 
-    def write(pieces: list[bytes]) -> bool:
-        written.append(pieces)
+    def write(data: bytes) -> bool:
+        written.append(data)
         return True
 
     forwarding = object.__new__(Forwarding)
@@ -358,7 +375,7 @@ def test_a_piece_without_a_mark_ends_its_own_stream_only() -> None:
         assert not take([b":+0=1\ndata: 1\n\n", wrong])
     assert (written, call.marks) == ([], [])
     assert take([b":+0=1\ndata: 1\n\n"])
-    assert (written, call.marks) == ([[b"data: 1\n\n"]], [b":+0=1"])
+    assert (written, call.marks) == ([b"data: 1\n\n"], [b":+0=1"])
 
 
 def test_a_replica_that_breaks_a_stream_off_is_not_lost() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from legato.cpu.library import Library, library
 from legato.cpu.packed import rounded_to_8_bits
 from legato.modelfiles.gguf.file import GgmlType
-from legato.models.host import HostDecoder, on_host
+from legato.models.host import IN_TORCH, HostDecoder, on_host
 from legato.quantization import host
 from legato.quantization.affine import CODED, AffineGroups, read_codes
 from legato.quantization.gguf import dequantize
@@ -20,6 +21,8 @@ from legato.quantization.on_load import QUANTIZERS
 from legato.quantization.schemes import GroupedIntegers, ScaledMatrix
 from legato.quantization.weight import Matrix, StackedWeight
 from tests.cpu.test_forward import SHAPE, Sequences, load, relative_error
+from tests.models.tiny_seeds import tiny_gpt2
+from tests.models.tiny_t5 import tiny_t5
 from tests.quantization.test_gguf import HALF_SCALES, random_blocks
 from tests.tiny_models import tiny_llama
 
@@ -113,18 +116,25 @@ def test_without_the_library_torch_multiplies_int8(monkeypatch: pytest.MonkeyPat
 
 @needs_library
 @pytest.mark.parametrize("block_size", [16, 8])
-def test_blocks_of_any_size_hold_keys_and_values(tmp_path: Path, block_size: int) -> None:
+def test_blocks_of_any_size_hold_keys_and_values(
+    tmp_path: Path, block_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     model = load(tiny_llama(tmp_path, **SHAPE, initializer_range=0.05))
     sequences = Sequences(on_host(model), [70, 20], block_size)
     expected = Sequences(model, [70, 20]).step({0: 70, 1: 20})
     sequences.step({0: 40})
     assert relative_error(sequences.step({0: 30, 1: 20}), expected) < 0.02
+    said = [f"{IN_TORCH}: the KV cache has float16 in blocks of 8 tokens"] if block_size == 8 else []
+    assert [message for message in caplog.messages if message.startswith(IN_TORCH)] == said
 
 
 @needs_library
-def test_heads_that_do_not_fit_groups_are_left_to_torch(tmp_path: Path) -> None:
+def test_heads_that_do_not_fit_groups_are_left_to_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     model = load(tiny_llama(tmp_path, initializer_range=0.05))  # heads of 16
     assert on_host(model) is model and not isinstance(model, HostDecoder)
+    assert f"{IN_TORCH}: sizes (16, 96, 128) are not multiples of 32" in caplog.messages
     exact = Sequences(load(tmp_path, packs=False), [30]).step({0: 30})
     assert relative_error(Sequences(model, [30]).step({0: 30}), exact) < 0.1
 
@@ -135,3 +145,17 @@ def test_ids_beyond_the_vocabulary_are_an_error(kernels: Library, tmp_path: Path
     sequences.rows[0].input_ids[1] = 320
     with pytest.raises(IndexError):
         sequences.step({0: 3})
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("make", "reason"), [(tiny_gpt2, "GPT2 has its own `embed`"), (tiny_t5, "T5 is not a Decoder")], ids=["gpt2", "t5"]
+)
+def test_the_log_says_why_the_layers_of_a_family_are_computed_by_torch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], Path], reason: str
+) -> None:
+    caplog.set_level("INFO")
+    make(tmp_path)
+    model = load(tmp_path)
+    assert on_host(model) is model
+    assert f"{IN_TORCH}: {reason}" in caplog.messages

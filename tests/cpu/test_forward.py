@@ -203,6 +203,31 @@ def test_the_likeliest_token_and_its_log_probability(kernels: Library, tmp_path:
     assert logprobs[3:].isnan().all()
 
 
+def test_a_step_in_which_nothing_is_wanted_computes_keys_and_values(kernels: Library, tmp_path: Path) -> None:
+    host = on_host(load(tiny_llama(tmp_path, **SHAPE)))
+    expected = Sequences(host, [40]).step({0: 40})
+    sequences = Sequences(host, [40])
+    step = prepare(sequences.rows, [sequences.rows.advance(0, 33)], BLOCK_SIZE, torch.float16)
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert host.forward(replace(step, logits_indices=nothing), sequences.cache).shape == (0, SHAPE["hidden_size"])
+    assert torch.equal(sequences.step({0: 7}), expected)
+
+
+def test_calibration_reads_no_positions_beyond_the_last(kernels: Library, tmp_path: Path) -> None:
+    """Of a model for shorter sequences than the calibration's: behind its table of rotations others' memory begins."""
+    folder, states = tiny_llama(tmp_path, **SHAPE, max_position_embeddings=32, initializer_range=0.05), []
+    for others in (0.0, 100.0):
+        model = load(folder)
+        rotary = model.rotary  # type: ignore[attr-defined]
+        memory = torch.full((64, rotary.dim), others)
+        memory[:32] = rotary.cos_sin
+        rotary.cos_sin = memory[:32]
+        host = on_host(model)
+        assert isinstance(host, HostDecoder)
+        states.append(host.calibrate())
+    assert torch.equal(*states)
+
+
 class MatrixStart(ctypes.Structure):
     """struct matrix, as far as its blocks"""
 

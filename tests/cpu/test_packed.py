@@ -117,3 +117,21 @@ def test_what_is_not_finite_stays_visible(kernels: Library) -> None:
         x[1, 40] = broken
         out = matrix.apply(x)
         assert out[0].isfinite().all() and not out[1].isfinite().any()
+
+
+def test_of_no_rows_there_are_no_products(kernels: Library) -> None:
+    matrix = PackedMatrix([four_bits(48, 64)[0]])
+    for _ in range(2):  # the second finds the buffers of a step that had rows
+        assert matrix.apply(torch.empty(0, 64)).shape == (0, 48)
+        assert matrix.apply(torch.randn(3, 64)).shape == (3, 48)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_stays_visible(kernels: Library, broken: float) -> None:
+    dense = torch.randn(20, 64)
+    dense[3, 40] = broken
+    matrix = PackedMatrix([pack_dense(dense)])
+    row = torch.tensor([3])
+    assert not matrix.rows(row)[0, 32:].isfinite().any()  # looked up as an embedding
+    out = matrix.apply(torch.randn(2, 64))
+    assert out[:, row].isnan().all() and out[:, :3].isfinite().all()

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from legato.cpu.library import library
 from legato.cpu.threads import usable_cores
 
+# Computes, forks, and computes in the child: more threads than cores, so that some hold a lock when it happens.
+FORK = """
+import os, torch
+from legato.cpu.library import library
+from legato.cpu.packed import PackedMatrix, pack_dense
+torch.set_num_threads(1)
+library().start_threads(64)
+torch.manual_seed(0)
+matrix, x = PackedMatrix([pack_dense(torch.randn(64, 64))]), torch.randn(3, 64)
+expected = matrix.apply(x)
+for _ in range(60):
+    for _ in range(20):
+        matrix.apply(x)
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(matrix.apply(x), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+"""
 AFFINITY = len(os.sched_getaffinity(0))
 
 
@@ -18,7 +41,7 @@ def groups(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     own = folder / "own"
-    own.write_text("0::/system/unit\n")
+    own.write_text("4:cpu,cpuacct:/system/unit\n0::/system/unit\n")
     return folder / "cgroup", own
 
 
@@ -35,10 +58,21 @@ def test_a_part_of_a_core_is_rounded_up(tmp_path: Path) -> None:
     assert usable_cores(*groups(tmp_path, {"cpu.max": "150000 100000"})) == min(2, AFFINITY)
 
 
-def test_old_hierarchies_have_limits_too(tmp_path: Path) -> None:
-    files = {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}
+@pytest.mark.parametrize("where", ["cpu", "cpu/system", "cpu/system/unit"])
+def test_old_hierarchies_have_limits_too(tmp_path: Path, where: str) -> None:
+    files = {f"{where}/cpu.cfs_quota_us": "100000", f"{where}/cpu.cfs_period_us": "100000"}
     assert usable_cores(*groups(tmp_path, files)) == 1
 
 
 def test_a_system_without_groups_has_no_limit(tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "none", tmp_path / "nobody") == AFFINITY
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+def test_a_forked_process_computes_without_the_threads_of_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", FORK], start_new_session=True) as process:
+        try:
+            assert process.wait(120) == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -45,6 +45,11 @@ def normalized(vector: list[float]) -> list[float]:
     return [number / length for number in vector]
 
 
+def test_a_browser_is_led_to_the_reference() -> None:
+    answer = asyncio.run(get(app_of(embedder()), "/", {"accept": "text/html"}))
+    assert (answer.status, answer.headers["location"]) == (303, "docs")
+
+
 # ---- OpenAI's --------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from tests.http.asgi import LIMITS, SETTINGS, Answer, Call, FakeBackend, app_for
 KEYS = ("first-key", "second-key")
 OPEN = {
     (method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/ping", "/livez", "/readyz", "/startupz")
-} | {(method, path) for method in ("GET", "HEAD") for path in ("/ui", "/dashboard")}  # their data is closed
+} | {(method, path) for method in ("GET", "HEAD") for path in ("/ui", "/dashboard", "/docs")}  # their data is closed
 ROUTES = sorted(
     (method, route.path.replace("{model:path}", "m").replace("{name}", "m").replace("{version}", "1"))
     for route in _routes(Inference.create(FakeBackend(), tokenizer(), SETTINGS, Metrics(LIMITS)))

@@ -60,6 +60,21 @@ UNUSUAL: dict[str, tuple[bytes, list[int]]] = {
 }
 
 
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+BODY = b'{"inputs": "hi"}'
+WITH_LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+# Java's HTTP client asks for HTTP/2 with every request.
+UNUSUAL |= {
+    "an upgrade": (HEALTH[:-2] + H2C + b"\r\n", [200, 200]),
+    "an upgrade and a body": (POST + H2C + WITH_LENGTH, [200, 200]),
+    "upgrades in advance": ((POST + H2C + WITH_LENGTH + HEALTH) * 3, [200] * 7),
+    "an upgrade and a body in chunks": (
+        POST + H2C + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nX: y\r\n\r\n" % (len(BODY), BODY),
+        [200, 200],
+    ),
+}
+
+
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_what_is_unusual_has_the_answer_of_the_rfc(server: Running, name: str) -> None:
     request, expected = UNUSUAL[name]
@@ -87,6 +102,12 @@ MALFORMED = {
     "NUL in a header": b"GET /health HTTP/1.1\r\n" + HOST + b"X-A: a\0b\r\n\r\n",
     "lines without CR": b"GET /health HTTP/1.1\nHost: localhost\n\n",
     "bytes beyond ASCII in the path": "GET /hälth HTTP/1.1\r\n".encode() + HOST + b"\r\n",
+}
+
+MALFORMED |= {
+    f"{name}, and an upgrade": request.replace(POST, POST + H2C)
+    for name, request in MALFORMED.items()
+    if POST in request
 }
 
 

@@ -22,6 +22,7 @@ from legato.http.connections import lingering_close as lingering
 from legato.http.connections.limits import ConnectionLimits
 from legato.http.connections.lingering_close import LingeringConnections
 from legato.http.connections.protocol import SLACK
+from legato.http.exchange import ABORT, Exchange
 from legato.http.server import HttpServer
 from tests.http.asgi import app_for
 from tests.stopwatch import Stopwatch
@@ -261,6 +262,23 @@ def test_what_the_application_says_after_the_end_is_dropped_without_a_word(caplo
         assert whole(connection).endswith(b"Invalid HTTP request received.")
         assert has_ended.wait(TIMEOUT)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_an_answer_that_begins_when_the_connection_is_broken_off_is_dropped_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its head waits for the body, and there is nothing left to write it to."""
+
+    async def late(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ABORT]()
+        await Exchange(scope, receive, send).start({})
+
+    with running(late) as server, server.connect() as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+        with suppress(ConnectionResetError):
+            assert whole(connection) == b""
+        until(lambda: not server.server.server_state.tasks, "its task is over")
+    assert "Exception in callback" not in caplog.text
 
 
 # ---- what lingering may cost -----------------------------------------------------------------------------------------

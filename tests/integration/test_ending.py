@@ -70,6 +70,26 @@ def test_what_outlasts_the_grace_ends_with_an_error_instead_of_breaking_off(star
     assert server.stderr == ""
 
 
+def test_a_signal_between_two_attempts_to_start_the_shard_ends_requests_with_an_error(
+    model: Path, tmp_path: Path
+) -> None:
+    """Nobody starts another one: the grace would be spent waiting."""
+    copy = shutil.copytree(model, tmp_path / "copy")
+    with launched(tmp_path, copy) as server:
+        events = iter(server.client.stream("a", max_new_tokens=4000, ignore_eos=True))
+        next(events)
+        (copy / "config.json").unlink()
+        server.shard().kill()
+        server.until_logged("restarting the shards in 2 s")
+        signalled = time.monotonic()
+        server.send(signal.SIGTERM)
+        *_, last = events
+        assert last["error_type"] == "generation"
+        assert server.wait() == 0
+        assert time.monotonic() - signalled < 20
+        assert server.leftovers() == []
+
+
 def is_refused(server: Launched) -> bool:
     try:
         server.client.get("/health")

@@ -229,6 +229,7 @@ def quantized_launches(dtype: torch.dtype, limits: GpuLimits) -> Iterator[Callab
         ("int4", 32, "minimum"),
         ("int4", 16, "minimum"),
         ("table", 64, False),
+        ("table", 32, False),
         ("codes", 128, True),
         ("codes", 32, "minimum"),
         ("int8", hidden, False),

@@ -95,8 +95,12 @@ while True:
 
 ROUTER = """
 behaviour = os.environ.get("FAKE_ROUTER")
+started_before = "router started" in open(journal.name).read()
 journal.write(f"router started {os.getpid()}\\n")
 on_stop("router", behaviour)
+if behaviour == "hang at its start" and not started_before:
+    time.sleep(60)
+os.write(int(os.environ["LEGATO_HEARTBEAT_FD"]), b"\\n")
 while not os.path.exists(flag("--master-shard-uds-path")):
     time.sleep(0.02)
 listener = socket.socket()
@@ -104,8 +108,6 @@ listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 listener.bind(("127.0.0.1", int(flag("--port"))))
 listener.listen()
 say("INFO", "Listening", address="http://0.0.0.0:" + flag("--port"))
-if behaviour == "hang":
-    os.write(int(os.environ["LEGATO_HEARTBEAT_FD"]), b"\\n")
 while True:
     connection, _ = listener.accept()
     connection.recv(4096)

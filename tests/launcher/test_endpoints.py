@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import tempfile
@@ -12,7 +13,7 @@ import pytest
 
 from legato.common.errors import EndpointInUse, OptionError
 from legato.common.sockets import browser_url
-from legato.launcher.endpoints import check_port, claim_sockets, is_healthy, socket_path
+from legato.launcher.endpoints import LOCKED, check_port, claim_sockets, is_healthy, socket_path
 
 
 def test_a_free_port_is_free(free_port: int) -> None:
@@ -121,9 +122,41 @@ def test_whoever_occupies_the_name_of_our_folder_does_not_get_our_sockets(own_tm
     else:
         name.mkdir()
         name.chmod(0o777)
+    before = set(own_tmp.iterdir())
     with socket_path(None) as path:
-        folder = Path(path).parent.parent
-        assert folder not in (name, trap) and folder.stat().st_mode & 0o777 == 0o700
+        folder = Path(path).parent
+        assert folder.parent not in (name, trap) and folder.stat().st_mode & 0o777 == 0o700
+    assert set(own_tmp.iterdir()) == before
+
+
+def test_a_lock_that_another_launcher_is_about_to_take_is_left_alone(own_tmp: Path) -> None:
+    """It makes the file first, and locks it then."""
+    with socket_path(None) as path:
+        Path(f"{path}.lock").touch()
+        with socket_path(None), claim_sockets(path, 1) as (name,):
+            assert Path(name).parent.is_dir()
+
+
+@pytest.mark.parametrize("runtime", ["a folder that is not there", "a long path"])
+def test_a_runtime_folder_that_cannot_be_used_is_not(
+    own_tmp: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own_tmp / "nothing" / "nowhere"))
+    if runtime == "a long path":
+        long = own_tmp / ("x" * 100)
+        long.mkdir()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    with socket_path(None) as path, claim_sockets(path, 1):
+        assert Path(path).parent.parent == own_tmp / f"legato-{os.geteuid()}"
+
+
+def test_without_a_folder_to_write_to_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    with pytest.raises(OptionError, match=r"TMPDIR.*--shard-uds-path"), socket_path(None):
+        pass
 
 
 def test_what_a_killed_launcher_left_is_removed_and_what_a_running_one_has_is_not(own_tmp: Path) -> None:
@@ -131,8 +164,8 @@ def test_what_a_killed_launcher_left_is_removed_and_what_a_running_one_has_is_no
     dead = parent / "dead"
     dead.mkdir(parents=True, mode=0o700)
     parent.chmod(0o700)
-    for name in ("shard.lock", "shard-0"):
-        (dead / name).touch()
+    (dead / "shard.lock").write_bytes(LOCKED)
+    (dead / "shard-0").touch()
     with socket_path(None) as path, claim_sockets(path, 1), socket_path(None):
         assert not dead.exists()
         assert os.path.exists(f"{path}.lock")

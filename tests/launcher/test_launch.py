@@ -164,8 +164,16 @@ def test_a_router_that_dies_is_restarted_and_the_shards_are_not(launch: Launch) 
     assert sum("router started" in line for line in launched.journal) == 2
 
 
+def test_a_router_that_hangs_before_its_first_heartbeat_is_started_again(launch: Launch) -> None:
+    launched = launch("--load-timeout=2", FAKE_ROUTER="hang at its start")
+    hung = "no heartbeat within 2 s of its start (--load-timeout)"
+    launched.until_logged(f"router was hung and killed: {hung}: restarting the router in 1 s")
+    launched.until_logged("Listening on")
+    assert sum("router started" in line for line in launched.journal) == 2
+
+
 def test_a_router_whose_heart_stops_is_replaced(launch: Launch) -> None:
-    launched = launch("--hang-timeout=1", FAKE_ROUTER="hang")
+    launched = launch("--hang-timeout=1")
     launched.until_logged("ERROR launcher: router is hung: no heartbeat for 1 s (--hang-timeout)")
     launched.until_logged("router was hung and killed: no heartbeat for 1 s (--hang-timeout): restarting the router")
     launched.until(lambda: sum("router started" in line for line in launched.journal) == 2)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from legato.cluster.connecting import LinkTarget
-from legato.launcher.nodes import STOPPED, Assembly, NodeHub, NodeLink, NodeRefused, join
+from legato.launcher.nodes import STOPPED, Assembly, NodeHub, NodeLink, NodeRefused, ServerStopped, join
 from tests.integration.processes import free_port
 
 Joining = asyncio.Task[tuple[NodeLink, Assembly]]
@@ -27,9 +27,10 @@ class Gathering:
         self.hub.on_lost = self.lost.append
 
     def join(
-        self, rank: int, about: dict[str, str] = ABOUT, key: bytes = KEY
+        self, rank: int, about: dict[str, str] = ABOUT, key: bytes = KEY, address: str = ""
     ) -> asyncio.Task[tuple[NodeLink, Assembly]]:
-        return asyncio.ensure_future(join(LinkTarget("127.0.0.1", self.port, key, f"127.0.0.{rank + 1}"), rank, about))
+        target = LinkTarget("127.0.0.1", self.port, key, address or f"127.0.0.{rank + 1}")
+        return asyncio.ensure_future(join(target, rank, about))
 
 
 def gathered(test: Callable[[Gathering], Awaitable[None]]) -> None:
@@ -93,6 +94,29 @@ def test_a_machine_that_joins_again_before_its_end_was_noticed_ends_the_group() 
     gathered(test)
 
 
+def test_of_two_machines_with_one_rank_the_second_waits_until_the_first_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They would otherwise end each other's group for ever."""
+
+    async def test(gathering: Gathering) -> None:
+        joins = [gathering.join(rank) for rank in (1, 2)]
+        await gathering.hub.assemble()
+        links = [(await each)[0] for each in joins]
+        double = gathering.join(1, address="127.0.0.9")
+        while "127.0.0.9 has to wait: machine 1 is 127.0.0.2 already (--node-rank)" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert gathering.lost == [] and not double.done()
+        await links[0].close("it ends")
+        assembling = asyncio.ensure_future(gathering.hub.assemble())
+        gathering.join(2)
+        assert (await assembling).addresses == ("127.0.0.1", "127.0.0.9", "127.0.0.3")
+        await double
+
+    caplog.set_level(logging.INFO)
+    gathered(test)
+
+
 def test_the_end_of_the_server_reaches_all() -> None:
     async def test(gathering: Gathering) -> None:
         joins = [gathering.join(rank) for rank in (1, 2)]
@@ -101,6 +125,18 @@ def test_the_end_of_the_server_reaches_all() -> None:
         await gathering.hub.stop()
         assert [await link.ended for link in links] == [STOPPED, STOPPED]
         assert gathering.lost == []
+
+    gathered(test)
+
+
+def test_the_end_of_the_server_reaches_a_machine_that_waits_for_others() -> None:
+    async def test(gathering: Gathering) -> None:
+        waiting = gathering.join(1)
+        while 1 not in gathering.hub._joined:
+            await asyncio.sleep(0.01)
+        await gathering.hub.stop()
+        with pytest.raises(ServerStopped, match=STOPPED):
+            await waiting
 
     gathered(test)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import pytest
 
 from legato.launcher.processes import KEPT_LINES, Child, ChildFailed, ProcessCommand, Supervisor
@@ -18,6 +21,7 @@ from legato.launcher.supervision import first_cause
 from tests.stopwatch import Stopwatch
 
 T = TypeVar("T")
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def supervised(body: Callable[[Supervisor], Awaitable[T]]) -> T:
@@ -43,6 +47,21 @@ def python(code: str, name: str = "child") -> ProcessCommand:
     return ProcessCommand(name, [sys.executable, "-c", code], dict(os.environ))
 
 
+def test_the_end_of_a_child_that_did_not_listen_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel then resets the connection on which it was told how far the start has come."""
+
+    async def body(supervisor: Supervisor) -> None:
+        deaf = [supervisor.start(replace(python("import time; time.sleep(60)"), beats=True)) for _ in range(5)]
+        for child in deaf:
+            child.tell("loading", 0.5)
+            child.kill()
+        await asyncio.wait([child.exited for child in deaf], timeout=8)
+        assert [child.describe_exit()[:27] for child in deaf] == ["child was killed by SIGKILL"] * 5
+
+    supervised(body)
+    assert "Exception in callback" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -51,6 +70,7 @@ def python(code: str, name: str = "child") -> ProcessCommand:
         ("import sys; sys.exit('error: no such file')", "child exited with code 1: no such file"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "child was killed by SIGSEGV"),
         ("import os, signal; os.kill(os.getpid(), 9)", "child was killed by SIGKILL, perhaps because memory ran out"),
+        ("import os; os.kill(os.getpid(), 40)", "child was killed by signal 40"),
     ],
 )
 def test_an_exit_is_described(code: str, expected: str) -> None:
@@ -114,6 +134,27 @@ def is_running(pid: int) -> bool:
 async def until_lines(path: Path, count: int) -> None:
     while not path.exists() or len(path.read_text().splitlines()) < count:
         await asyncio.sleep(0.01)
+
+
+def test_the_first_process_of_a_container_leaves_no_zombies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that dies leaves HTTP workers, which end a moment later and are nobody's children then."""
+    orphaning = "import os, subprocess, sys; subprocess.Popen(['sleep', '0.1'], process_group=0); os._exit(3)"
+    own, become_subreaper = os.getpid(), ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    assert become_subreaper == 0
+    monkeypatch.setattr("legato.launcher.processes.os.getpid", lambda: 1)
+    monkeypatch.setattr("legato.launcher.processes.die_with", lambda parent: None)
+
+    async def body(supervisor: Supervisor) -> Child:
+        child = supervisor.start(python(orphaning))
+        await child.exited
+        while psutil.Process(own).children():
+            await asyncio.sleep(0.01)
+        return child
+
+    try:
+        assert supervised(body).describe_exit() == "child exited with code 3"
+    finally:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from tests.server.local import LocalServer, load
 pytestmark = pytest.mark.oracle
 
 NUM_TOKENS = 64
+# Of contexts: blocks of 16 tokens, tiles of 64 and 128 keys, steps of 512 tokens, and the lengths that are split.
+BORDERS = (1, 16, 64, 128, 512, 1024, 2048, 4096)
+NEW_TOKENS = 4
 PROMPTS = [
     "What is Deep Learning?",
     "The capital of France is",
@@ -91,3 +94,22 @@ def test_logits_equal_transformers(model: CausalModel, oracle: Any, prompts: lis
         with torch.inference_mode():
             expected = oracle(torch.tensor([ids])).logits[0]
         assert (logits(model, ids) - expected).abs().max() <= 3e-4
+
+
+def test_tokens_at_every_border_up_to_its_own_limit(model: CausalModel, oracle: Any) -> None:
+    """The longest prompt is computed in steps of 512 tokens, the others begin with its blocks. Text without a sense
+    predicts nothing, so that a key that is missing or read twice changes a token."""
+    longest = model.config.max_positions - NEW_TOKENS
+    lengths = {max(1, border + offset) for border in BORDERS for offset in (-1, 0, 1)} | {longest - 1, longest}
+    generator = torch.Generator().manual_seed(6)
+    text = torch.randint(10, model.config.vocab_size, (longest,), generator=generator).tolist()
+    server = LocalServer(model, num_blocks=longest // 16 + 64)
+    with torch.inference_mode():
+        past = oracle(torch.tensor([text]), logits_to_keep=1).past_key_values
+        for length in sorted(lengths, reverse=True):
+            answer = server.run([GenerationRequest(length, text[:length], NEW_TOKENS, ignore_eos=True)])[length]
+            past.crop(length - 1 - past.get_seq_length())
+            scores = oracle(torch.tensor([[text[length - 1], *answer[:-1]]]), past_key_values=past).logits[0]
+            chosen = scores.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            assert bool((scores.amax(1) - chosen < 1e-3).all()), f"{length} tokens"
+    assert server.outputs[longest - 1][0].num_cached > 0

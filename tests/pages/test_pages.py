@@ -173,6 +173,68 @@ def test_the_dashboard_shows_the_batch_the_queue_and_why_it_waits(server: Launch
     browse(test)
 
 
+def test_the_api_page_shows_every_route_and_sends_requests(server: Launched, screenshots: Path) -> None:
+    async def test(page: Page) -> None:
+        await page.visit(f"http://127.0.0.1:{server.port}/docs")
+        await page.until("document.querySelectorAll('#schemas details').length")
+        document = "fetch('api-doc/openapi.json').then((answer) => answer.json())"
+        shown = "document.querySelectorAll('#schemas details').length"
+        assert await page.run(f"{document}.then((api) => Object.keys(api.components.schemas).length === {shown})")
+        await page.click("#routes summary")
+        await page.click("#routes details[open] button")
+        await page.until("document.querySelector('#routes pre').textContent.includes('generated_text')")
+        await page.screenshot(screenshots / "docs-light.png")
+
+    browse(test)
+
+
+@pytest.mark.parametrize("name", ["ui", "dashboard", "docs"])
+def test_no_page_is_wider_than_a_phone(server: Launched, name: str) -> None:
+    async def test(page: Page) -> None:
+        phone = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
+        await page.call("Emulation.setDeviceMetricsOverride", **phone)
+        await page.visit(f"http://127.0.0.1:{server.port}/{name}")
+        await page.until("document.querySelector('#tiles b, #routes details, #model:not(:empty)')")
+        assert await page.run("document.documentElement.scrollWidth") <= 360
+
+    browse(test)
+
+
+def test_who_scrolls_up_during_an_answer_stays_there(server: Launched) -> None:
+    async def test(page: Page) -> None:
+        await page.visit(f"http://127.0.0.1:{server.port}/ui")
+        await page.until("document.querySelector('#model').textContent")
+        await page.run("document.querySelector('[name=max_tokens]').value = 1500")
+        await ask(page, "Hello")
+        log = "document.querySelector('#messages')"
+        await page.until(f"{log}.scrollTop > 200")
+        await page.run(f"{log}.scrollTop = 0")
+        height = await page.run(f"{log}.scrollHeight")
+        await page.until(f"{log}.scrollHeight > {height} + 100")
+        assert await page.run(f"{log}.scrollTop") == 0
+        await page.press(*ESCAPE)
+
+    browse(test)
+
+
+def test_the_dashboard_of_a_server_that_is_started_again_counts_from_zero(tmp_path: Path, model: Path) -> None:
+    async def test(page: Page) -> None:
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+        with launched(tmp_path / "first", model, "--fake") as first:
+            Client(first.port).post("/generate", {"inputs": "word", "parameters": {"max_new_tokens": 20}})
+            await page.visit(f"http://127.0.0.1:{first.port}/dashboard")
+            await page.until("document.querySelector('#tiles').textContent.includes('20 so far')")
+        await page.until("document.querySelector('#status').textContent.includes('does not answer')")
+        with launched(tmp_path / "second", model, "--fake", f"--port={first.port}"):
+            await page.until("document.querySelector('#status').textContent === 'healthy'")
+            tiles = await page.text("#tiles")
+            assert "0 so far" in tiles and "Requests0" in tiles
+        page.problems.clear()  # the console lists the requests without an answer
+
+    browse(test)
+
+
 def test_a_server_with_keys_asks_for_one(tmp_path: Path, model: Path, screenshots: Path) -> None:
     async def test(page: Page) -> None:
         await page.visit(f"http://127.0.0.1:{keyed.port}/dashboard")
@@ -184,6 +246,8 @@ def test_a_server_with_keys_asks_for_one(tmp_path: Path, model: Path, screenshot
         await page.type(KEY)
         await page.press(*ENTER)
         await page.until("document.querySelector('#status').textContent === 'healthy'")
+        await page.visit(f"http://127.0.0.1:{keyed.port}/docs")
+        await page.until("document.querySelectorAll('#routes details').length")
         page.problems.clear()  # the console lists the answers with status 401
 
     with launched(tmp_path, model, "--fake", f"--api-key={KEY}") as keyed:

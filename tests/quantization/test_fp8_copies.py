@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from legato.kernels.quantized import linear
+from legato.layers import norm as norms
+from legato.layers.norm import RMSNorm
 from legato.quantization import fp8_copies
 from legato.quantization.fp8_copies import keep_fp8_copies
 from legato.quantization.on_load import QUANTIZERS
@@ -45,6 +48,29 @@ def test_steps_of_more_than_16_rows_use_them(weights: list[QuantizedWeight]) -> 
     assert not torch.equal(rounded, exact)
     distance = (rounded - exact).float().norm() / exact.float().norm()
     assert distance < 0.04, distance
+
+
+def test_the_norm_before_a_product_with_a_copy_quantizes_its_rows(
+    weights: list[QuantizedWeight], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies are made when the layers are there, which ask in each step."""
+    asked: list[torch.dtype | None] = []
+
+    def add(x: torch.Tensor, residual: torch.Tensor, *rest: object, row_type: torch.dtype | None, inplace: bool) -> Any:
+        asked.append(row_type)
+        return x, residual
+
+    monkeypatch.setattr(norms, "add_rms_norm", add)
+    monkeypatch.setattr(norms, "is_in_parts", lambda x, residual: True)  # as a GPU: the kernel's is asked
+    norm = RMSNorm(torch.ones(IN), 1e-5)
+    norm.reader = weights[0]
+    before = weights[0].row_type
+    for rows in (16, 17):
+        norm.add(torch.ones(rows, IN), torch.ones(rows, IN))
+    keep_fp8_copies(weights, 1.0)
+    for rows in (16, 17):
+        norm.add(torch.ones(rows, IN), torch.ones(rows, IN))
+    assert asked == [None, before, None, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,15 @@ class EarlyClient:
     def __init__(self, backend: Steps) -> None:
         self._backend = backend
         self.was_served = False
+        self.num_collected = self.num_checks = 0
+        self.was_watched = False
         self.all_serve = asyncio.Event()
 
     async def serve(self, employ: Callable[[WorkerProcess, int], None]) -> None:
         await asyncio.sleep(0)  # there is no client before a worker has had its message
         self.was_served = self._backend.are_taken
         await asyncio.sleep(0.01)
+        self.was_watched = self.num_checks > 0
         self.all_serve.set()
 
     async def watch(self) -> None:
@@ -56,28 +59,49 @@ class EarlyClient:
         pass
 
     async def figures(self) -> Figures:
+        self.num_collected += 1
         return {}
 
     def tell(self, state: ServerState, now: float) -> None: ...
 
-    def kill_hung(self, now: float, timeout: float) -> None: ...
+    def kill_hung(self, now: float, timeout: float) -> None:
+        self.num_checks += 1
 
 
-def test_steps_go_to_the_shards_before_the_first_client_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def router_of(backend: Steps, workers: EarlyClient) -> RouterProcess:
+    adapters = AdapterRegistry(cast(Any, backend), (), None)
+    return RouterProcess(
+        cast(Any, backend), cast(Any, None), Metrics(LIMITS), cast(Any, workers), SETTINGS, 30, StepHistory(), adapters
+    )
+
+
+def test_metrics_are_collected_once_for_all_who_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Metrics, "render", lambda self, figures: b"all metrics")
+
+    async def main() -> None:
+        backend = Steps()
+        workers = EarlyClient(backend)
+        router = router_of(backend, workers)
+        assert await asyncio.gather(*(router.scrape() for _ in range(20))) == [b"all metrics"] * 20
+        assert workers.num_collected == 1
+
+    asyncio.run(main())
+
+
+def test_steps_go_to_the_shards_and_workers_are_watched_before_the_first_client_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("legato.router.running.freeze_gc", lambda: None)  # this process goes on
 
     async def main() -> None:
         backend = Steps()
         workers, listeners = EarlyClient(backend), Listeners("127.0.0.1", 0, 2)
-        adapters = AdapterRegistry(cast(Any, backend), (), None)
-        router = RouterProcess(
-            cast(Any, backend), cast(Any, None), Metrics(LIMITS), cast(Any, workers), SETTINGS, 30, StepHistory(),
-            adapters,
-        )  # fmt: skip
+        router = router_of(backend, workers)
         running = asyncio.create_task(router.run(listeners, grace=1))
         await workers.all_serve.wait()
         router._stopping.set()
         await asyncio.wait_for(running, 5)
         assert workers.was_served
+        assert workers.was_watched, "one that hangs while others get ready is not noticed"
 
     asyncio.run(main())

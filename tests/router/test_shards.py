@@ -169,6 +169,26 @@ def test_the_first_shard_is_waited_for_and_names_the_others(tmp_path: Path) -> N
     assert asyncio.run(run())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_that_ends_as_soon_as_it_answered_is_lost_like_any_other(tmp_path: Path, rank: int) -> None:
+    """Its launcher has removed the socket. In a recovery this must not end the router, with all its requests."""
+    sockets = [tmp_path / f"shard-{each}" for each in range(2)]
+    urls = [f"unix://{each}" for each in sockets]
+
+    class ShortLived(Shard):
+        async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
+            sockets[rank].unlink(missing_ok=True)
+            return pb.HealthResponse()
+
+    async def main() -> None:
+        shards = [ShortLived(urls, each) if each == rank else Shard(urls, each) for each in range(2)]
+        async with listening(sockets[0], shards[0]), listening(sockets[1], shards[1]):
+            with pytest.raises(ShardsLost, match=f"shard-{rank} ended as soon as it answered"):
+                await GrpcShards.connect(str(sockets[0]), timeout=10)
+
+    asyncio.run(main())
+
+
 def test_shards_that_are_out_of_step_are_not_used(tmp_path: Path) -> None:
     """A router died after it had sent a step to the first of them."""
 

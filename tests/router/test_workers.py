@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -13,7 +15,9 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from legato.common import restarts
 from legato.common.errors import EndpointInUse, LegatoError
+from legato.common.restarts import TooManyRestarts
 from legato.grammar.errors import GrammarError
 from legato.grammar.kinds import Grammar, GrammarKind
 from legato.http.scheduler import DELIVERIES_PER_TURN, NO_STATE, STATE_SECONDS, SchedulerClient
@@ -21,6 +25,7 @@ from legato.http.throttle import AcceptThrottle
 from legato.http.worker import HttpWorker
 from legato.ipc import messages as msg
 from legato.ipc.link import Link, decoder_for
+from legato.router import workers as router_workers
 from legato.router.adapters import AdapterRegistry
 from legato.router.listening import KERNEL_SPREADS, Listeners
 from legato.router.port import Port
@@ -351,6 +356,76 @@ def test_a_worker_that_cannot_load_says_why(tmp_path: object) -> None:
 
     asyncio.run(main())
     assert logged == []
+
+
+class DyingWorker:
+    """Dies once it serves. Of those that were started, the second and third could not be."""
+
+    num_started = 0
+
+    def __init__(self, number: int, listener: socket.socket) -> None:
+        DyingWorker.num_started += 1
+        if self.num_started in (2, 3):
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        self.number = number
+        self.figures: dict[str, float] = {}
+        self.loaded, self.serving = asyncio.Future[None](), asyncio.Future[None]()
+
+    async def load(self, setup: msg.WorkerSetup) -> None:
+        self.loaded.set_result(None)
+        self.serving.set_result(None)
+
+    def ask(self, now: float) -> None: ...
+
+    def is_hung(self, now: float, timeout: float) -> bool:
+        return False
+
+    async def exit(self) -> str:
+        await asyncio.sleep(0.01)
+        return f"HTTP worker {self.number} was killed by SIGKILL"
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again_until_there_were_too_many(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory, processes or descriptors may have run out for a moment."""
+    monkeypatch.setattr(router_workers, "WorkerProcess", DyingWorker)
+    monkeypatch.setattr(restarts, "FIRST_DELAY", 0.01)
+
+    async def main() -> None:
+        listeners = Listeners("127.0.0.1", 0, 1)
+        workers = Workers(msg.WorkerSetup("info", True, "", None, 1000), listeners.sockets, max_restarts=4)
+        await workers.load()
+        await workers.serve(lambda worker, number: None)
+        with pytest.raises(TooManyRestarts, match="HTTP worker 0 was killed by SIGKILL; it is not replaced"):
+            await workers.watch()
+        listeners.close()
+
+    asyncio.run(main())
+    assert caplog.text.count("HTTP worker 0 cannot be started: Resource temporarily unavailable") == 2
+    assert DyingWorker.num_started == 5
+
+
+def test_a_worker_that_hangs_while_it_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stop(worker: WorkerProcess, setup: msg.WorkerSetup) -> None:
+        worker._process.send_signal(signal.SIGSTOP)
+        await worker._link.open(worker._connection)
+
+    monkeypatch.setattr(WorkerProcess, "load", stop)
+    monkeypatch.setattr(router_workers, "START_SILENCE", 0.2)
+    monkeypatch.setattr(router_workers, "ASK_SECONDS", 0.1)
+
+    async def main() -> None:
+        listeners = Listeners("127.0.0.1", 0, 1)
+        workers = Workers(msg.WorkerSetup("info", True, "", None, 1000), listeners.sockets)
+        try:
+            with pytest.raises(WorkerFailed, match=r"HTTP worker 0 gave no sign of life for 0\.2 s"):
+                await asyncio.wait_for(workers.load(), 10)
+        finally:
+            workers.kill()
+            listeners.close()
+
+    asyncio.run(main())
 
 
 def loading(test: Callable[[WorkerProcess], Awaitable[None]]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from legato.scheduling.host_blocks import HostBlocks
 from legato.scheduling.limits import SchedulerLimits
+from legato.scheduling.prefix_tree import PrefixTree
 from legato.scheduling.state import GenerationRequest, StepPlan
 from tests.fakes import Simulation, check_blocks, expected_tokens
 
@@ -64,6 +66,45 @@ def test_the_oldest_blocks_make_room() -> None:
     assert len(shards.scheduler.host) <= 8
 
 
+def test_what_came_back_is_copied_out_only_once() -> None:
+    """Full blocks do not change, and their slots are not needed for others."""
+    shards = simulation(100)
+    copied = []
+    for turn in range(3):
+        plans = [plan for number in range(4) for plan in answer(shards, 4 * turn + number, [*PROMPTS[number], turn])]
+        copied.append(sum(len(plan.copies_out) for plan in plans))
+        assert turn == 0 or sum(len(plan.copies_in) for plan in plans) > 20
+    assert copied[0] > 20 and copied[2] == 0
+
+
+@pytest.mark.parametrize("num_slots", [1, 7, 8, 9, 16, 24, 31, 32])
+def test_contexts_are_right_however_many_slots_there_are(num_slots: int) -> None:
+    shards = simulation(num_slots)
+    for number in range(16):
+        answer(shards, number, [*PROMPTS[number % 4], number])
+        assert len(shards.scheduler.host) <= num_slots
+
+
+def test_what_came_back_makes_room_before_others() -> None:
+    tree, host = PrefixTree(1), HostBlocks(2, 1)
+    root, keys = tree.root(), [number.to_bytes(8, "little") for number in range(3)]
+
+    def evict(number: int) -> None:
+        node, _ = tree.extend(root, keys[number], 10 + number)
+        tree.unlock(node)
+        tree.evict(1, host.keep)
+
+    evict(0)
+    evict(1)
+    assert host.take_copies() == ([(10, 0), (11, 1)], [])
+    (came_back,) = host.reserve(host.match(root, keys[1], 0, 1))
+    host.add_copies_in([came_back], [20])
+    assert host.take_copies() == ([], [(1, 20)])
+    evict(2)
+    assert host.take_copies() == ([(12, 1)], [])
+    assert [len(host.match(root, key, 0, 1)) for key in keys] == [1, 0, 1]
+
+
 @pytest.mark.parametrize("fields", [{"tenant": "b"}, {"prompt_logprobs": True}])
 def test_others_do_not_find_it(fields: dict[str, object]) -> None:
     shards = simulation(100)
@@ -74,9 +115,6 @@ def test_others_do_not_find_it(fields: dict[str, object]) -> None:
 
 
 def test_adapters_do_not_find_each_others() -> None:
-    from legato.scheduling.host_blocks import HostBlocks
-    from legato.scheduling.prefix_tree import PrefixTree
-
     tree, host, key = PrefixTree(1), HostBlocks(4, 1), (5).to_bytes(8, "little")
     node, _ = tree.extend(tree.root("a", 1), key, 9)
     tree.unlock(node)

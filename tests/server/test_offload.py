@@ -79,6 +79,22 @@ def test_a_block_comes_back_as_it_was(model: CausalModel, dtype: torch.dtype, mo
         assert torch.equal(layer.values.view(torch.uint8), values.view(torch.uint8))
 
 
+def test_slots_side_by_side_are_one_copy(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation is evicted from its end, so the slots of its blocks are in descending order."""
+    size = model.kv_shape.bytes_per_token * 4
+    cache, store = KVCache(model.kv_shape, 20, 4, DEVICE), HostBlockStore(model.kv_shape, 4, 11 * size, DEVICE)
+    runs, find = [], store._runs
+    monkeypatch.setattr(store, "_runs", lambda slots: [runs.append(found) or found for found in find(slots)])
+    blocks, slots = [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 0]
+    for layer in cache.layers:
+        layer.keys[1:7] = torch.arange(6, device=DEVICE)[:, None, None, None].to(layer.keys.dtype)
+    store.run(pb.StepRequest(copied_out_blocks=blocks, copied_out_slots=slots), cache)
+    store.run(pb.StepRequest(copied_in_slots=slots, copied_in_blocks=[11, 12, 13, 14, 15, 16]), cache)
+    assert len(runs) == 4
+    for layer in cache.layers:
+        assert torch.equal(layer.keys[11:17], layer.keys[1:7])
+
+
 @pytest.mark.parametrize(("slots", "blocks"), [([11], [1]), ([1], [20]), ([1, 2], [1])])
 def test_slots_and_blocks_are_checked(model: CausalModel, slots: list[int], blocks: list[int]) -> None:
     size = model.kv_shape.bytes_per_token * 4

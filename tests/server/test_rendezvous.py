@@ -10,7 +10,9 @@ from contextlib import closing
 
 import psutil
 import pytest
+import torch
 
+from legato.server import rendezvous
 from legato.server.rendezvous import resolve
 from tests.integration.processes import environment, free_port
 
@@ -67,3 +69,21 @@ def test_a_port_in_use_and_an_address_of_another_machine_are_named() -> None:
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
 def test_localhost_is_an_ipv4_address_where_there_is_one(name: str) -> None:
     assert resolve(name, 29500) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_shards", "set_by_user", "expected"),
+    [(64, 1, False, 8), (3, 1, False, 3), (3, 2, False, 1), (64, 2, False, 4), (1, 2, False, 1), (3, 1, True, 8)],
+)
+def test_torch_has_as_many_threads_as_the_container_has_cpus(
+    monkeypatch: pytest.MonkeyPatch, cores: int, num_shards: int, set_by_user: bool, expected: int
+) -> None:
+    threads = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(rendezvous, "usable_cores", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_by_user:
+        monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    rendezvous.share_cores(num_shards)
+    assert threads[-1] == expected

@@ -13,6 +13,7 @@ from legato.chat.tools.call_reader import NAME
 from legato.chat.tools.dialects import HARMONY, HERMES, MISTRAL, Dialect
 from legato.chat.tools.requests import Schema, Tool
 from legato.grammar.compile import JSON_OPTIONS, lenient
+from legato.grammar.declared import as_declared
 from legato.grammar.kinds import Grammar, GrammarKind
 
 # Keywords whose values are data, and those whose values are schemas by name.
@@ -21,11 +22,6 @@ _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definiti
 _OPTIONS: Final = {"x-guidance": JSON_OPTIONS}
 # Identify a document. Inside another one they would be taken for the beginning of a third.
 _IDENTITY: Final = frozenset({"$schema", "$id", "id"})
-# With one of these, what an object may have is not said by its `properties` alone.
-_ELSEWHERE: Final = frozenset(
-    {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties"}
-    | {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
-)
 
 
 def call_grammar(
@@ -72,27 +68,13 @@ def call_schema(dialect: Dialect, tools: Sequence[Tool]) -> Schema:
 def arguments_schema(tool: Tool, number: int | None) -> Schema:
     """The tool's own schema at its new place; None: it stays the root. A function takes the parameters that it
     declares, and no others."""
-    closed: Schema = _closed({"type": "object", **_without_identity(tool.parameters)})
-    moved: Schema = closed if number is None else _moved(closed, f"#/$defs/tool{number}")
+    declared: Schema = as_declared({"type": "object", **_without_identity(tool.parameters)})
+    moved: Schema = declared if number is None else _moved(declared, f"#/$defs/tool{number}")
     return moved
 
 
 def _without_identity(schema: Schema) -> Schema:
     return {key: value for key, value in schema.items() if key not in _IDENTITY}
-
-
-def _closed(schema: Any) -> Any:
-    """Objects have the properties that they declare, all the way down: small models would go on to invent others until
-    nothing is left. Where a part of a schema is combined with others, what is missing here may be declared there."""
-    if not isinstance(schema, dict) or _ELSEWHERE & schema.keys():
-        return schema
-    closed = dict(schema)
-    if isinstance(properties := schema.get("properties"), dict):
-        closed["properties"] = {name: _closed(each) for name, each in properties.items()}
-        closed["additionalProperties"] = False
-    if "items" in schema:
-        closed["items"] = _closed(schema["items"])
-    return closed
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -33,7 +33,7 @@ class ToolHistory:
     def messages(self, messages: list[Message], use: ToolUse | None) -> list[Message]:
         """New ones where anything is different."""
         fit = self._with_fitting_calls if self._mentions_tools else self._without_tools
-        fitting = [fit(message) for message in messages]
+        fitting = [fit(_with_content(message)) for message in messages]
         words = None if use is None else self._words(use)
         if words is not None:
             place = _last_of_user(messages)
@@ -102,6 +102,15 @@ class ToolHistory:
             return msgspec.json.encode(call).decode()
         arguments = _parsed(function.get("arguments"))
         return msgspec.json.encode({"name": function.get("name"), self._dialect.arguments: arguments}).decode()
+
+
+def _with_content(message: Message) -> Message:
+    """An answer that ended in its reasoning, and a function that returns nothing, have null for a content. Templates
+    that add texts up fail on it."""
+    role, calls = message.get("role"), message.get("tool_calls")
+    if message.get("content") is None and (role == "tool" or (role == "assistant" and not calls)):
+        return {**message, "content": ""}
+    return message
 
 
 def _parsed(arguments: Any) -> Any:

@@ -90,10 +90,11 @@ INLINE void mix(const float *const *a, int64_t at, struct lines b, const int hal
                 int64_t vecs, float *c, int64_t stride, const int add) {
     for (int64_t r = 0; r < rows; r += MIX_ROWS) {
         float *to = c + r * stride;
+#define LINE(v) ((struct lines){{b.from[v]}, b.step, {b.ahead[v]}})
 #define MIX(R)                                                                                          \
     if (vecs == MIX_VECS) mix_tile(a + r, at, b, halves, depth, R, MIX_VECS, to, stride, add);          \
     else for (int64_t v = 0; v < vecs; v++)                                                             \
-        mix_tile(a + r, at, (struct lines){{b.from[v]}, b.step, {b.ahead[v]}}, halves, depth, R, 1, to + v * LANES, stride, add)
+        mix_tile(a + r, at, LINE(v), halves, depth, R, 1, to + v * LANES, stride, add)
         switch (MIN(MIX_ROWS, rows - r)) {
             case 1: MIX(1); break;
             case 2: MIX(2); break;
@@ -105,6 +106,7 @@ INLINE void mix(const float *const *a, int64_t at, struct lines b, const int hal
 #endif
         }
 #undef MIX
+#undef LINE
     }
 }
 
@@ -159,7 +161,8 @@ static void find_tile(const struct attention *a, int64_t kv_head, int64_t first,
     t->count = MIN(KEY_TILE, end - first);
     for (int64_t v = 0; v * LANES < t->count; v++) {  // blocks are multiples of 16 keys
         const int64_t at = first + v * LANES, block = block_of(a, kv_head, at);
-        const int64_t is_last = at + KEY_TILE >= end, next = is_last ? v * LANES : at + KEY_TILE;  // then another head's
+        // Behind the last tile comes another head's first.
+        const int64_t is_last = at + KEY_TILE >= end, next = is_last ? v * LANES : at + KEY_TILE;
         t->key_blocks[v] = a->layer->keys + block, t->value_blocks[v] = a->layer->values + block;
         t->ahead[v] = block_of(a, kv_head + is_last, next) - block;
         if (!copied) continue;

@@ -32,9 +32,9 @@ struct matrix {
     struct block blocks[];
 };
 
-// Rows of activations in int8, with a scale for each group. Zero beyond the last input. Where that is too coarse a group
-// is rounded twice: it has two parts, and its inputs are 256 times the first plus the second. Group g has the parts
-// [at[g], at[g + 1]) of a row.
+// Rows of activations in int8, with a scale for each group. Zero beyond the last input. Where that is too coarse, a
+// group is rounded twice: it has two parts, and its inputs are 256 times the first plus the second. Group g has the
+// parts [at[g], at[g + 1]) of a row.
 struct quants {
     int64_t groups;
     const int32_t *at;  // [groups + 1]

@@ -99,10 +99,10 @@ struct buffer {
 };
 
 static void *at_least(struct buffer *b, size_t size) {
-    if (b->size < size) {
+    if (b->size < size || !b->data) {
         free(b->data);
         b->data = 0, b->size = 0;
-        size = CEIL(size + size / 4, 64) * 64;
+        size = CEIL(size + size / 4 + 1, 64) * 64;  // of no rows at all, too: only without memory there is no address
         b->data = aligned_alloc(64, size);
         b->size = b->data ? size : 0;
         if (b->data) memset(b->data, 0, size);  // rows that nobody has written are computed, too, and not slowly
@@ -136,7 +136,7 @@ struct plan {
 };
 
 static struct plan planned(int64_t units, int64_t rows) {
-    struct plan p = {units, rows, 1, rows, 0};
+    struct plan p = {units, rows, 1, MAX(1, rows), 0};  // no rows are no pieces
     const int64_t most = kernels->most_rows, tile = kernels->tile_rows;
     if (rows > most) p.rows_each = CEIL(CEIL(rows, CEIL(rows, most)), tile) * tile;
     int64_t wanted = pool_threads() == 1 ? 1 : PIECES_PER_THREAD * pool_threads();
@@ -299,7 +299,8 @@ EXPORT int legato_forward(const struct shape *s, const struct layer *layers, con
     struct quants normed, attended, inner;
     float *queries = at_least(&memory.queries, (size_t)(all * width) * sizeof(float));
     int64_t pieces = plan_attention(t, s->num_kv_heads, 0, &memory.pieces);
-    int64_t last_pieces = t->wanted ? plan_attention(t, s->num_kv_heads, 1, &memory.last_pieces) : 0;
+    const int is_partial = t->wanted || t->num_wanted < all;  // of no wanted tokens there may be no address
+    int64_t last_pieces = is_partial ? plan_attention(t, s->num_kv_heads, 1, &memory.last_pieces) : 0;
     if (last_pieces == -2) return -2;
     if (!queries || pieces < 0 || last_pieces < 0 || !quants_for(&memory.hidden, &normed, all, layers->qkv) ||
         !quants_for(&memory.attended, &attended, all, layers->output) ||
@@ -307,20 +308,20 @@ EXPORT int legato_forward(const struct shape *s, const struct layer *layers, con
         return -1;
     for (int64_t i = 0; i < s->num_layers; i++) {
         const struct layer *l = &layers[i];
-        const int is_last = i == s->num_layers - 1;
+        const int is_last = i == s->num_layers - 1, wants = is_last && is_partial;
         normed.at = l->qkv->at, attended.at = l->output->at, inner.at = l->down->at;
         run_norm(x, l->norm, s->eps, all, hidden, &normed);
         struct layer_work j = {planned(s->num_heads + 2 * s->num_kv_heads, all), s, l, t, &normed, queries, 0, 0};
         pool_run(head_piece, &j, num_pieces(&j.plan));
         calibrate(l->qkv, &normed, all);
         // After the attention of the last layer only wanted tokens matter.
-        int64_t rows = is_last && t->wanted ? t->num_wanted : all;
+        int64_t rows = wants ? t->num_wanted : all;
         j.out = &attended;
-        j.pieces = is_last && t->wanted ? memory.last_pieces.data : memory.pieces.data;
-        pool_run(attention_piece, &j, is_last && t->wanted ? last_pieces : pieces);
+        j.pieces = wants ? memory.last_pieces.data : memory.pieces.data;
+        pool_run(attention_piece, &j, wants ? last_pieces : pieces);
         if (is_last) {
             for (int64_t r = 0; r < rows; r++)
-                memcpy(out + r * hidden, x + (t->wanted ? t->wanted[r] : r) * hidden, (size_t)hidden * sizeof(float));
+                memcpy(out + r * hidden, x + (wants ? t->wanted[r] : r) * hidden, (size_t)hidden * sizeof(float));
             x = out;
         }
         run_product(l->output, &attended, rows, x, hidden, 1);
@@ -346,8 +347,8 @@ EXPORT int legato_calibrate(const struct shape *s, const struct layer *layers, c
     return result;
 }
 
-// out [rows][w.rows] = x [rows][in_features], normed first if there is a norm, times w. With `twice` all of x is rounded
-// twice, else once. Returns 0, or -1 without memory.
+// out [rows][w.rows] = x [rows][in_features], normed first if there is a norm, times w. With `twice` all of x is
+// rounded twice, else once. Returns 0, or -1 without memory.
 EXPORT int legato_apply(const struct matrix *w, const float *x, int64_t rows, int64_t in_features, const float *norm,
                         float eps, int twice, float *out) {
     static struct quants_buffer buffer;

@@ -10,6 +10,7 @@ static float from_half(uint16_t h) {
     float value;
     memcpy(&value, &bits, 4);
     value *= 0x1p112f;
+    if (value >= 65536.0f) value = h & 0x3ff ? NAN : INFINITY;
     return h & 0x8000 ? -value : value;
 }
 

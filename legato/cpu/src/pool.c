@@ -22,9 +22,10 @@ static struct {
     _Alignas(64) atomic_uint_fast64_t ticket;
     _Alignas(64) atomic_int_fast64_t unfinished;
     atomic_int sleepers, caller_sleeps;
-    work *function;
-    void *context;
-    int64_t count;
+    // Of the newest job. Who reads them while it is replaced gets no piece of the old one, because that has none left.
+    _Atomic(work *) function;
+    _Atomic(void *) context;
+    atomic_int_fast64_t count;
 } pool = {1, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER,
           PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0, 0, 0};
 
@@ -48,9 +49,9 @@ static int64_t now_ns(void) {
 static void take_pieces(void) {
     uint_fast64_t ticket = atomic_load(&pool.ticket);
     while (PIECES(ticket)) {
-        work *function = pool.function;
-        void *context = pool.context;
-        int64_t count = pool.count;
+        work *function = atomic_load_explicit(&pool.function, memory_order_relaxed);
+        void *context = atomic_load_explicit(&pool.context, memory_order_relaxed);
+        int64_t count = atomic_load_explicit(&pool.count, memory_order_relaxed);
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - 1)) continue;
         function(context, count - (int64_t)PIECES(ticket));
         if (atomic_fetch_sub(&pool.unfinished, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
@@ -101,7 +102,9 @@ void pool_run(work *function, void *context, int64_t count) {
         for (int64_t piece = 0; piece < count; piece++) function(context, piece);
         return;
     }
-    pool.function = function, pool.context = context, pool.count = count;
+    atomic_store_explicit(&pool.function, function, memory_order_relaxed);
+    atomic_store_explicit(&pool.context, context, memory_order_relaxed);
+    atomic_store_explicit(&pool.count, count, memory_order_relaxed);
     atomic_store(&pool.unfinished, count);
     atomic_store(&pool.ticket, (JOB(atomic_load(&pool.ticket)) + 1) << 32 | (uint_fast64_t)count);
     if (atomic_load(&pool.sleepers)) {
@@ -116,12 +119,16 @@ void pool_run(work *function, void *context, int64_t count) {
 
 int pool_threads(void) { return pool.num_threads; }
 
+// A process that is forked has none of the threads, and the locks as whoever held them left them: it computes alone.
+static void in_child(void) { pool.num_threads = 1; }
+
 // Threads that compute, with the caller: only the first call counts. Returns how many there are.
 EXPORT int legato_start_threads(int count) {
     static int started;
     pthread_mutex_lock(&pool.caller);
     if (!started) {
         started = 1;
+        pthread_atfork(0, 0, in_child);
         pthread_attr_t attributes;
         pthread_attr_init(&attributes);
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);

@@ -92,7 +92,8 @@ static void norm(const float *x, const float *weight, float eps, int64_t m0, int
 // -------------------------------------------------------------------------------------------------------- products
 
 // out[r][0 .. 16 B) = of R rows and B blocks. Of every group first the integer sums, then the floats, in the order of
-// the groups; where inputs were rounded twice there are two sums, the first 256 times. `ahead` is how far behind the weights those are that come next: asked for early, also beyond the end.
+// the groups; where inputs were rounded twice there are two sums, the first 256 times. `ahead` is how far behind the
+// weights those are that come next: asked for early, also beyond the end.
 INLINE void tile_4(const struct block *blocks, const struct quants *x, int64_t row, const int R, const int B,
                    int64_t ahead, float *out, int64_t stride) {
     const int64_t groups = x->groups, width = x->at[groups] * GROUP;

@@ -320,6 +320,7 @@ INLINE float half_to_float(uint16_t h) {
     float value;
     memcpy(&value, &bits, 4);
     value *= 0x1p112f;  // the exponent's bias; also right for subnormal numbers
+    if (value >= 65536.0f) value = h & 0x3ff ? NAN : INFINITY;
     return h & 0x8000 ? -value : value;
 }
 INLINE vf vf_load_half(const uint16_t *p) { LOOP(vf, half_to_float(p[i])); }

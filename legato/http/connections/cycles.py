@@ -25,8 +25,8 @@ class CloseDelimitedCycle(RequestResponseCycle):
         await super().send(message)
 
 
-def write_chunk(reference: ReferenceType[RequestResponseCycle], pieces: list[bytes]) -> bool:
-    """Writes pieces of an answer that has begun as one chunk, without a coroutine. False if that has to wait, or if the
+def write_chunk(reference: ReferenceType[RequestResponseCycle], data: bytes) -> bool:
+    """Writes a chunk of an answer that has begun, without a coroutine. False if that has to wait, or if the
     answer has no chunks: `send` knows what to do."""
     cycle = reference()
     if (
@@ -37,7 +37,6 @@ def write_chunk(reference: ReferenceType[RequestResponseCycle], pieces: list[byt
         or not cycle.chunked_encoding
     ):
         return False
-    data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     if data:  # an empty chunk would be the last
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
     return True

@@ -148,7 +148,7 @@ class LingeringTransport(asyncio.Transport):
         self.write(held + data)
 
     def _release(self) -> None:
-        if self._held:
+        if self._held and not self._transport.is_closing():  # it may have been aborted in this turn
             self._write_behind(b"")
 
     def forget_protocol(self) -> None:

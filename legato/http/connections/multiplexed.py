@@ -41,6 +41,8 @@ ACCEPTED = (
 )
 # As uvicorn answers for an application that did not.
 FAILED = b"Internal Server Error"
+# Bytes of one frame of an answer that is whole. Of a stream, each write is one frame: it begins with its mark.
+LONGEST_PART = 64 << 10
 # Bytes of all answers that wait for the balancer to read; then every write waits.
 HIGH_WATER = 1 << 20
 
@@ -59,6 +61,8 @@ class LinkedExchange:
         self._is_gone = False
         self._on_gone: Callable[[], None] | None = None
         self._has_started = False
+        # Whether the balancer waits for all of the answer: then its length is known.
+        self._is_whole = False
         self.is_complete = False
 
     async def receive(self) -> Message:
@@ -70,32 +74,48 @@ class LinkedExchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        connection, number = self._connection, self._number
-        while (self._num_sent > WINDOW or connection.is_paused) and not self._is_gone:
-            await self._wait()
-        if self._is_gone:
-            return
+        await self._wait_for_room()
         if message["type"] == "http.response.start":
-            self._has_started = True
-            connection.write(head_frame(number, message["status"], list(message.get("headers", ()))))
+            self._start(message["status"], list(message.get("headers", ())))
             return
         data = message.get("body", b"")
-        if data:
-            connection.write(frame_header(number, DATA, len(data)) + data)
-            self._num_sent += len(data)
-        if not message.get("more_body", False):
-            connection.write(frame_header(number, END, 0))
+        if self._is_whole and len(data) > LONGEST_PART:
+            await self._write_in_parts(memoryview(data))
+        elif data:
+            self._write(data)
+        if not message.get("more_body", False) and not self._is_gone:
+            self._connection.write(frame_header(self._number, END, 0))
             self.is_complete = True
             self.wake()
 
-    def write_at_once(self, pieces: list[bytes]) -> bool:
-        """Writes pieces of an answer that has begun, without a coroutine. False if that has to wait: `send` does."""
+    def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._has_started = True
+        self._is_whole = any(name.lower() == b"content-length" for name, _ in headers)
+        if not self._is_gone:
+            self._connection.write(head_frame(self._number, status, headers))
+
+    async def _write_in_parts(self, data: memoryview) -> None:
+        """A long frame would delay those of all other requests."""
+        for start in range(0, len(data), LONGEST_PART):
+            await self._wait_for_room()
+            self._write(bytes(data[start : start + LONGEST_PART]))
+
+    def _write(self, data: bytes) -> None:
+        if not self._is_gone:
+            self._connection.write(frame_header(self._number, DATA, len(data)) + data)
+            self._num_sent += len(data)
+
+    async def _wait_for_room(self) -> None:
+        """Until more may be sent, or nobody waits for it."""
+        while (self._num_sent > WINDOW or self._connection.is_paused) and not self._is_gone:
+            await self._wait()
+
+    def write_at_once(self, data: bytes) -> bool:
+        """Writes more of an answer that has begun, without a coroutine. False if that has to wait: `send` does."""
         connection = self._connection
         if self._num_sent > WINDOW or connection.is_paused or self._is_gone or not self._has_started:
             return False
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        connection.write(frame_header(self._number, DATA, len(data)) + data)
-        self._num_sent += len(data)
+        self._write(data)
         return True
 
     async def fail(self) -> None:

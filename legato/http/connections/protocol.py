@@ -32,6 +32,7 @@ from legato.http.connections.limits import (
 from legato.http.connections.lingering_close import LingeringConnections, LingeringTransport
 from legato.http.connections.multiplexed import MultiplexedRequests
 from legato.http.connections.shortage import BodyMemory, IdleConnections
+from legato.http.connections.upgrades import head_of_body, parser_behind_head
 from legato.http.exchange import ABORT, HOLD, SWITCH, WATCH, WRITE
 from legato.ipc.multiplexing import UPGRADE
 
@@ -164,10 +165,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_fed += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Served as if the client had not asked: an upgrade is optional for the server.
+        except httptools.HttpParserUpgrade as upgrade:
             if (b"upgrade", UPGRADE) not in self.headers:
-                self._context.log.warning("A client requested another protocol (Upgrade), which is ignored")
+                self._ignore_upgrade(data[upgrade.args[0] :])
+                return
         except httptools.HttpParserError:
             if self._refusal is None:
                 self._context.log.warning("A client sent something that is not HTTP/1.1")
@@ -183,6 +184,14 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._deadline is None and self._is_answered:
             # Nothing of a request yet, perhaps an empty line: the keep-alive timer is off all the same.
             self._expect_within(self._limits.header_seconds)
+
+    def _ignore_upgrade(self, data: bytes) -> None:
+        """Served as if the client had not asked: an upgrade is optional for the server. `data` follows the head."""
+        self._context.log.warning("A client requested another protocol (Upgrade), which is ignored")
+        if head := head_of_body(self.headers):
+            self.parser = parser_behind_head(self)
+        if head + data and not self.transport.is_closing():
+            self._feed(head + data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -266,6 +275,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and head_of_body(self.headers):
+            return  # that was the head
         self._num_fed = 0
         self._in_body = False
         self._deadline = None

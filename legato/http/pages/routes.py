@@ -30,9 +30,11 @@ HEADERS = {
 
 
 class PageRoutes:
-    def __init__(self, health: Handler, observe: Callable[[], Awaitable[bytes]]) -> None:
-        """`health` answers GET / for programs, `observe` gets the data of the dashboard."""
+    def __init__(self, health: Handler, observe: Callable[[], Awaitable[bytes]], first: str = "ui") -> None:
+        """`health` answers GET / for programs, `observe` gets the data of the dashboard; `first` is where GET / leads
+        browsers."""
         self._health = health
+        self._first = first
         self._observe = observe
         folder = files("legato.http.pages").joinpath("static")
         self._files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
@@ -49,7 +51,7 @@ class PageRoutes:
     async def root(self, request: Request) -> Response:
         """Browsers ask for HTML. Everybody else gets TGI's answer."""
         if "text/html" in request.headers.get("accept", ""):
-            return RedirectResponse("ui", 303, HEADERS)
+            return RedirectResponse(self._first, 303, HEADERS)
         return await self._health(request)
 
     async def data(self, request: Request) -> Response:

@@ -23,7 +23,7 @@ from legato.kernels.device import GpuLimits, limits_of
 from legato.kernels.language import ceil_div, kernel_or_torch, next_power_of_two, widened
 from legato.kernels.quantized.eight_bit import EightBitRows, rows_of
 from legato.kernels.quantized.one_row import one_row_linear
-from legato.kernels.quantized.operand import Operand
+from legato.kernels.quantized.operand import UNIT, Operand
 from legato.kernels.quantized.tiled import TiledConfig, tiled_linear
 from legato.kernels.quantized.unpack import unpacked, unpacked_rows
 
@@ -229,9 +229,9 @@ def tiled_config(num_rows: int, operand: Operand, itemsize: int, limits: GpuLimi
 
 
 def shared_memory(config: TiledConfig, operand: Operand, itemsize: int) -> int:
-    """Upper bound of what Triton allocates: a step of numbers and of x for each stage, and where a product has several
-    groups of columns, a scale and a zero for each number."""
+    """Upper bound of what Triton allocates: a step of numbers and of x for each stage, and where a step has several
+    groups of columns, a scale and a minimum of each."""
     step = config.tile_rows * (64 if operand.is_packed else 128) + config.rows * 128 * itemsize
-    if operand.num_groups > 1 and operand.group_size % (64 if operand.is_packed else 128):
-        step += config.tile_rows * 128 * (4 if operand.has_minimum else 3)
+    if operand.num_groups > 1 and operand.group_size % UNIT:
+        step += config.tile_rows * (UNIT // operand.group_size) * 8
     return config.num_stages * step + 4096

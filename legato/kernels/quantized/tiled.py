@@ -303,10 +303,12 @@ def _less_zero(
         if NUM_GROUPS == 1 or GROUP_SIZE % (64 if MIDDLE == 8 else 128) == 0:
             group = tl.minimum(column // GROUP_SIZE, NUM_GROUPS - 1)
             zeros = tl.load(zero + row * NUM_GROUPS + group)[:, None].to(tl.int16)
+            less = minus(numbers, (zeros + offset).to(tl.float32), ASSEMBLE)
         else:
-            group = tl.minimum((column + tl.arange(0, numbers.shape[1])) // GROUP_SIZE, NUM_GROUPS - 1)
-            zeros = tl.load(zero + row[:, None] * NUM_GROUPS + group[None, :]).to(tl.int16)
-        less = minus(numbers, (zeros + offset).to(tl.float32), ASSEMBLE)
+            place = _small_groups(row, column, numbers.shape[1], GROUP_SIZE, NUM_GROUPS)
+            zeros = tl.load(zero + place).to(tl.int16)[:, :, None]
+            each = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // GROUP_SIZE, GROUP_SIZE))
+            less = tl.reshape(minus(each, (zeros + offset).to(tl.float32), ASSEMBLE), numbers.shape)
     return less.to(DTYPE)
 
 
@@ -327,13 +329,23 @@ def _times_scales(
     NUM_GROUPS: constexpr,
 ) -> Scalar:
     """Where 64 columns have several scales, the numbers are multiplied, minima are added, and the sum is rounded."""
-    group = tl.minimum((column + tl.arange(0, numbers.shape[1])) // GROUP_SIZE, NUM_GROUPS - 1)
-    place = row[:, None] * NUM_GROUPS + group[None, :]
-    scaled = numbers.to(tl.float32) * tl.load(scale + place).to(tl.float32)
+    place = _small_groups(row, column, numbers.shape[1], GROUP_SIZE, NUM_GROUPS)
+    scaled = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // GROUP_SIZE, GROUP_SIZE)).to(tl.float32)
+    scaled *= tl.load(scale + place).to(tl.float32)[:, :, None]
     if zero is not None:  # noqa: SIM102  the compiler looks at both sides of an `and`
         if zero.dtype.element_ty.is_floating():
-            scaled += tl.load(zero + place).to(tl.float32)
-    return scaled.to(numbers.dtype)
+            scaled += tl.load(zero + place).to(tl.float32)[:, :, None]
+    return tl.reshape(scaled.to(numbers.dtype), numbers.shape)
+
+
+@jit
+def _small_groups(
+    row: Scalar, column: Scalar, COUNT: constexpr, GROUP_SIZE: constexpr, NUM_GROUPS: constexpr
+) -> Scalar:
+    """Where the scales of COUNT columns are, [rows, groups]: loaded for each number, they would cost more instructions
+    than unpacking it, and as much shared memory as 16-bit numbers."""
+    group = tl.minimum(column // GROUP_SIZE + tl.arange(0, COUNT // GROUP_SIZE), NUM_GROUPS - 1)
+    return row[:, None] * NUM_GROUPS + group[None, :]
 
 
 @jit

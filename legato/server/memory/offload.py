@@ -22,6 +22,7 @@ from legato.server.rows import to_device
 PIECE = 1 << 30
 # Bytes of the buffer on the device in which blocks are gathered.
 BUFFER = 256 << 20
+WIDTHS = (torch.int64, torch.int32, torch.uint8)
 
 
 class HostBlockStore:
@@ -54,11 +55,14 @@ class HostBlockStore:
             raise RequestRefused(f"copied blocks must be less than {num_blocks}, slots less than {self.num_slots}")
 
     def _batches(self, blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
-        """As many at a time as the buffer holds."""
-        size = len(self._buffer)
+        """As many at a time as the buffer holds, sorted by slot: a conversation is evicted from its end."""
+        if not blocks:
+            return
+        size, order = len(self._buffer), np.argsort(slots)
+        sorted_blocks, sorted_slots = np.array(blocks, dtype=np.int64)[order], np.array(slots)[order].tolist()
         for first in range(0, len(blocks), size):
-            numbers = np.array(blocks[first : first + size], dtype=np.int64)
-            yield to_device(numbers, self._buffer.device), slots[first : first + size]
+            numbers = sorted_blocks[first : first + size].copy()
+            yield to_device(numbers, self._buffer.device), sorted_slots[first : first + size]
 
     def _copy_out(self, cache: KVCache, blocks: torch.Tensor, slots: Sequence[int]) -> None:
         staged = self._buffer[: len(slots)]
@@ -76,9 +80,12 @@ class HostBlockStore:
 
     @staticmethod
     def _parts(cache: KVCache, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor of the cache as bytes [num_blocks, n], and its place in staged blocks [num_staged, n]."""
-        first = 0
-        for tensor in map(_as_bytes, cache.tensors):
+        """Each tensor of the cache as numbers [num_blocks, n], and its place in staged blocks [num_staged, n]. Numbers
+        as wide as all of them allow: a device copies chosen blocks number by number."""
+        tensors = list(map(_as_bytes, cache.tensors))
+        wide = next(dtype for dtype in WIDTHS if all(each.shape[1] % dtype.itemsize == 0 for each in tensors))
+        staged, first = staged.view(wide), 0
+        for tensor in (each.view(wide) for each in tensors):
             yield tensor, staged[:, first : first + tensor.shape[1]]
             first += tensor.shape[1]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +10,7 @@ from legato.cluster.layout import RankLayout
 from legato.cluster.links import TensorLink
 from legato.cluster.network import ShardPlace
 from legato.common.errors import OptionError
+from legato.common.exits import exit_now
 from legato.common.options import ServerOptions
 from legato.layers.shard import Shard
 from legato.modelfiles.files import ModelFiles
@@ -67,5 +66,4 @@ def join_links(options: ServerOptions, files: ModelFiles, socket_path: str) -> S
 
 def end_process(reason: str) -> None:
     """A shard that has lost another never works again: the launchers start all of them anew."""
-    print(f"error: {reason}", file=sys.stderr, flush=True)
-    os._exit(1)
+    exit_now(reason)

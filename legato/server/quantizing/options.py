@@ -16,7 +16,9 @@ class QuantizeOptions(ModelOptions, LogOptions):
     changes: ClassVar[dict[str, dict[str, Any]]] = {"model_id": {"positional": True}}
 
     output_dir: str | None = option(None, "Folder for the quantized model.", env=None, positional=True)
-    calibration: str | None = option(None, "Text file for calibration.", env=None)
+    calibration: str | None = option(
+        None, "Text file for calibration, which resembles the model's later inputs. Required.", env=None
+    )
     bits: Literal["2", "3", "4", "8"] = option("4", "Bits per weight.", env=None)
     group_size: int = option(
         128, "Number of inputs that share a scale; `-1` means all of them.", alias="groupsize", env=None, minimum=-1

@@ -99,3 +99,12 @@ def test_what_the_client_sent_is_not_changed() -> None:
     KNOWS.messages(messages, USE)
     KNOWS_NOT.messages(messages, USE)
     assert messages == conversation()
+
+
+def test_answers_and_results_without_content_are_empty() -> None:
+    question, call, result = conversation({"city": "Oslo"})
+    reasoned = {"role": "assistant", "reasoning_content": "So"}
+    messages = [question, call, {**result, "content": None}, {**reasoned, "content": None}, reasoned]
+    empty = {**reasoned, "content": ""}
+    assert KNOWS.messages(messages, USE) == [question, call, {**result, "content": ""}, empty, empty]
+    assert KNOWS_NOT.messages(messages, None)[-2:] == [empty, empty]

@@ -32,6 +32,11 @@ def test_a_browser_is_led_to_the_page_and_a_program_gets_tgis_answer() -> None:
     assert sick.status == 503
 
 
+def test_the_reference_is_open_and_its_data_is_not() -> None:
+    assert fetch("/docs", api_keys=("key",)).status == 200
+    assert fetch("/api-doc/openapi.json", api_keys=("key",)).status == 401
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_loads_nothing_that_its_policy_forbids(page: str) -> None:
     answer = fetch(f"/{page}")

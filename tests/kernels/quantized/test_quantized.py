@@ -166,12 +166,12 @@ def test_the_estimate_covers_what_triton_allocated():
     """Bytes of compiled kernels for 8.6, 4-bit numbers in groups of 32."""
     operand = random_operand("int4", 1024, 4096, 32)
     for shape, allocated in (
-        ((32, 8, 2, 5), 86016),
-        ((32, 16, 2, 5), 94208),
-        ((64, 32, 4, 4), 143360),
-        ((64, 64, 4, 4), 167936),
+        ((32, 8, 2, 5), 18496),
+        ((32, 16, 2, 5), 26688),
+        ((64, 32, 4, 4), 40064),
+        ((64, 64, 4, 4), 64640),
     ):
-        assert linear.shared_memory(linear.TiledConfig(*shape), operand, 2) >= allocated
+        assert 2 * allocated > linear.shared_memory(linear.TiledConfig(*shape), operand, 2) >= allocated
 
 
 def test_turing_multiplies_int8_in_16_bits():

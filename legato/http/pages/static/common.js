@@ -59,6 +59,11 @@ export async function problemOf(response) {
   }
 }
 
+// Browsers say "Failed to fetch" or "network error" where there is no answer, or no end of it.
+export function wordsOf(error) {
+  return error instanceof TypeError ? "The server does not answer, or the connection was lost" : error.message;
+}
+
 export function seconds(value) {
   if (!(value > 0)) return "–";
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;

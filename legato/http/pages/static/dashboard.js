@@ -1,6 +1,6 @@
 // The batch as it runs: one request a second for what the scheduler knows.
 
-import { element, find, problemOf, request, seconds } from "./common.js";
+import { element, find, problemOf, request, seconds, wordsOf } from "./common.js";
 
 const INTERVAL = 1000;
 const KEPT = 120;
@@ -15,11 +15,14 @@ async function poll() {
     const response = await request("dashboard/data");
     if (!response.ok) throw new Error(await problemOf(response));
     const data = await response.json();
+    // A server that was started again counts from zero.
+    const last = answers.at(-1);
+    if (last && (data.requests < last.requests || data.generated_tokens < last.generated_tokens)) answers.length = 0;
     answers.push(data);
     if (answers.length > KEPT) answers.shift();
     show(data);
   } catch (error) {
-    showStatus(error.message || "the server does not answer", "bad");
+    showStatus(wordsOf(error), "bad");
   }
 }
 

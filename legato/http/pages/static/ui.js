@@ -1,6 +1,6 @@
 // Chats and completions with streaming, sampling controls, and the probabilities of every token.
 
-import { element, find, problemOf, request } from "./common.js";
+import { element, find, problemOf, request, wordsOf } from "./common.js";
 
 const settings = find("#settings");
 const list = find("#messages");
@@ -98,7 +98,7 @@ async function generate() {
     }
   } catch (error) {
     if (error.name === "AbortError") answer.note = "stopped";
-    else answer.error = error.message;
+    else answer.error = wordsOf(error);
   }
   answer.note = [speed(Math.max(count, answer.tokens.length), started, firstAt), answer.note].filter(Boolean).join(", ");
   running = null;
@@ -125,9 +125,12 @@ function addView(message) {
   const box = element("article", { className: `message ${message.role}` },
     element("div", { className: "who" }, element("b", { textContent: name }), note, tools), text, problem);
   list.append(box);
+  list.scrollTop = list.scrollHeight;
+  // Who scrolls up to read is left there.
   const append = (tokens) => {
+    const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
     text.append(...tokens.map(tokenView));
-    list.scrollTop = list.scrollHeight;
+    if (atEnd) list.scrollTop = list.scrollHeight;
   };
   append(message.tokens?.length ? message.tokens : [{ text: message.content, others: [] }]);
   const finish = () => {

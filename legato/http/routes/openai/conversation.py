@@ -27,13 +27,23 @@ def check_conversation(request: ChatRequest) -> None:
         place = f"messages[{number}]"
         if not isinstance(message.get("role"), str):
             raise InvalidRequest(f"`{place}.role` must be a string", f"{place}.role")
-        if not isinstance(message.get("content"), str | list | None):
-            raise InvalidRequest(f"`{place}.content` must be a string or a list of parts", f"{place}.content")
+        _check_content(message, f"{place}.content")
     if request.add_generation_prompt and request.continue_final_message:
         raise InvalidRequest(
             "`continue_final_message` and `add_generation_prompt` are mutually exclusive", "continue_final_message"
         )
     _check_results(request.messages)
+
+
+def _check_content(message: dict[str, Any], place: str) -> None:
+    content = message.get("content")
+    if not isinstance(content, str | list | None) or (content is None and message["role"] in ("user", "system")):
+        raise InvalidRequest(f"`{place}` must be a string or a list of parts", place)
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, dict):
+            raise InvalidRequest(f"`{place}[{number}]` must be an object with a `type`", f"{place}[{number}]")
+        if part.get("type", "text") == "text" and not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"`{place}[{number}].text` must be a string", f"{place}[{number}].text")
 
 
 def _check_results(messages: list[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from legato.http import sse
 from legato.http.routes.responses.routes import _response_decoder
 from legato.http.routes.responses.store import ResponseStore, StoredResponse, this_process
 from legato.http.sse import named_event
-from legato.router.response_store import response_store
+from legato.router.response_store import check_store, response_store
 from tests.http.asgi import Call, get, post, until
 from tests.http.routes.agents.machines import events_of
 from tests.http.routes.agents.test_responses import KEYS, PATH, rendered, response, server_for
@@ -191,10 +191,11 @@ def test_a_file_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, cont
         file.mkdir()
     else:
         file.write_bytes(content)
-    with pytest.raises(OptionError, match=r"--response-store: .*responses\.sqlite"), response_store(str(file), 1000):
-        pass
+    with pytest.raises(OptionError, match=r"--response-store: .*responses\.sqlite"):
+        check_store(str(file), 1000)
 
 
 def test_a_new_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    check_store(str(tmp_path / "new.sqlite"), 1000)
     with response_store(str(tmp_path / "new.sqlite"), 1000) as path:
         assert path is not None and Path(path).stat().st_mode & 0o777 == 0o600

@@ -9,7 +9,10 @@ from legato.grammar.kinds import Grammar, GrammarKind
 from legato.http.routes.openai.options import grammar_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-AS_GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","properties":{"a":{"type":"integer"}}}')
+AS_GRAMMAR = Grammar(
+    GrammarKind.JSON_SCHEMA,
+    '{"type":"object","properties":{"a":{"type":"integer"}},"additionalProperties":false}',
+)
 
 
 @pytest.mark.parametrize("nothing", [None, {"type": "text"}])
@@ -55,6 +58,9 @@ def test_the_other_kinds() -> None:
         ({"type": "json", "value": 3}, "response_format.value"),
         ({"type": "json_schema"}, "response_format.json_schema"),
         ({"type": "json_schema", "value": {"schema": 3}}, "response_format.value.schema"),
+        # The schema itself, where its name and the schema belong.
+        ({"type": "json_schema", "value": SCHEMA}, "response_format.value"),
+        ({"type": "json_schema", "json_schema": SCHEMA}, "response_format.json_schema"),
         ({"type": "json_object", "schema": 3}, "response_format.schema"),
     ],
 )

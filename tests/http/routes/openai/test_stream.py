@@ -281,7 +281,7 @@ def test_hanging_up_cancels_every_choice(path: str, stream: str) -> None:
     async def main() -> None:
         backend = FakeBackend(endless, pause_after=1)
         app = Server(backend, settings={"max_concurrent_requests": 2}).app
-        body = f'{{"prompt": "hi", "messages": [{{"role": "user"}}], "n": 2, "stream": {stream}}}'
+        body = f'{{"prompt": "hi", "messages": [{{"role": "user", "content": "hi"}}], "n": 2, "stream": {stream}}}'
         connection = Call(app, "POST", path, [body.encode()])
         await until(lambda: len(backend.requests) == 2)
         connection.hang_up()
@@ -306,10 +306,8 @@ def test_many_random_hang_ups_leave_nothing_behind() -> None:
     async def main() -> None:
         backend = FakeBackend(endless)
         app = Server(backend, settings={"max_concurrent_requests": 200}).app
-        calls = [
-            Call(app, "POST", path, [b'{"prompt": "hi", "messages": [{"role": "user"}], "stream": true, "n": 2}'])
-            for path in [CHAT, COMPLETIONS] * 25
-        ]
+        body = b'{"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 2}'
+        calls = [Call(app, "POST", path, [body]) for path in [CHAT, COMPLETIONS] * 25]
         for i, connection in enumerate(calls):
             await asyncio.sleep(0)
             if i % 3:
