@@ -55,13 +55,13 @@ def test_while_its_prompt_is_computed(client: Client) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 def test_while_it_waits_behind_a_request_that_goes_on(client: Client, path: str) -> None:
-    running = client.stream(prompt("r"), max_new_tokens=300, ignore_eos=True)
+    running = client.stream(prompt("r"), max_new_tokens=1000, ignore_eos=True)
     connection = client.send(path, prompt("w"), max_new_tokens=500, ignore_eos=True)
     until(lambda: client.metric(WAITING) == 1, "the request waits")
     connection.close()
     until(lambda: client.metric(WAITING) == 0, "the request is forgotten")
     assert client.metric(RUNNING) == 1
-    assert len(list(running)) == 300
+    assert len(list(running)) == 1000
 
 
 def test_while_one_whole_answer_is_made(client: Client) -> None:

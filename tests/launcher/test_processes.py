@@ -136,18 +136,25 @@ async def until_lines(path: Path, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_the_first_process_of_a_container_leaves_no_zombies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_process_of_a_container_leaves_no_zombies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A router that dies leaves HTTP workers, which end a moment later and are nobody's children then."""
-    orphaning = "import os, subprocess, sys; subprocess.Popen(['sleep', '0.1'], process_group=0); os._exit(3)"
-    own, become_subreaper = os.getpid(), ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    names = tmp_path / "orphan"
+    code = f"""
+import os, subprocess
+orphan = subprocess.Popen(["sleep", "0.1"], process_group=0)
+open({str(names)!r}, "w").write(str(orphan.pid))
+os._exit(3)
+"""
+    become_subreaper = ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     assert become_subreaper == 0
     monkeypatch.setattr("legato.launcher.processes.os.getpid", lambda: 1)
     monkeypatch.setattr("legato.launcher.processes.die_with", lambda parent: None)
 
     async def body(supervisor: Supervisor) -> Child:
-        child = supervisor.start(python(orphaning))
+        child = supervisor.start(python(code))
         await child.exited
-        while psutil.Process(own).children():
+        orphan = int(names.read_text())
+        while psutil.pid_exists(orphan):
             await asyncio.sleep(0.01)
         return child
 
