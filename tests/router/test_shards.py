@@ -350,7 +350,7 @@ def test_a_bug_in_whoever_hears_of_a_result_comes_through(tmp_path: Path) -> Non
 
 
 class WrongShard(Shard):
-    """Answers step 2 as `answers` says."""
+    """Answers step 2 as `answers` says, and steps that are among these not again."""
 
     def __init__(self, urls: list[str], *answers: pb.StepResponse) -> None:
         super().__init__(urls)
@@ -360,8 +360,11 @@ class WrongShard(Shard):
         self, request_iterator: AsyncIterator[pb.StepRequest], context: Context
     ) -> AsyncIterator[pb.StepResponse]:
         async for step in request_iterator:
-            for answer in self._answers if step.id == 2 else [pb.StepResponse(id=step.id, token_ids=[7])]:
-                yield answer
+            if step.id == 2:
+                for answer in self._answers:
+                    yield answer
+            elif step.id == 1 or all(step.id != answer.id for answer in self._answers):
+                yield pb.StepResponse(id=step.id, token_ids=[7])
             if step.id == 3:  # not the end of a stream is what the router finds
                 await asyncio.sleep(60)
 
@@ -373,7 +376,7 @@ SECOND = pb.StepResponse(id=2, token_ids=[7])
     ("answers", "problem"),
     [
         ([SECOND, SECOND], "shard 1 answered step 2, but the next one is step 3"),
-        ([SECOND, pb.StepResponse(id=3), SECOND], "shard 1 sampled other tokens in step 3 than shard 0"),
+        ([SECOND, pb.StepResponse(id=3)], "shard 1 sampled other tokens in step 3 than shard 0"),
         ([SECOND, pb.StepResponse(id=3, token_ids=[7]), SECOND], "shard 1 answered step 2, but no step is to be"),
         ([pb.StepResponse(id=1, token_ids=[7])], "shard 1 answered step 1, but the next one is step 2"),
         ([pb.StepResponse(id=2, token_ids=[8])], "shard 1 sampled other tokens in step 2 than shard 0"),
