@@ -456,6 +456,18 @@ def test_what_is_not_http_1_costs_a_line_of_log_in_a_while(caplog: pytest.LogCap
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 
+def test_what_is_refused_before_a_route_sees_it_costs_a_line_of_log_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running(app_for()) as server:
+        for _ in range(3):
+            with server.connect() as connection:
+                connection.sendall(REQUEST + b"X: y\r\n" * (LIMITS.num_headers + 1) + b"\r\n")
+                assert statuses(connection.recv(65536)) == [431]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "status 431" in line and f"{LIMITS.num_headers} headers" in line
+
+
 def test_a_throttled_warning_says_how_many_were_suppressed(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
     log = ThrottledLog(logging.getLogger("test"), period=60, clock=clock.now)
