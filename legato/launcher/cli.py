@@ -15,6 +15,7 @@ from legato.cluster.layout import RankLayout
 from legato.common import logging as logs
 from legato.common.errors import OptionError
 from legato.common.exposure import command_line_warnings, tls_context
+from legato.common.frontend import vertex_port
 from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
 from legato.common.progress import LISTENING
@@ -49,7 +50,9 @@ def serve(options: LauncherOptions) -> int:
     options = ranks.placed(options, os.environ)
     layout = ranks.layout_of(options, _num_shards(options))
     if options.node_rank == 0:
-        options = replace(options, hostname=sizing.listen_address(options.hostname))
+        # The router reads the variable, too; here its port is checked, and asked whether the server is ready.
+        port = vertex_port(os.environ) or options.port
+        options = replace(options, hostname=sizing.listen_address(options.hostname), port=port)
         endpoints.check_port(options.hostname, options.port)
     with (
         endpoints.socket_path(options.shard_uds_path if "shard_uds_path" in options.given else None) as path,
