@@ -23,7 +23,7 @@ from legato.common.sockets import browser_url, is_answered, is_own_socket
 from legato.common.tgi_variables import variable_warnings
 from legato.launcher import endpoints, environment, nodes, ranks, sizing, startup
 from legato.launcher.follower import Follower
-from legato.launcher.plan import LaunchPlan, make_plan, shard_group
+from legato.launcher.plan import LaunchPlan, make_plan, on_port, shard_group
 from legato.launcher.processes import SAME_SIGNAL_SECONDS, Child, ChildFailed, ProcessCommand, Supervisor
 from legato.launcher.supervision import ServerProcesses, Tell
 from legato.modelfiles.cache import cache_folder
@@ -88,7 +88,9 @@ async def _lead(
     hub = None if layout.num_nodes == 1 else await _open_hub(options, layout)
 
     async def shard_commands() -> list[ProcessCommand]:
-        return shard_group(plan, options, layout, nodes.alone() if hub is None else await hub.assemble())
+        commands = shard_group(plan, options, layout, nodes.alone() if hub is None else await hub.assemble())
+        may_choose = not (layout.needs_links or options.given & {"master_addr", "master_port"})
+        return on_port(commands, endpoints.free_port()) if may_choose else commands
 
     processes = ServerProcesses(
         supervisor,
@@ -99,7 +101,8 @@ async def _lead(
         remove_sockets=lambda: endpoints.remove_sockets(sockets),
         startup=lambda tell: _log_startup(options, sockets, len(plan.shards), tell),
         ready_again=lambda tell: _log_restart(options, sockets, len(plan.shards), tell),
-        shard_commands=shard_commands if layout.needs_links else None,
+        shard_commands=shard_commands if layout.world_size > 1 else None,
+        waits=layout.needs_links,
         machine_loss=lambda: None if hub is None else hub.loss,
     )
     if hub is not None:
