@@ -291,6 +291,35 @@ def test_a_byte_now_and_then_wins_no_time(head: bytes) -> None:
         assert statuses(answer) == [408]
 
 
+@pytest.fixture
+def descriptors() -> Iterator[int]:
+    """As many as there may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    yield most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_thousands_who_send_half_a_header_keep_nobody_waiting(descriptors: int) -> None:
+    """5,000 if both ends of so many connections may be open here."""
+    num, limits = min(5000, descriptors // 2 - 200), replace(LIMITS, header_seconds=2.0)
+    with running(app_for(), limits=limits) as server:
+        slow = []
+        for _ in range(num):
+            slow.append(server.connect())
+            slow[-1].sendall(REQUEST)
+        last = time.monotonic()
+        with server.connect() as connection:
+            connection.sendall(REQUEST + b"\r\n")
+            assert statuses(connection.recv(65536)) == [200]
+        assert time.monotonic() - last < 1
+        assert [statuses(whole(connection)) for connection in slow] == [[408]] * num
+        assert time.monotonic() - last < limits.header_seconds + 5
+        for connection in slow:
+            connection.close()
+
+
 def test_a_body_that_comes_steadily_has_all_the_time_it_takes() -> None:
     """Many times the seconds that a silent body has."""
     body = b'{"inputs": "' + b"x" * 600 + b'"}'
