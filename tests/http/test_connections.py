@@ -305,6 +305,7 @@ def test_thousands_who_send_half_a_header_keep_nobody_waiting(descriptors: int) 
     """5,000 if both ends of so many connections may be open here."""
     num, limits = min(5000, descriptors // 2 - 200), replace(LIMITS, header_seconds=2.0)
     with running(app_for(), limits=limits) as server:
+        server._listener.listen(num)  # or the kernel would have clients try again, a second later
         slow = []
         for _ in range(num):
             slow.append(server.connect())
