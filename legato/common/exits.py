@@ -9,6 +9,8 @@ import sys
 from contextlib import suppress
 from typing import NoReturn, TextIO
 
+PR_SET_PDEATHSIG = 1
+
 
 def signal_name(number: int) -> str:
     """`SIGKILL`, or `signal 40` for one of those without a name."""
@@ -40,6 +42,14 @@ def exit_now(reason: str, code: int = 1) -> NoReturn:
         sys.stdout.flush()
     report(f"error: {reason}")
     os._exit(code)
+
+
+def end_with_parent() -> None:
+    """Has the kernel kill this process when the one that started it ends, whatever state this one is in."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def open_standard_streams() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,8 +90,8 @@ class HttpOptions(Options):
     )
     prometheus_port: int = option(
         9000,
-        "Separate port for Prometheus metrics, in addition to `/metrics` on the main port; 0 disables it. If the port"
-        " is in use, the server logs a warning and starts without it.",
+        "Separate port for Prometheus metrics, in addition to `/metrics` on the main port, with the same keys and"
+        " encryption; 0 disables it. If the port is in use, the server logs a warning and starts without it.",
         minimum=0,
         maximum=65535,
     )
@@ -154,3 +155,11 @@ class HttpOptions(Options):
 def check_route_key(key: str | None) -> None:
     if key is not None and (len(key) < MIN_ROUTE_KEY or not key.isascii() or not key.isprintable() or " " in key):
         raise OptionError(f"--route-key must have at least {MIN_ROUTE_KEY} ASCII characters and no spaces")
+
+
+def vertex_port(environ: Mapping[str, str]) -> int | None:
+    """Where Vertex AI will call. Only Vertex AI sets the variable, in every container, so it overrides --port."""
+    port = environ.get("AIP_HTTP_PORT") or None
+    if port is not None and not (port.isdecimal() and 0 < int(port) < 65536):
+        raise OptionError(f"AIP_HTTP_PORT is {port!r}: it must be a port between 1 and 65535")
+    return None if port is None else int(port)

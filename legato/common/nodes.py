@@ -18,7 +18,7 @@ class RendezvousOptions(Options):
     master_port: int = option(
         29500,
         "Rendezvous port of machine 0. With several machines or pipeline stages, the shard of rank R listens on this"
-        " port + 1 + R.",
+        " port + 1 + R. Without either, several shards use any free port unless it is given.",
         maximum=65535,
     )
     nnodes: int = option(

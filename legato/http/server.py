@@ -89,10 +89,16 @@ class HttpServer(uvicorn.Server):
             loop.connect_accepted_socket(lambda: SmallReads(protocol), connection, ssl=self._tls, **timeouts)
         )
         self._arriving.add(arriving)
-        arriving.add_done_callback(lambda _: self._arrived(arriving, protocol))
+        arriving.add_done_callback(lambda _: self._arrived(arriving, protocol, connection))
+        if self._tls is not None:  # a handshake may take long: whoever does not get on with it makes room for others
+            protocol.arriving = arriving
+            self.context.idle.add(protocol)
 
-    def _arrived(self, arriving: asyncio.Task[Any], protocol: HttpProtocol) -> None:
+    def _arrived(self, arriving: asyncio.Task[Any], protocol: HttpProtocol, connection: socket.socket) -> None:
+        protocol.arriving = None
         if arriving.cancelled() or arriving.exception() is not None:
+            connection.close()
             self.context.open.discard(protocol)
+            self.context.idle.discard(protocol)
             self.context.log.warning("A connection ended before it was established, possibly in its TLS handshake")
         self._arriving.discard(arriving)

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from legato.chat.template import ChatTemplate
 from legato.common.errors import LegatoError
+from legato.common.exits import end_with_parent
 from legato.common.exposure import tls_context
 from legato.common.gc import freeze_gc
 from legato.common.logging import setup
@@ -147,6 +148,7 @@ class HttpWorker:
 
 
 def main() -> None:
+    end_with_parent()  # one that hangs does not notice the end of its link, and would keep the port
     # Ctrl-C and a service manager's SIGTERM reach every process. The scheduler's process handles them for all.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)

@@ -15,6 +15,7 @@ from legato.cluster.layout import RankLayout
 from legato.common import logging as logs
 from legato.common.errors import OptionError
 from legato.common.exposure import command_line_warnings, tls_context
+from legato.common.frontend import vertex_port
 from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
 from legato.common.progress import LISTENING
@@ -22,7 +23,7 @@ from legato.common.sockets import browser_url, is_answered, is_own_socket
 from legato.common.tgi_variables import variable_warnings
 from legato.launcher import endpoints, environment, nodes, ranks, sizing, startup
 from legato.launcher.follower import Follower
-from legato.launcher.plan import LaunchPlan, make_plan, shard_group
+from legato.launcher.plan import LaunchPlan, make_plan, on_port, shard_group
 from legato.launcher.processes import SAME_SIGNAL_SECONDS, Child, ChildFailed, ProcessCommand, Supervisor
 from legato.launcher.supervision import ServerProcesses, Tell
 from legato.modelfiles.cache import cache_folder
@@ -49,7 +50,9 @@ def serve(options: LauncherOptions) -> int:
     options = ranks.placed(options, os.environ)
     layout = ranks.layout_of(options, _num_shards(options))
     if options.node_rank == 0:
-        options = replace(options, hostname=sizing.listen_address(options.hostname))
+        # The router reads the variable, too; here its port is checked, and asked whether the server is ready.
+        port = vertex_port(os.environ) or options.port
+        options = replace(options, hostname=sizing.listen_address(options.hostname), port=port)
         endpoints.check_port(options.hostname, options.port)
     with (
         endpoints.socket_path(options.shard_uds_path if "shard_uds_path" in options.given else None) as path,
@@ -85,7 +88,9 @@ async def _lead(
     hub = None if layout.num_nodes == 1 else await _open_hub(options, layout)
 
     async def shard_commands() -> list[ProcessCommand]:
-        return shard_group(plan, options, layout, nodes.alone() if hub is None else await hub.assemble())
+        commands = shard_group(plan, options, layout, nodes.alone() if hub is None else await hub.assemble())
+        may_choose = not (layout.needs_links or options.given & {"master_addr", "master_port"})
+        return on_port(commands, endpoints.free_port()) if may_choose else commands
 
     processes = ServerProcesses(
         supervisor,
@@ -96,7 +101,8 @@ async def _lead(
         remove_sockets=lambda: endpoints.remove_sockets(sockets),
         startup=lambda tell: _log_startup(options, sockets, len(plan.shards), tell),
         ready_again=lambda tell: _log_restart(options, sockets, len(plan.shards), tell),
-        shard_commands=shard_commands if layout.needs_links else None,
+        shard_commands=shard_commands if layout.world_size > 1 else None,
+        waits=layout.needs_links,
         machine_loss=lambda: None if hub is None else hub.loss,
     )
     if hub is not None:

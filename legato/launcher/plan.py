@@ -102,6 +102,12 @@ def shard_group(
     return [*commands, ProcessCommand(RELAY, run, environ)]
 
 
+def on_port(shards: list[ProcessCommand], port: int) -> list[ProcessCommand]:
+    """The same shards with another port at which they find each other."""
+    flag, environ = f"--master-port={port}", {"MASTER_PORT": str(port)}
+    return [replace(shard, words=[*shard.words, flag], environ=shard.environ | environ) for shard in shards]
+
+
 def _with_huge_pages(environ: dict[str, str]) -> dict[str, str]:
     """Unless the variable already sets them."""
     tunables = environ.get(TUNABLES, "")

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from legato.common import heartbeat as heartbeats
 from legato.common.errors import LegatoError
-from legato.common.exits import report, signal_name
+from legato.common.exits import PR_SET_PDEATHSIG, report, signal_name
 from legato.common.logging import parse
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ KEPT_LINES = 400
 MAX_LINE_BYTES = 1 << 20
 # The kernel may take a while to release the resources of a killed process, above all GPU memory.
 KILL_SECONDS = 10.0
-PR_SET_PDEATHSIG = 1
 # Signals within this time are one: a service manager, or `timeout`, signals a process and its group.
 SAME_SIGNAL_SECONDS = 1.0
 

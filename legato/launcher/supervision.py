@@ -116,17 +116,18 @@ class ServerProcesses:
         startup: Callable[[Tell], Awaitable[None]],
         ready_again: Callable[[Tell], Awaitable[None]],
         shard_commands: Callable[[], Awaitable[Sequence[ProcessCommand]]] | None = None,
+        waits: bool = False,
         machine_loss: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`shard_commands` wait for other machines; without them the shards are those of the plan. `machine_loss` says
-        whether one of these was lost since."""
+        """Without `shard_commands` the shards are those of the plan; with `waits` these wait for other machines.
+        `machine_loss` says whether one of them was lost since."""
         self._supervisor = supervisor
         self._hang_timeout = hang_timeout
         self._load_timeout = load_timeout
         self._startup = startup
         self._ready_again = ready_again
         self._was_ready = False
-        self._waits = shard_commands is not None
+        self._waits = waits
         self._machine_loss = machine_loss
         shards, router = shard_commands or _given(plan.shards), _given([plan.router])
         self.shards = ProcessGroup("the shards", shards, supervisor, max_restarts, remove_sockets)

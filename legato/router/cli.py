@@ -15,6 +15,7 @@ from typing import Any
 
 from legato.common.errors import OptionError
 from legato.common.exposure import command_line_warnings, exposure_warnings, tls_context
+from legato.common.frontend import vertex_port
 from legato.common.heartbeat import send_heartbeats
 from legato.common.logging import setup
 from legato.common.options import RouterOptions
@@ -113,7 +114,8 @@ async def serve(
             recovery = Recovery(steps, shards, lambda: reconnect(options), budget, adapters)
             router = RouterProcess(steps, recovery, metrics, workers, settings, options.hang_timeout, history, adapters)
             startup.close()
-            async with metrics_listener(options.hostname, options.prometheus_port, router.scrape, tuple(api_keys)):
+            keys, port = tuple(api_keys), options.prometheus_port
+            async with metrics_listener(options.hostname, port, router.scrape, keys, tls):
                 await router.run(listeners, options.graceful_termination_timeout)
         await recovery.close()
     finally:
@@ -263,14 +265,6 @@ def whole_prompt_tokens(sizes: StepSizes, options: RouterOptions) -> int:
             f" {longest}, one more than --max-input-tokens"
         )
     return max(sizes.max_prompt_tokens or sizes.max_tokens, longest)
-
-
-def vertex_port(environ: Mapping[str, str]) -> int | None:
-    """Where Vertex AI will call. Only Vertex AI sets the variable, in every container, so it overrides --port."""
-    port = environ.get("AIP_HTTP_PORT") or None
-    if port is not None and not (port.isdecimal() and 0 < int(port) < 65536):
-        raise OptionError(f"AIP_HTTP_PORT is {port!r}: it must be a port between 1 and 65535")
-    return None if port is None else int(port)
 
 
 def vertex_route(environ: Mapping[str, str], name: str) -> str | None:

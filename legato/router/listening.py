@@ -76,9 +76,14 @@ class Listeners:
                 probe.bind(self._address)
 
     def _socket(self) -> socket.socket:
-        made = socket.socket(socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return made
+        return new_socket(self._address[0])
+
+
+def new_socket(host: str) -> socket.socket:
+    """To be bound to an address of this kind, even if connections of an earlier server are still being closed."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return made
 
 
 @contextmanager

@@ -6,7 +6,9 @@ without a disk, which is gone when the router is.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import secrets
 import shutil
 import sqlite3
 import tempfile
@@ -19,6 +21,8 @@ from legato.common.errors import OptionError
 
 _MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "legato-responses-"
+# Of a folder that is not locked yet.
+_UNNAMED: Final = ".legato-responses-"
 FILE_NAME: Final = "responses.sqlite"
 
 
@@ -33,11 +37,12 @@ def response_store(path: str | None, size: int) -> Iterator[str | None]:
         return
     place = _MEMORY if _has_room(_MEMORY, size) else Path(tempfile.gettempdir())
     _remove_abandoned(place)
-    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place)  # only for us to read
+    folder, lock = _new_folder(place)
     try:
-        yield str(Path(folder) / FILE_NAME)
+        yield str(folder / FILE_NAME)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def check_store(path: str | None, size: int) -> None:
@@ -63,9 +68,37 @@ def _has_room(place: Path, size: int) -> bool:
     return False
 
 
+def _new_folder(place: Path) -> tuple[Path, int]:
+    """Only for us to read, and its lock, which the kernel releases when we end. Locked before it has a name by which
+    another router would take it for an abandoned one."""
+    unnamed = tempfile.mkdtemp(prefix=_UNNAMED, dir=place)
+    lock = _locked(Path(unnamed))
+    assert lock is not None, "nobody else knows it"
+    folder = place / f"{_PREFIX}{secrets.token_hex(8)}"
+    os.rename(unnamed, folder)
+    return folder, lock
+
+
 def _remove_abandoned(place: Path) -> None:
-    """Folders of routers that were killed."""
+    """Folders of routers that were killed. A lock tells, and not a process number: containers that share this memory
+    number their processes from 1."""
     for folder in place.glob(f"{_PREFIX}*"):
-        number = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if number.isdigit() and Path("/proc/self").exists() and not Path(f"/proc/{number}").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # those of others stay: they are not ours to remove
+        if (lock := _locked(folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """None if its router lives, if it is gone, or if it is not ours to remove."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.fstat(lock).st_uid == os.geteuid():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    return None

@@ -249,7 +249,9 @@ async def _until_ready(stub: pb_grpc.TextGenerationServiceStub, path: str, hang_
             elif silent_since is None:
                 silent_since = now - HEALTH_SECONDS
             if silent_since is not None and now - silent_since > hang_timeout:
-                PeerProcess(path).kill()
+                hung = PeerProcess(path)
+                hung.kill()
+                hung.close()
                 silent_since = None
         await asyncio.sleep(0.05)
 

@@ -6,15 +6,11 @@ it should try again.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import ssl
-from contextlib import suppress
 
 from legato.router.listening import Listeners
-
-logger = logging.getLogger(__name__)
+from legato.router.small_server import SmallServer
 
 # Of the request: it is read so that closing the connection does not lose the answer, and not looked at.
 MAX_REQUEST = 65536
@@ -27,22 +23,20 @@ class StartupResponder:
         """`tls` where the workers will speak it."""
         self._tls = tls
         self._stage, self._progress = "starting", 0.0
-        self._server: asyncio.Server | None = None
-        self._num_connections = 0
+        self._server: SmallServer | None = None
 
     def enter(self, stage: str, progress: float = 0.0) -> None:
         """What the server does now, and how much of it is done, from 0 to 1."""
         self._stage, self._progress = stage, progress
 
     async def open(self, listeners: Listeners) -> None:
-        handshake = None if self._tls is None else REQUEST_SECONDS
-        self._server = await asyncio.start_server(
+        self._server = SmallServer(
+            listeners.listen_first(),
             self._respond,
-            sock=listeners.listen_first(),
-            limit=MAX_REQUEST,
-            ssl=self._tls,
-            ssl_handshake_timeout=handshake,
-            ssl_shutdown_timeout=handshake,
+            most=MAX_CONNECTIONS,
+            max_head=MAX_REQUEST,
+            seconds=REQUEST_SECONDS,
+            tls=self._tls,
         )
 
     def close(self) -> None:
@@ -51,23 +45,7 @@ class StartupResponder:
             self._server.close()
             self._server = None
 
-    async def _respond(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
-        try:
-            if self._num_connections <= MAX_CONNECTIONS:
-                async with asyncio.timeout(REQUEST_SECONDS):
-                    await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer())
-                    await writer.drain()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            logger.debug("A client disconnected during start-up: %s", error)
-        finally:
-            self._num_connections -= 1
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
-
-    def _answer(self) -> bytes:
+    async def _respond(self, request: bytes) -> bytes:
         message = f"the server is starting: {self._stage}"
         fields = {"stage": self._stage, "progress": round(self._progress, 3)}
         body = json.dumps({"error": message, "error_type": "healthcheck", **fields}).encode()

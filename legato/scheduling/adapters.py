@@ -8,6 +8,7 @@ holds makes room for others, least recently used first.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,8 @@ class Resident:
     slot: int
     pages: list[int]
     num_users: int = 0
+    # Whether a step that brought it has succeeded. One that fails may not have come so far.
+    has_landed: bool = False
 
 
 @dataclass(slots=True)
@@ -113,11 +116,20 @@ class AdapterSlots:
         number = admission.request.adapter
         if number == NO_ADAPTER:
             return admission
-        placement = self.hold(number)
-        if placement is not None:
+        placement, name, resident = self.hold(number), self.known[number].name, self.residents[number]
+        if placement is None and not resident.has_landed:  # a step in flight brings it, or one that failed did not
+            placement = Placement(name, resident.slot, resident.pages)
+        if placement is not None and all(each.pages is not placement.pages for each in placements):
             placements.append(placement)
-        admission.adapter_name, admission.adapter_slot = self.known[number].name, self.residents[number].slot
+        admission.adapter_name, admission.adapter_slot = name, resident.slot
         return admission
+
+    def land(self, placements: Sequence[Placement]) -> None:
+        """A step with these has succeeded."""
+        for placement in placements:
+            for resident in self.residents.values():
+                if resident.pages is placement.pages:  # and not one that has come to the same place since
+                    resident.has_landed = True
 
     def release(self, number: int) -> None:
         if number == NO_ADAPTER:

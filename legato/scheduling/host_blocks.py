@@ -29,6 +29,9 @@ class HostBlocks:
         # Of blocks that were copied back, least recently first: these make room before all others.
         self._returned: OrderedDict[Digest, int] = OrderedDict()
         self._is_used = num_slots > 0
+        # Blocks whose step has no result yet, and the number of their plan: if it fails, they may not have been copied.
+        self._leaving: dict[Digest, int] = {}
+        self._num_planned = self._num_landed = 0
         # Of the plan that is being made: copies, and slots that it reads, which no eviction may take.
         self._out: dict[Digest, tuple[int, int]] = {}
         self._in: Copies = []
@@ -66,11 +69,12 @@ class HostBlocks:
         found: list[Digest] = []
         if not len(self) or num_found >= max_blocks:
             return found
-        digest, size, slots, returned, out = digest_of(node), self._key_bytes, self._slots, self._returned, self._out
+        digest, size, slots, returned = digest_of(node), self._key_bytes, self._slots, self._returned
+        out, leaving = self._out, self._leaving
         for start in range(num_found * size, max_blocks * size, size):
             digest = _digest(digest, tokens[start : start + size])
             # What is on its way out is not there yet.
-            if not (digest in slots or digest in returned) or digest in out:
+            if not (digest in slots or digest in returned) or digest in out or digest in leaving:
                 break
             found.append(digest)
         return found
@@ -88,6 +92,8 @@ class HostBlocks:
     def take_copies(self) -> tuple[Copies, Copies]:
         """What the plan asks for: copies out, then copies in. They run before its step and those of the next plan."""
         out, back = list(self._out.values()), self._in
+        self._num_planned += 1
+        self._leaving.update(dict.fromkeys(self._out, self._num_planned))
         self._returned.update(self._read)
         self._out, self._in, self._read = {}, [], {}
         return out, back
@@ -99,8 +105,17 @@ class HostBlocks:
         self._out = {}
         assert not self._in, "a plan that brings blocks back has a row for them"
 
-    def forget(self, out: Copies) -> None:
-        """A step failed: whether these were copied is not known."""
+    def land(self, out: Copies, *, failed: bool) -> None:
+        """The result of the oldest plan is here, with its copies."""
+        self._num_landed += 1
+        if out:
+            for digest in [each for each, number in self._leaving.items() if number <= self._num_landed]:
+                del self._leaving[digest]
+            if failed:
+                self._forget(out)
+
+    def _forget(self, out: Copies) -> None:
+        """Whether these were copied is not known."""
         slots = {slot for _, slot in out}
         for kept in (self._slots, self._returned):
             for digest in [digest for digest, slot in kept.items() if slot in slots]:

@@ -78,8 +78,7 @@ class Scheduler:
             return Output(error=Refusal.OVERLOADED, retry_after=self._retry.seconds(1, now))
         if not self._entries:
             self._retry.restart(now)
-        order = rank(now, request.priority, next(self._arrivals))
-        tenant = self._tenants.enter(request.tenant)
+        order, tenant = rank(now, request.priority, next(self._arrivals)), self._tenants.enter(request.tenant)
         entry = Entry.of(request, order, tenant, limits, now)
         if not entry.fits(limits):
             self._tenants.leave(tenant)
@@ -317,9 +316,10 @@ class Scheduler:
         if self.limits.speculate:
             self._drafter.learn(step.plan, result.forward_ns / 1e9, now)
         assert step.plan.id == result.id, f"result of step {result.id}, expected {step.plan.id}"
+        self.host.land(step.plan.copies_out, failed=result.error is not None)
         if result.error is not None:
-            self.host.forget(step.plan.copies_out)
             return self._fail(step.planned, result.error)
+        self.adapters.land(step.plan.placements)
         if step.mixed_units:
             self._budget.learn(step.mixed_units, result.forward_ns / 1e9)
         outputs: list[tuple[int, Output]] = []

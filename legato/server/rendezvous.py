@@ -85,17 +85,20 @@ def resolve(host: str, port: int) -> str:
 
 
 def _store(address: str, options: ServerOptions) -> Any:
-    """Where the shards find each other. By itself, torch would listen on every interface, to anybody."""
+    """Where the shards find each other. By itself, torch would listen on every interface, to anybody. Shards of another
+    server with the same port come here, too, before they learn that it is taken: they have another group."""
     listener = _listener(address, options.master_port) if options.rank == 0 else None
-    return dist.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         address,
         options.master_port,
         options.world_size,
         is_master=listener is not None,
         timeout=LONGEST_WAIT,
+        wait_for_workers=not options.group_id,
         # The store owns the descriptor from here on.
         master_listen_fd=None if listener is None else listener.detach(),
     )
+    return dist.PrefixStore(options.group_id, store) if options.group_id else store  # type: ignore[attr-defined]
 
 
 def _listener(address: str, port: int) -> socket.socket:

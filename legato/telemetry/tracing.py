@@ -80,7 +80,8 @@ class Span:
 
 
 class WallClock:
-    """Monotonic seconds as nanoseconds since 1970, so that spans of one process keep their order."""
+    """Monotonic seconds as nanoseconds since 1970, so that the spans of a request keep their order. One for each
+    request: the time of day is set, and goes on while a machine is suspended."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()

@@ -291,6 +291,36 @@ def test_a_byte_now_and_then_wins_no_time(head: bytes) -> None:
         assert statuses(answer) == [408]
 
 
+@pytest.fixture
+def descriptors() -> Iterator[int]:
+    """As many as there may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    yield most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_thousands_who_send_half_a_header_keep_nobody_waiting(descriptors: int) -> None:
+    """5,000 if both ends of so many connections may be open here."""
+    num, limits = min(5000, descriptors // 2 - 200), replace(LIMITS, header_seconds=2.0)
+    with running(app_for(), limits=limits) as server:
+        server._listener.listen(num)  # or the kernel would have clients try again, a second later
+        slow = []
+        for _ in range(num):
+            slow.append(server.connect())
+            slow[-1].sendall(REQUEST)
+        last = time.monotonic()
+        with server.connect() as connection:
+            connection.sendall(REQUEST + b"\r\n")
+            assert statuses(connection.recv(65536)) == [200]
+        assert time.monotonic() - last < 1
+        assert [statuses(whole(connection)) for connection in slow] == [[408]] * num
+        assert time.monotonic() - last < limits.header_seconds + 5
+        for connection in slow:
+            connection.close()
+
+
 def test_a_body_that_comes_steadily_has_all_the_time_it_takes() -> None:
     """Many times the seconds that a silent body has."""
     body = b'{"inputs": "' + b"x" * 600 + b'"}'
@@ -454,6 +484,18 @@ def test_what_is_not_http_1_costs_a_line_of_log_in_a_while(caplog: pytest.LogCap
                 connection.sendall(request_)
                 connection.recv(100)
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
+def test_what_is_refused_before_a_route_sees_it_costs_a_line_of_log_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running(app_for()) as server:
+        for _ in range(3):
+            with server.connect() as connection:
+                connection.sendall(REQUEST + b"X: y\r\n" * (LIMITS.num_headers + 1) + b"\r\n")
+                assert statuses(connection.recv(65536)) == [431]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "status 431" in line and f"{LIMITS.num_headers} headers" in line
 
 
 def test_a_throttled_warning_says_how_many_were_suppressed(caplog: pytest.LogCaptureFixture) -> None:

@@ -121,6 +121,27 @@ def test_whoever_does_not_speak_tls_is_left_and_costs_one_line_of_log(
     assert len(_warnings(caplog)) == 1 and "handshake" in _warnings(caplog)[0], _warnings(caplog)
 
 
+def test_silent_clients_make_room_for_others_although_they_are_still_expected_to_speak_tls(
+    certificate: tuple[str, str],
+) -> None:
+    """They have ten seconds for their handshake. Nobody else waits for that, however many they are."""
+    context = ssl.create_default_context(cafile=certificate[0])
+    limits = replace(ConnectionLimits(), max_connections=4)
+    with running(app_for(), tls=certificate, limits=limits) as server:
+        silent = [server.connect() for _ in range(20)]
+        for _ in range(3):
+            connection = server.connect()
+            connection.settimeout(5)
+            with context.wrap_socket(connection, server_hostname="localhost") as client:
+                client.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert client.recv(65536).startswith(b"HTTP/1.1 ")
+        assert len(server.server.context.open) <= 4
+        for connection in silent:
+            connection.close()
+        until(lambda: not server.server._arriving, "nobody is on the way")
+        until(lambda: not server.server.context.open and not len(server.server.context.idle), "all are forgotten")
+
+
 def _rest(connection: socket.socket) -> bytes:
     data = b""
     try:

@@ -98,10 +98,15 @@ def is_refused(server: Launched) -> bool:
     return False
 
 
-def test_a_killed_launcher_leaves_no_process_behind(start: Start) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_killed_launcher_leaves_no_process_behind(start: Start, *, hangs: bool) -> None:
+    """Not even an HTTP worker that hangs: it would keep the port."""
     server = start()
     children = server.children()
-    assert len(children) >= 2
+    workers = [child for child in children if "legato.http.worker" in child.cmdline()]
+    assert workers
+    if hangs:
+        workers[0].suspend()
     server.send(signal.SIGKILL)
     assert server.wait() == -signal.SIGKILL
     _, alive = psutil.wait_procs(children, timeout=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -42,6 +43,20 @@ def test_shards_restart_together_when_one_dies_and_the_stream_goes_on(sharded: L
     assert [event["token"]["id"] for event in [first, *events]] == undisturbed
     assert not any(shard.is_running() for shard in before)
     assert greedy_ids(sharded.client)
+
+
+def test_two_servers_that_start_at_once_do_not_meet(tmp_path: Path, model: Path, client: Client) -> None:
+    """As they are started without a thought: with the same port for their shards."""
+    with ExitStack() as stack:
+        servers = []
+        for name in ("one", "other"):
+            (tmp_path / name).mkdir()
+            servers.append(Launched(tmp_path / name, model, "--num-shard=2", "--prometheus-port=0"))
+            stack.callback(servers[-1].end)
+        for server in servers:
+            server.until_logged("Listening on")
+        for server in servers:
+            assert greedy_ids(server.client) == greedy_ids(client)
 
 
 def test_a_shard_that_dies_for_good_ends_everything_and_is_named(tmp_path: Path, model: Path) -> None:

@@ -57,6 +57,14 @@ def test_one_line_names_the_model_and_the_addresses_that_a_browser_can_open(laun
     assert line.endswith(f"model=. docs={url}/docs")
 
 
+def test_the_port_of_vertex_is_the_one_that_is_checked_and_asked(launch: Launch, free_port: int) -> None:
+    """Otherwise the server would never count as ready, and the first failure would end it."""
+    launched = launch("--port=1", AIP_HTTP_PORT=str(free_port))
+    launched.until_logged(f"Listening on http://127.0.0.1:{free_port}")
+    os.kill(launched.pid_of("shard-0"), signal.SIGKILL)
+    launched.until_logged("Ready again")
+
+
 def test_lines_of_children_keep_their_level_and_fields(launch: Launch) -> None:
     launched = launch()
     launched.until_logged("plain words")

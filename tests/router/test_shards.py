@@ -252,6 +252,34 @@ def test_shards_that_fall_silent_in_warm_up_are_lost(tmp_path: Path, monkeypatch
     asyncio.run(run())
 
 
+def test_a_hung_shard_that_is_killed_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legato.router.shards.HEALTH_SECONDS", 0.05)
+    events: list[str] = []
+
+    class Peer(PeerProcess):
+        def kill(self) -> None:
+            events.append("killed")
+
+        def close(self) -> None:
+            events.append("closed")
+
+    monkeypatch.setattr("legato.router.shards.PeerProcess", Peer)
+
+    class Hung(Shard):
+        async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
+            await asyncio.sleep(0 if "killed" in events else 60)
+            return pb.HealthResponse()
+
+    async def run() -> list[str]:
+        async with listening(tmp_path / "shard-0", Hung([f"unix://{tmp_path}/shard-0"])):
+            shards = await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=10, hang_timeout=0.1)
+            before = list(events)
+            await shards.close()
+            return before
+
+    assert asyncio.run(run()) == ["killed", "closed"]
+
+
 def test_a_relative_path_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

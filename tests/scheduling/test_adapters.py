@@ -53,6 +53,26 @@ def test_an_adapter_is_placed_once_and_held_by_its_requests() -> None:
     assert again is not None and again.placements == [] and again.admitted[0].adapter_slot == slots["a2"]
 
 
+def test_an_adapter_is_placed_again_until_a_step_that_placed_it_has_succeeded() -> None:
+    """A step that fails may not have come so far, and the next one is planned before that is known."""
+    scheduler = scheduler_with(8, 2)
+
+    def placed_by(request_id: int, *, num_requests: int = 1) -> StepPlan:
+        for number in range(num_requests):
+            scheduler.submit(request(request_id + number, adapter=1, tokens=3, new=50))
+        plan = scheduler.plan()
+        assert plan is not None and len(plan.admitted) == num_requests
+        return plan
+
+    failing, behind = placed_by(1, num_requests=2), placed_by(3)
+    (first,), (second,) = failing.placements, behind.placements
+    assert (first.slot, first.pages) == (second.slot, second.pages)
+    scheduler.complete(StepResult(failing.id, [], [], error="out of memory"))
+    assert len(placed_by(5).placements) == 1
+    finish(scheduler, behind)
+    assert placed_by(6).placements == []
+
+
 def test_the_least_recently_used_makes_room() -> None:
     slots = AdapterSlots(4)
     for number in (1, 2, 3):

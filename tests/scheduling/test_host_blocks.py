@@ -97,11 +97,14 @@ def test_what_came_back_makes_room_before_others() -> None:
     evict(0)
     evict(1)
     assert host.take_copies() == ([(10, 0), (11, 1)], [])
+    host.land([(10, 0), (11, 1)], failed=False)
     (came_back,) = host.reserve(host.match(root, keys[1], 0, 1))
     host.add_copies_in([came_back], [20])
     assert host.take_copies() == ([], [(1, 20)])
     evict(2)
     assert host.take_copies() == ([(12, 1)], [])
+    host.land([], failed=False)
+    host.land([(12, 1)], failed=False)
     assert [len(host.match(root, key, 0, 1)) for key in keys] == [1, 0, 1]
 
 
@@ -120,6 +123,7 @@ def test_adapters_do_not_find_each_others() -> None:
     tree.unlock(node)
     tree.evict(1, host.keep)
     assert host.take_copies() == ([(9, 0)], [])
+    host.land([(9, 0)], failed=False)
     assert host.match(tree.root("a", 2), key, 0, 1) == []
     assert len(host.match(tree.root("a", 1), key, 0, 1)) == 1
 
@@ -141,5 +145,19 @@ def test_a_step_that_failed_copied_nothing_that_counts() -> None:
     shards.submit(GenerationRequest(3, PROMPTS[3], 2))
     plan = shards.scheduler.plan()
     assert plan is not None and plan.copies_out
-    shards.scheduler.host.forget(plan.copies_out)
+    shards.scheduler.host.land(plan.copies_out, failed=True)
     assert len(shards.scheduler.host) == before
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_block_comes_back_once_it_is_known_to_have_left(*, failed: bool) -> None:
+    """The next step is planned before that is known, and would read what somebody else has left in the slot."""
+    tree, host, key = PrefixTree(1), HostBlocks(1, 1), (5).to_bytes(8, "little")
+    node, _ = tree.extend(tree.root(), key, 9)
+    tree.unlock(node)
+    tree.evict(1, host.keep)
+    out, _ = host.take_copies()
+    assert out == [(9, 0)]
+    assert host.match(tree.root(), key, 0, 1) == [] and host.take_copies() == ([], [])
+    host.land(out, failed=failed)
+    assert len(host.match(tree.root(), key, 0, 1)) == (0 if failed else 1)

@@ -21,7 +21,8 @@ import sys, torch
 from legato.common.options import ServerOptions
 from legato.server.rendezvous import join
 rank, port, master = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-options = ServerOptions(rank=rank, world_size=2, master_addr=master, master_port=port)
+group = sys.argv[4]
+options = ServerOptions(rank=rank, world_size=2, master_addr=master, master_port=port, group_id=group)
 try:
     join(options, torch.device("cpu"))
 except Exception as error:
@@ -33,8 +34,8 @@ sys.stdin.read()
 """
 
 
-def start(rank: int, port: int, master: str = "localhost") -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", JOIN, str(rank), str(port), master]
+def start(rank: int, port: int, master: str = "localhost", group: str = "") -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", JOIN, str(rank), str(port), master, group]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(words, env=environment(), **pipes)  # type: ignore[call-overload, no-any-return]
 
@@ -64,6 +65,20 @@ def test_a_port_in_use_and_an_address_of_another_machine_are_named() -> None:
         taken, foreign = start(0, port), start(0, free_port(), "192.0.2.1")
         assert f"EndpointInUse: --master-port {port}" in taken.communicate(timeout=60)[1]
         assert "OptionError" in (said := foreign.communicate(timeout=60)[1]) and "--master-addr" in said
+
+
+def test_shards_of_another_server_on_the_same_port_do_not_join() -> None:
+    """They come before that server's first shard learns that the port is taken."""
+    port = free_port()
+    stranger, *shards = start(1, port, group="b"), start(0, port, group="a"), start(1, port, group="a")
+    try:
+        for shard in shards:
+            assert shard.stdout is not None and shard.stdout.readline() == "2\n"
+        assert stranger.poll() is None
+    finally:
+        for process in (stranger, *shards):
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])

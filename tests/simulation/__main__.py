@@ -56,6 +56,7 @@ def run_seeds(seeds: range, jobs: int) -> int:
         f" {steps:,} steps, {events:,} events, {sum(each.num_restarts for each in reports):,} restarts of the shards,"
         f" {sum(each.num_preemptions for each in reports):,} preemptions,"
         f" {sum(each.num_drafts for each in reports):,} drafts that were right,"
+        f" {sum(each.num_copied_back for each in reports):,} blocks copied back,"
         f" in {minutes * 60:.0f} s with {jobs} processes:"
         f" {steps / minutes:,.0f} steps a minute, {steps / cpu_minutes:,.0f} in a minute of one core"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.state import ModelLimits
@@ -98,6 +98,7 @@ def draw(rng: random.Random) -> Scenario:
         speculate=0 if has_encoder else rng.choice((0, 1, 4, 16)),
         vocab_size=VOCAB,
     )
+    limits = beyond_one_device(limits, random.Random(rng.random()))
     burst = rng.choice((1, 1, 4, 40))
     return Scenario(
         limits=limits,
@@ -110,8 +111,19 @@ def draw(rng: random.Random) -> Scenario:
         gap=(1 + burst) / 2 * SERVICE_TIME / max_rows / rng.choice((0.3, 0.7, 1.0, 3.0)),
         burst=burst,
         grace=rng.choice((None, None, None, None, 0.0, 2.0)),
-        letters=rng.choice((1, 2, 20)),
+        letters=min(rng.choice((1, 2, 20)), 1 if limits.num_host_blocks else VOCAB),
     )
+
+
+def beyond_one_device(limits: SchedulerLimits, rng: random.Random) -> SchedulerLimits:
+    """Host memory for blocks of evicted prefixes; stages of a pipeline, which has neither drafts nor encoders."""
+    if limits.prefix_caching and rng.random() < 0.4:
+        num_blocks = LONGEST // limits.block_size + 3  # which one request fills
+        num_host_blocks = rng.choice((4, num_blocks, 4 * num_blocks))
+        limits = replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    if not limits.speculate and limits.decoder_start_token_id is None and rng.random() < 0.4:
+        limits = replace(limits, num_stages=rng.choice((2, 3, 4)))
+    return limits
 
 
 def draw_rates(rng: random.Random) -> Rates:

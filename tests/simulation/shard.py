@@ -56,13 +56,17 @@ class SimulatedShard:
         self._rng = rng
         self._blocks = [GARBAGE] * limits.num_blocks
         self._tenants = [""] * limits.num_blocks  # who wrote it
+        # In host memory: the state of a block, and its tenant.
+        self._slots = [(GARBAGE, "")] * limits.num_host_blocks
         # Of the step that is computed: blocks, and rows that sample.
         self._written: set[int] = set()
         self._sampling: list[ShardRow] = []
+        self.num_copied_back = 0
 
     def run(self, plan: StepPlan) -> StepResult:
+        has_copied = self._copy(plan)
         for admission in plan.admitted:
-            self._admit(admission)
+            self._admit(admission, is_cached=has_copied)
         self._check(plan)
         result = StepResult(plan.id, [], [])
         self._written.clear()
@@ -76,6 +80,8 @@ class SimulatedShard:
             if plan.drafts and len(result.token_ids) > before:
                 result.num_sampled.append(len(result.token_ids) - before)
         faults = self._faults
+        if not has_copied:
+            return self._fail(plan)
         if faults.out_of_memory or faults.row_error:
             chance = self._rng.random()
             if chance < faults.out_of_memory:
@@ -84,11 +90,23 @@ class SimulatedShard:
                 self._fail_row(result)
         return result
 
-    def _admit(self, admission: Admission) -> None:
+    def _copy(self, plan: StepPlan) -> bool:
+        """To host memory, and then back from there. False: the step fails before that."""
+        copies = (*plan.copies_out, *plan.copies_in)
+        if copies and self._faults.out_of_memory and self._rng.random() < 0.5:
+            return False
+        for block, slot in plan.copies_out:
+            self._slots[slot] = self._blocks[block], self._tenants[block]
+        for slot, block in plan.copies_in:
+            self._blocks[block], self._tenants[block] = self._slots[slot]
+        self.num_copied_back += len(plan.copies_in)
+        return True
+
+    def _admit(self, admission: Admission, *, is_cached: bool) -> None:
         request, blocks = admission.request, admission.blocks
         assert admission.num_cached == len(blocks) * self._limits.block_size, "cached blocks are full"
         assert admission.num_cached < len(admission.input_ids), "some token must be computed"
-        if not self._limits.share_prefix_cache:
+        if is_cached and not self._limits.share_prefix_cache:
             assert all(self._tenants[block] == request.tenant for block in blocks), "a prefix of another tenant is used"
         parameters = pb.Admission.FromString(request.payload)
         self.rows[admission.row] = ShardRow(
@@ -134,6 +152,7 @@ class SimulatedShard:
         start = state.num_computed
         state.num_computed = end = start + count
         assert end <= len(tokens), "asked to compute a token that is not known"
+        assert end <= len(table) * size, "asked to compute a token that has no block"
         context = blocks[table[(start - 1) // size]] if start else START
         first_block, num_blocks = start // size, -(-end // size)
         for block in table[first_block:num_blocks]:

@@ -22,7 +22,6 @@ from tests.simulation.event_loop import SimulatedLoop
 from tests.simulation.scenario import LONGEST_DELAY, LONGEST_START, LONGEST_STEP, Scenario
 from tests.simulation.shard import SimulatedShard
 
-STEPS_IN_FLIGHT = 2  # of shards that are no pipeline
 DIED = "the shards died (simulated)"
 NO_START = "no shard answers (simulated)"
 
@@ -49,6 +48,7 @@ class SimulatedShards:
         self._rng = rng
         self._rates = scenario.rates
         self._hang_timeout = scenario.hang_timeout
+        self._num_stages = scenario.limits.num_stages
         self._stream: asyncio.Future[None] = loop.create_future()
         self._on_result: Callable[[StepResult], None] | None = None
         self._busy_until = 0.0
@@ -72,7 +72,7 @@ class SimulatedShards:
 
     def send(self, plan: StepPlan) -> None:
         assert self.was_opened, "a plan was sent before the stream was open: it would be lost"
-        assert len(self.outstanding) < STEPS_IN_FLIGHT, "too many steps are in flight"
+        assert len(self.outstanding) <= self._num_stages, "too many steps are in flight"
         now = self._loop.time()
         if not self.outstanding:
             self.oldest_since = now
@@ -188,6 +188,7 @@ class Cluster:
         self._log = log
         # Errors that shards reported, and for which requests.
         self.failed: list[tuple[int, str]] = []
+        self._all: list[SimulatedShard] = []
         self._restarts: list[float] = []
         # Starts in a row that failed, before the router could send a step.
         self._num_failed = 0
@@ -195,6 +196,10 @@ class Cluster:
         self.current = self._start(scenario.limits)
         self.current.is_proven = True
         self.has_shrunk = False
+
+    @property
+    def num_copied_back(self) -> int:
+        return sum(shard.num_copied_back for shard in self._all)
 
     @property
     def is_exhausted(self) -> bool:
@@ -230,4 +235,5 @@ class Cluster:
 
     def _start(self, limits: SchedulerLimits) -> SimulatedShards:
         shard = SimulatedShard(limits, self._scenario.rates.steps, self._rng, self.failed)
+        self._all.append(shard)
         return SimulatedShards(self._loop, self._rng, shard, self._scenario)

@@ -15,6 +15,7 @@ from legato.router.recovery import Recovery
 from legato.router.step_loop import PROBE, StepLoop
 from legato.scheduling.blocks import BlockPool
 from legato.scheduling.entry import Entry
+from legato.scheduling.host_blocks import Copies, HostBlocks
 from legato.scheduling.limits import SchedulerLimits
 from legato.scheduling.prefix_tree import Node, PrefixTree
 from legato.scheduling.queue import Queue
@@ -138,6 +139,23 @@ def run_ahead(original: Callable[..., Any], scheduler: Scheduler, now: float) ->
             step.plan.drafts = drafts
 
 
+def trust_copies(original: Callable[..., tuple[Copies, Copies]], host: HostBlocks) -> tuple[Copies, Copies]:
+    """Blocks come back from slots into which a step that fails was to copy them."""
+    copies = original(host)
+    host._leaving.clear()
+    return copies
+
+
+def read_taken_slots(original: Callable[..., Any], host: HostBlocks) -> int | None:
+    """A block makes room, and is found still."""
+    oldest = host._returned or host._slots
+    digest = next(iter(oldest), None)
+    slot: int | None = original(host)
+    if digest is not None and slot is not None:
+        host._slots[digest] = slot
+    return slot
+
+
 def cancel_none(original: Callable[..., Any], scheduler: Scheduler, request_id: int) -> None:
     """But the probe, which is sent again."""
     if request_id == PROBE.id:
@@ -168,6 +186,14 @@ MUTATIONS: dict[str, tuple[Patch, str]] = {
     "blocks of failed rows are shared": (instead(Scheduler, "complete", share_failed_blocks), TOKEN),
     "drafts that were wrong count as computed": (instead(Entry, "count_drafts", count_all_drafts), ""),
     "steps run ahead of drafts": (instead(Scheduler, "plan", run_ahead), ""),
+    "copies of failed steps are trusted": (
+        instead(HostBlocks, "take_copies", trust_copies),
+        f"{TOKEN}|another tenant",
+    ),
+    "slots are read that others were given": (
+        instead(HostBlocks, "_forget_oldest", read_taken_slots),
+        f"{TOKEN}|another tenant",
+    ),
     "hung shards are not noticed": (instead(StepLoop, "_watch", skip), "not noticed"),
     "shards that hang without work are not noticed": (
         instead(HealthMonitor, "_check_idle_shards", skip_waiting),

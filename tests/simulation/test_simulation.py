@@ -21,6 +21,7 @@ def test_every_seed_keeps_the_promises() -> None:
     assert sum(report.num_restarts for report in reports) > 0
     assert sum(report.num_preemptions for report in reports) > 0
     assert sum(report.num_drafts for report in reports) > SEEDS * 10
+    assert sum(report.num_copied_back for report in reports) > SEEDS
 
 
 def test_a_seed_is_the_same_in_every_process() -> None:

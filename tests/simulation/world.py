@@ -41,6 +41,7 @@ class Report:
     num_restarts: int
     num_preemptions: int
     num_drafts: int  # that were right, and were told to a client
+    num_copied_back: int  # blocks, from host memory
     # Of every token, error, time and fault: two runs of a seed are the same if these are.
     digest: int
 
@@ -119,6 +120,7 @@ class World:
             self._num_restarts,
             stats.preemptions,
             self._num_drafts,
+            self._cluster.num_copied_back,
             self._digest,
         )
 

@@ -100,10 +100,13 @@ class HttpProtocol(HttpToolsProtocol):
         # when the next begins.
         self._watchers: set[Callable[[], None]] = set()
         self._is_lost = False
+        # What establishes the connection, during its TLS handshake.
+        self.arriving: asyncio.Task[object] | None = None
 
     # ---- the connection --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.arriving = None
         super().connection_made(LingeringTransport(transport, self._allowance, self._context.lingering))
         self.flow = OrderedReading(self.transport)
         self._context.idle.add(self)
@@ -132,7 +135,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def close_at_once(self) -> None:
         self._context.open.discard(self)  # its descriptor is free by the next turn of the event loop
-        cast(LingeringTransport, self.transport).close_at_once()
+        if self.arriving is not None:
+            self.arriving.cancel()
+        else:
+            cast(LingeringTransport, self.transport).close_at_once()
 
     def _allowance(self) -> int:
         if self.scheme == "https" and not (self._in_body or self._in_head):
@@ -316,7 +322,9 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer and close. Where another answer is under way there is no place for this one."""
         if self._in_body and self._is_answered:
             self.transport.close()
-        elif not self._is_answered and (not self._in_body or self.pipeline or self.cycle.response_started):
+            return
+        self._context.log.warning(f"A request is refused with status {error.status}: {error}")
+        if not self._is_answered and (not self._in_body or self.pipeline or self.cycle.response_started):
             self.transport.abort()
         else:
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"

@@ -13,7 +13,7 @@ class Closable(Protocol):
 
 
 class IdleConnections:
-    """Connections without a request to answer, in the order in which they became idle."""
+    """Connections without a request to answer, in the order in which they became idle; those in a TLS handshake too."""
 
     def __init__(self) -> None:
         self._connections: dict[Closable, None] = {}

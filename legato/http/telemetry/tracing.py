@@ -42,14 +42,13 @@ class TracedRequests:
     def __init__(self, app: ASGIApp, export: SpanExport) -> None:
         self._app = app
         self._export = export
-        self._clock = WallClock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         parent = _parent(scope)
         if scope["type"] != "http" or not (parent is None or parent.sampled):
             await self._app(scope, receive, send)
             return
-        trace = scope[TRACE] = RequestTrace(parent, self._clock)
+        trace = scope[TRACE] = RequestTrace(parent)
         scope[DIRECT_SEND] = send
         header = (b"traceparent", trace.context.header.encode())
 
@@ -75,9 +74,9 @@ def _parent(scope: Scope) -> TraceContext | None:
 class RequestTrace:
     """All spans of one exchange."""
 
-    def __init__(self, parent: TraceContext | None, clock: WallClock) -> None:
+    def __init__(self, parent: TraceContext | None) -> None:
         self.context = TraceContext.root() if parent is None else parent.child()
-        self.clock = clock
+        self.clock = WallClock()
         self.status = 0
         self.spans: list[Span] = []
         self._parent_id = None if parent is None else parent.span_id

@@ -1,17 +1,19 @@
 """`--prometheus-port`: serves metrics on a separate port, so that Prometheus needs no access to the API's port.
 
-Served by the scheduler's process, which collects them anyway: one answer for each connection, with limits on time, size
-and number, because nobody is known to be friendly here either. Where the API needs a key, this port needs it, too.
+Served by the scheduler's process, which collects them anyway. Where the API needs a key, this port needs it, too; where
+the API is encrypted, so is this port: a key must not be sent in clear text.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
+from legato.router.listening import new_socket
+from legato.router.small_server import SmallServer
 from legato.telemetry.metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
@@ -19,18 +21,22 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 16
 MAX_HEAD_BYTES = 8192
 SECONDS = 5.0
+BACKLOG = 128
 PATHS = ("/metrics", "/")
 
 
 @asynccontextmanager
 async def metrics_listener(
-    host: str, port: int, scrape: Callable[[], Awaitable[bytes]], keys: tuple[str, ...] = ()
-) -> AsyncIterator[asyncio.Server | None]:
+    host: str,
+    port: int,
+    scrape: Callable[[], Awaitable[bytes]],
+    keys: tuple[str, ...] = (),
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[SmallServer | None]:
     """Port 0 means none. A port in use is not worth failing for: the metrics are on the main port as well, and two
     servers on one machine have the same default here."""
     try:
-        handler = MetricsHandler(scrape, keys)
-        server = await asyncio.start_server(handler.answer, host, port, limit=MAX_HEAD_BYTES) if port else None
+        server = _listen(host, port, MetricsHandler(scrape, keys), tls) if port else None
     except OSError as error:
         logger.warning(
             "Cannot listen on %s:%d (--prometheus-port): %s; /metrics is on the main port only",
@@ -46,28 +52,25 @@ async def metrics_listener(
             server.close()
 
 
+def _listen(host: str, port: int, handler: MetricsHandler, tls: ssl.SSLContext | None) -> SmallServer:
+    listener = new_socket(host)  # as the main port does: `::` is IPv4, too
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return SmallServer(
+        listener, handler.answer, most=MAX_CONNECTIONS, max_head=MAX_HEAD_BYTES, seconds=SECONDS, tls=tls
+    )
+
+
 class MetricsHandler:
     def __init__(self, scrape: Callable[[], Awaitable[bytes]], keys: tuple[str, ...]) -> None:
         self._scrape = scrape
         self._keys = [key.encode() for key in keys]
-        self._num_connections = 0
 
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
-        try:
-            if self._num_connections <= MAX_CONNECTIONS:
-                async with asyncio.timeout(SECONDS):
-                    writer.write(await self._response(reader))
-                    await writer.drain()
-        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # too slow, too long or gone
-        finally:
-            self._num_connections -= 1
-            with suppress(OSError):
-                writer.close()
-
-    async def _response(self, reader: asyncio.StreamReader) -> bytes:
-        head = await reader.readuntil(b"\r\n\r\n")
+    async def answer(self, head: bytes) -> bytes:
         request, *lines = head.split(b"\r\n")
         method, _, rest = request.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1")

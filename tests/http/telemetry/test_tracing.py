@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_prompt_chunks_have_the_spans_that_the_shard_was_told() -> None:
     assert (prefill.start_ns, prefill.end_ns) == (10, 20)
     assert prefill.attributes["legato.num_cached_tokens"] == 16 and prefill.attributes["rpc.method"] == "Tokens"
     assert not backend.chunks, "nothing is left"
+
+
+def test_a_clock_that_is_set_moves_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shards' spans have the new time at once."""
+    kept, hour_ns, time_ns = Kept(), 3600 * 10**9, time.time_ns
+
+    async def main() -> None:
+        app = create_app(FakeBackend(), tokenizer(), SETTINGS, spans=kept)
+        await post(app, "/generate", GENERATE)
+        monkeypatch.setattr(time, "time_ns", lambda: time_ns() + hour_ns)
+        await post(app, "/generate", GENERATE)
+
+    asyncio.run(main())
+    before, after = kept.named("generate")
+    assert hour_ns <= after.start_ns - before.start_ns < hour_ns + 60 * 10**9
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/completions"])

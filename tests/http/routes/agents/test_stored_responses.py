@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +201,28 @@ def test_a_new_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     check_store(str(tmp_path / "new.sqlite"), 1000)
     with response_store(str(tmp_path / "new.sqlite"), 1000) as path:
         assert path is not None and Path(path).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_memory_of_a_router_that_lives_stays_and_that_of_a_killed_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they run in two containers, where neither knows the other's process number."""
+    monkeypatch.setattr("legato.router.response_store._MEMORY", tmp_path)
+    program = "import time; from pathlib import Path; import legato.router.response_store as store\n"
+    program += f"store._MEMORY = Path({str(tmp_path)!r})\n"
+    program += "with store.response_store(None, 1) as path:\n"
+    program += "    Path(path).touch(); print(path, flush=True); time.sleep(60)\n"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        real, hidden = Path.exists, Path(f"/proc/{other.pid}")
+        monkeypatch.setattr(Path, "exists", lambda path: path != hidden and real(path))  # as in another container
+        with response_store(None, 1) as ours:
+            assert ours is not None and theirs.exists()
+            assert Path(ours).parent.stat().st_mode & 0o777 == 0o700
+        assert not Path(ours).parent.exists()
+        other.kill()
+    assert theirs.exists()
+    with response_store(None, 1):
+        assert not theirs.parent.exists()
+    assert not list(tmp_path.iterdir())

@@ -9,7 +9,8 @@ import pytest
 
 from legato.api.errors import GenerationFailed
 from legato.common.errors import OptionError
-from legato.router.cli import vertex_port, vertex_route
+from legato.common.frontend import vertex_port
+from legato.router.cli import vertex_route
 from legato.scheduling.state import GenerationRequest, Output
 from tests.generation import parameters_of
 from tests.http.asgi import Answer, Call, FakeBackend, app_for, get, outputs_of, post, until
