@@ -27,6 +27,10 @@ LOOPS = ("scheduler", "http_worker")
 DURATION_BUCKETS = tuple(0.0001 * 1.5**n for n in range(1, 36))
 BATCH_SIZE_BUCKETS = tuple(float(size) for size in range(1, 1025))
 SKIPPED_BUCKETS = tuple(float(number) for number in range(17))
+# Ours have fewer than TGI's, so that there are no more than 2,000 series.
+FIRST_TOKEN_BUCKETS = tuple(0.003 * 1.6**n for n in range(23))
+GAP_BUCKETS = tuple(0.0015 * 1.6**n for n in range(20))
+LAG_BUCKETS = (0.001, 0.01, 0.1, 1.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Metric:
     help: str
     unit: Unit = ""
     labels: dict[str, Sequence[str]] = field(default_factory=dict)
-    buckets: Literal["duration", "input", "total", "batch", "skipped"] = "duration"
+    buckets: Literal["duration", "first_token", "gap", "lag", "input", "total", "batch", "skipped"] = "duration"
 
     def bounds(self, limits: ModelLimits) -> Sequence[float]:
         match self.buckets:
@@ -50,6 +54,12 @@ class Metric:
                 return BATCH_SIZE_BUCKETS
             case "skipped":
                 return SKIPPED_BUCKETS
+            case "first_token":
+                return FIRST_TOKEN_BUCKETS
+            case "gap":
+                return GAP_BUCKETS
+            case "lag":
+                return LAG_BUCKETS
             case _:
                 return DURATION_BUCKETS
 
@@ -86,13 +96,14 @@ REQUESTS = (
     _seconds(
         "tgi_request_mean_time_per_token_duration", "Time per token", "Seconds of inference per generated token."
     ),
-    _seconds(
-        "legato_time_to_first_token_seconds", "Time to first token", "Seconds from arrival to the first token."
+    Metric(
+        "legato_time_to_first_token_seconds", "histogram", "Time to first token",
+        "Seconds from arrival to the first token.", "seconds", buckets="first_token",
     ),
-    _seconds(
-        "legato_inter_token_seconds",
-        "Inter-token gaps",
+    Metric(
+        "legato_inter_token_seconds", "histogram", "Inter-token gaps",
         "Seconds between two tokens of a request, as they reach the scheduler; pauses due to preemption are excluded.",
+        "seconds", buckets="gap",
     ),
     _tokens("tgi_request_input_length", "Prompt length", "Prompt tokens of a request.", "input"),
     _tokens("tgi_request_max_new_tokens", "Requested tokens", "Maximum generated tokens of a request.", "total"),
@@ -174,9 +185,9 @@ STEPS = (
 PROCESSES = (
     _counter("legato_restarts", "Restarts", "Processes restarted after they died or hung.", "", process=RESTARTED),
     _counter("legato_replayed_requests", "Replays", "Requests continued after shards were restarted."),
-    _seconds(
-        "legato_event_loop_lag_seconds", "Event loop lag", "Seconds by which an event loop runs a timer too late.",
-        process=LOOPS,
+    Metric(
+        "legato_event_loop_lag_seconds", "histogram", "Event loop lag",
+        "Seconds by which an event loop runs a timer too late.", "seconds", {"process": LOOPS}, "lag",
     ),
     _counter("legato_trace_spans_exported", "Spans exported", "Spans that the collector has accepted.", ""),
     _counter(

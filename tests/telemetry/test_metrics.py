@@ -85,7 +85,7 @@ def test_every_series_is_there_from_the_start_and_no_other_comes() -> None:
     assert found['legato_restarts{process="shard"}'] == 1 and found["legato_replayed_requests"] == 3
     assert found['legato_event_loop_lag_seconds_count{process="scheduler"}'] == 1
     assert len([name for name in found if "_bucket" not in name]) < 120
-    assert len(found) < 2100  # half of them are the buckets of tgi_batch_next_size
+    assert len(found) <= 2000  # half of them are the buckets of tgi_batch_next_size
 
 
 def test_every_error_is_counted_under_a_reason_that_is_declared() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count, islice, pairwise
 
 import msgspec
@@ -13,7 +13,7 @@ from legato.api.dashboard import BlockUse, DashboardData, Distribution, RecentSt
 from legato.router.step_loop import StepLoop
 from legato.scheduling.entry import Entry
 from legato.scheduling.scheduler import Scheduler
-from legato.telemetry.catalogue import DURATION_BUCKETS, FAILURES, RESTARTED
+from legato.telemetry.catalogue import FAILURES, FIRST_TOKEN_BUCKETS, GAP_BUCKETS, RESTARTED
 from legato.telemetry.metrics import Figures, Metrics, StepFigures, add_up
 
 MAX_STEPS = 240
@@ -101,8 +101,8 @@ class Dashboard:
             failures={err: total("tgi_request_failure", f'{{err="{err}"}}') for err in FAILURES},
             restarts={name: total("legato_restarts", f'{{process="{name}"}}') for name in RESTARTED},
             replayed_requests=total("legato_replayed_requests"),
-            time_to_first_token=distribution(figures, "legato_time_to_first_token_seconds"),
-            inter_token=distribution(figures, "legato_inter_token_seconds"),
+            time_to_first_token=distribution(figures, "legato_time_to_first_token_seconds", FIRST_TOKEN_BUCKETS),
+            inter_token=distribution(figures, "legato_inter_token_seconds", GAP_BUCKETS),
         )
 
 
@@ -157,10 +157,8 @@ def block_use(scheduler: Scheduler) -> BlockUse:
     )
 
 
-def distribution(figures: Figures, name: str) -> Distribution:
+def distribution(figures: Figures, name: str, bounds: Sequence[float]) -> Distribution:
     found = figures.get(name, {})
-    bounds = [*map(repr, DURATION_BUCKETS), "+Inf"]
-    cumulative = [0, *(int(found.get(f'{name}_bucket{{le="{bound}"}}', 0)) for bound in bounds)]
-    return Distribution(
-        bounds=list(DURATION_BUCKETS), counts=[after - before for before, after in pairwise(cumulative)]
-    )
+    labels = [*map(repr, bounds), "+Inf"]
+    cumulative = [0, *(int(found.get(f'{name}_bucket{{le="{label}"}}', 0)) for label in labels)]
+    return Distribution(bounds=list(bounds), counts=[after - before for before, after in pairwise(cumulative)])
