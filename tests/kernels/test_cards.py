@@ -1,6 +1,7 @@
 """Kernels fit the cards that are not here: compiled for them, they say how much shared memory and registers they need.
 
-`make test-cards` compiles everything; `make test` what needs the most of the cards with the least.
+That takes minutes and is left to `make test-cards`. `-k smallest` is quick: what needs the most of the cards with the
+least.
 """
 
 from __future__ import annotations

@@ -61,6 +61,13 @@ def test_what_the_image_copies_from_the_repository_is_there_and_not_ignored() ->
     assert run_steps._ignored(str(ROOT), [*needed, ".git", ".venv-dev", "tests"]) == {".git", ".venv-dev", "tests"}
 
 
+def test_triton_s_version_is_left_to_torch() -> None:
+    """torch's builds for CUDA require one exact version, so that the image for GPUs could not be built with another."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0] for line in lines if not line.startswith("#")}
+    assert "torch" in pinned and "triton" not in pinned
+
+
 def test_the_container_s_arguments_are_the_launcher_s(launcher: Path) -> None:
     answer = enter("entrypoint.sh", launcher, "--model-id", "a model", "--num-shard", "2")
     assert answer.returncode == 0

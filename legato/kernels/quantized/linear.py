@@ -123,7 +123,7 @@ def _in_fp8(x: Tensor, operand: Operand, bias: Tensor | None, gate: Gate | None)
     rows = rows_of(x, torch.float8_e4m3fn)
     is_plain = operand.form == "fp8" and operand.has_one_scale and x.dtype == torch.bfloat16
     if is_plain and x.shape[0] > SCALED_MM_ROWS and _suits_scaled_mm(operand):
-        return _scaled_mm(rows, operand, bias, gate)
+        return _scaled_mm(rows, x.dtype, operand, bias, gate)
     return _in_8_bits(rows, x.dtype, operand, bias, gate)
 
 
@@ -136,7 +136,7 @@ def _unpacked(x: Tensor, operand: Operand, bias: Tensor | None, gate: Gate | Non
 
 
 def _unpacked_to_fp8(x: Tensor, operand: Operand, bias: Tensor | None, gate: Gate | None) -> Tensor:
-    return _scaled_mm(rows_of(x, torch.float8_e4m3fn), unpacked_rows(operand), bias, gate)
+    return _scaled_mm(rows_of(x, torch.float8_e4m3fn), x.dtype, unpacked_rows(operand), bias, gate)
 
 
 _KERNELS: dict[Kernel, Callable[[Tensor, Operand, Tensor | None, Gate | None], Tensor]] = {
@@ -157,15 +157,17 @@ def _in_8_bits(
     return tiled_linear(rows.numbers, operand, config, rows.scale, dtype, bias, _activation(gate))
 
 
-def _scaled_mm(rows: EightBitRows, operand: Operand, bias: Tensor | None, gate: Gate | None) -> Tensor:
-    product = scaled_mm(rows, operand)
+def _scaled_mm(
+    rows: EightBitRows, dtype: torch.dtype, operand: Operand, bias: Tensor | None, gate: Gate | None
+) -> Tensor:
+    product = scaled_mm(rows, operand).to(dtype)
     if bias is not None:
         product += bias
     return _gated(product, gate)
 
 
 def scaled_mm(rows: EightBitRows, operand: Operand) -> Tensor:
-    """torch's own product of fp8 matrices with a scale for each row of both."""
+    """torch's own product of fp8 matrices with a scale for each row of both, which is there in bfloat16 alone."""
     return torch._scaled_mm(
         rows.numbers,
         operand.numbers.t(),

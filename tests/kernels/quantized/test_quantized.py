@@ -124,6 +124,22 @@ def test_weights_that_are_not_multiplied_in_8_bits_are_written_out_for_many_rows
     assert distance(unpack._unpacked_triton(operand, torch.float16, None), expected) < 5e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gate", [None, linear.Gate("silu")], ids=["plain", "gated"])
+def test_many_rows_of_4_bits_have_the_type_of_x(randn, monkeypatch, dtype, gate):
+    """torch's product of fp8 has bfloat16 results alone; the norm behind it adds them to states in float16."""
+
+    def in_bfloat16(rows, operand):
+        return (rows.values(torch.float64) @ operand.values(torch.float64).T).to(torch.bfloat16)
+
+    monkeypatch.setattr(linear, "scaled_mm", in_bfloat16)
+    operand, x = random_operand("int4", 32, 256, 128, True), randn(5, 256, dtype=dtype).cpu()
+    actual = linear._unpacked_to_fp8(x, operand, torch.zeros(32, dtype=dtype), gate)
+    product = x.double() @ operand.values(torch.float64).T
+    assert actual.dtype == dtype
+    assert distance(actual, product if gate is None else gate.apply(product)) < 0.06
+
+
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_small_groups_are_not_multiplied_in_8_bits(form):
     """A product of a number and its scale is no number of 8 bits."""
