@@ -85,7 +85,8 @@ class HttpOptions(Options):
     port: int = option(3000, "Port to listen on.", short="p", minimum=1, maximum=65535)
     http_workers: int | None = option(
         None,
-        "Number of HTTP worker processes, which also tokenize and detokenize. Default: half the CPU cores, at most 8.",
+        "Number of HTTP worker processes, which also tokenize and detokenize. Default: half the CPU cores that affinity"
+        " and the container allow, at most 8.",
         minimum=1,
     )
     prometheus_port: int = option(

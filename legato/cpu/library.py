@@ -1,6 +1,7 @@
 """The C library, loaded with ctypes: its functions and structures, as `src/legato.h` has them.
 
-Calls release the interpreter lock. Pointers are addresses of tensors that the caller keeps alive.
+Calls release the interpreter lock. Pointers are addresses of tensors that the caller keeps alive. `forward`,
+`calibrate` and `apply` keep their buffers from call to call: they are for one thread at a time.
 """
 
 from __future__ import annotations

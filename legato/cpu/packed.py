@@ -107,6 +107,7 @@ class PackedMatrix:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [T] int64 as floats [T, in]: an embedding."""
+        assert ids.dtype == torch.int64, ids.dtype
         out = torch.empty(len(ids), self.in_features)
         ids = ids.contiguous()
         if self._library.rows(self.address, ids.data_ptr(), len(ids), self.in_features, out.data_ptr()):

@@ -1,4 +1,4 @@
-"""Checks of the GPU driver, torch and Triton."""
+"""Checks of the GPU driver, torch, Triton and the CPU kernels."""
 
 from __future__ import annotations
 
@@ -111,3 +111,14 @@ def look_at_triton(report: dict[str, Any]) -> Iterator[Finding]:
         yield problem("triton", f"{report['triton']} does not compile a kernel ({report['kernel_error']})", remedy)
     else:
         yield ok("triton", f"{report['triton']}, compiles and runs a kernel")
+
+
+def look_at_cpu_kernels(report: dict[str, Any]) -> Iterator[Finding]:
+    """Where there is no GPU: with a GPU nothing is computed by them."""
+    if "crash" in report or report["devices"]:
+        return
+    if report["cpu_kernels"] is None:
+        remedy = f"install a C compiler (apt install gcc) and run `{sys.executable} -m legato.cpu.build`"
+        yield warning("CPU kernels", "not built: torch's int8 products are used, which are slower", remedy)
+    else:
+        yield ok("CPU kernels", f"{report['cpu_kernels']}, {report['cpu_cores']} threads")

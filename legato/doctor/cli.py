@@ -56,6 +56,7 @@ def examine(options: DoctorOptions) -> Iterator[Finding]:
     report = accelerator.run_probe()
     yield from examined("torch", partial(accelerator.look_at_torch, report, has_driver=bool(gpus)))
     yield from examined("triton", partial(accelerator.look_at_triton, report))
+    yield from examined("CPU kernels", partial(accelerator.look_at_cpu_kernels, report))
     yield from examined("memory", partial(machine.look_at_memory, len(gpus)))
     yield from examined("disks", machine.look_at_disks)
     ports = {"--port": options.port, "--prometheus-port": options.prometheus_port, "--master-port": options.master_port}

@@ -1,4 +1,5 @@
-"""Prints as JSON what torch and Triton can do here. A process of its own: a broken installation may crash it.
+"""Prints as JSON what torch, Triton and the CPU kernels can do here. A process of its own: a broken installation may
+crash it.
 
 python -m legato.doctor.probe
 """
@@ -68,13 +69,22 @@ def triton_report(has_device: bool) -> dict[str, Any]:
     return report
 
 
+def cpu_report() -> dict[str, Any]:
+    """The kernels that a model on the CPU would be computed by."""
+    from legato.cpu.library import library
+    from legato.cpu.threads import usable_cores
+
+    kernels = library()
+    return {"cpu_kernels": None if kernels is None else kernels.instruction_set, "cpu_cores": usable_cores()}
+
+
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def main() -> None:
     report = torch_report()
-    json.dump(report | triton_report(bool(report["devices"])), sys.stdout)
+    json.dump(report | triton_report(bool(report["devices"])) | cpu_report(), sys.stdout)
 
 
 if __name__ == "__main__":

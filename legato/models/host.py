@@ -77,11 +77,28 @@ class LibraryLayer:
         sizes = (attention_.head_dim, self.norm.weight.shape[0], self.down.in_features)
         if any(size % GROUP for size in sizes):
             raise NotLibraryLayer(f"sizes {sizes} are not multiples of {GROUP}")
-        # Kept here because the struct has only their addresses.
-        self.norms = [
-            None if norm is None else _checked(norm, RMSNorm).weight.float().contiguous()
+        self._check_sizes(*sizes)
+        norms = [
+            None if norm is None else _checked(norm, RMSNorm)
             for norm in (self.norm, self.mlp_norm, attention_.q_norm, attention_.k_norm)
         ]
+        if any(norm is not None and norm.eps != self.norm.eps for norm in norms):
+            raise NotLibraryLayer("its norms differ in their epsilon")
+        # Kept here because the struct has only their addresses.
+        self.norms = [None if norm is None else norm.weight.float().contiguous() for norm in norms]
+
+    def _check_sizes(self, head_dim: int, hidden: int, inner: int) -> None:
+        """The library trusts them."""
+        num_heads = self.attention.num_heads
+        found = {name: getattr(self, name) for name in ("qkv", "output", "gate_up", "down")}
+        expected = {
+            "qkv": ((num_heads + 2 * self.attention.num_kv_heads) * head_dim, hidden),
+            "output": (hidden, num_heads * head_dim),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+        }
+        sizes = {name: (packed.out_features, packed.in_features) for name, packed in found.items()}
+        assert sizes == expected, (sizes, expected)
 
     def shape(self, num_layers: int) -> Shape:
         """What must be the same in all layers."""
@@ -295,6 +312,8 @@ def on_host(model: CausalModel) -> CausalModel:
     try:
         decoder = _plain_decoder(model)
         layers = [LibraryLayer(_checked(layer, SequentialLayer)) for layer in decoder.layers]
+        if any(bytes(layer.shape(0)) != bytes(layers[0].shape(0)) for layer in layers):
+            raise NotLibraryLayer("layers differ in more than their weights and windows")
         return HostDecoder(decoder, layers, kernels)
     except NotLibraryLayer as reason:
         logger.info("%s: %s", IN_TORCH, reason)

@@ -22,6 +22,7 @@ from legato.common.options import RouterOptions
 from legato.common.program import command, run_program
 from legato.common.restarts import RestartBudget
 from legato.common.tgi_variables import variable_warnings
+from legato.cpu.threads import usable_cores
 from legato.ipc.api_keys import KeyRights, read_keys, tenant_of
 from legato.ipc.messages import WorkerSetup
 from legato.ipc.settings import RouterSettings
@@ -277,12 +278,7 @@ def vertex_route(environ: Mapping[str, str], name: str) -> str | None:
 
 def num_workers(options: RouterOptions) -> int:
     """Half of the cores: the scheduler and the shards have work to do, too, and workers wait for theirs."""
-    return options.http_workers or min(MAX_WORKERS, max(1, num_cores() // 2))
-
-
-def num_cores() -> int:
-    """Those that we may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return options.http_workers or min(MAX_WORKERS, max(1, usable_cores() // 2))
 
 
 def setup_for(options: RouterOptions, model: Path) -> WorkerSetup:

@@ -12,7 +12,6 @@ have rows that enter, which may have a long text to replay: running rows do not 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
+from legato.cpu.threads import usable_cores
 from legato.grammar.compile import compile_grammar
 from legato.grammar.completion import CompletionSearch, JsonCompletion, JsonTokens, completes
 from legato.grammar.errors import GrammarError, MaskTimeout
@@ -240,7 +240,7 @@ class Grammars:
 
     @cached_property
     def _writer(self) -> MaskWriter:
-        return MaskWriter(self._trie, num_threads=max(1, (os.cpu_count() or 2) // 2))
+        return MaskWriter(self._trie, num_threads=mask_threads())
 
     @cached_property
     def _json_tokens(self) -> JsonTokens:
@@ -332,6 +332,11 @@ def _has_entered(state: RowGrammar, pending: Future[None]) -> bool:
     if error is not None:
         pending.set_exception(error)
     return error is None
+
+
+def mask_threads() -> int:
+    """Half of the cores: a device or the engine's threads compute meanwhile."""
+    return max(1, usable_cores() // 2)
 
 
 def _thread(name: str) -> ThreadPoolExecutor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from legato.layers.kv_cache import KVCache
 from legato.layers.lora import StepAdapters
 from legato.modelfiles.files import ModelFiles
 from legato.models.config import ModelConfig
-from legato.models.host import HostDecoder, on_host
+from legato.models.host import IN_TORCH, HostDecoder, on_host
 from legato.models.registry import CausalModel, get_model
 from legato.server.prepare import prepare
 from legato.server.rows import Rows
@@ -67,15 +68,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "as many key heads": dict(num_key_value_heads=6),
     "biases": dict(attention_bias=True, mlp_bias=True),
     "tied": dict(tie_word_embeddings=True),
+    "gelu": dict(hidden_act="gelu_pytorch_tanh"),
+    "widest heads": dict(num_attention_heads=2, head_dim=256),
+    "more groups than tiles sum at once": dict(hidden_size=288, intermediate_size=288),
 }
 
 
-# Families that add head norms, biases of q, k and v alone, or a window.
+# Families that add head norms, biases of q, k and v alone, a window, or heads of which a part is rotated.
 OTHERS: dict[str, dict[str, Any]] = {
     "Qwen3": {},
     "Qwen2": {},
     "Mistral": dict(sliding_window=50),
+    "Phi3": dict(partial_rotary_factor=0.5, num_attention_heads=3, num_key_value_heads=1, pad_token_id=0),
 }
+
+
+# With every instruction set.
+COMPARED = ["biases", "Qwen3", "more groups than tiles sum at once"]
 
 
 def tiny(folder: Path, family: str, **changes: Any) -> Path:
@@ -98,10 +107,60 @@ def test_other_families_have_the_logits_of_torch(kernels: Library, tmp_path: Pat
     model = load(tiny(tmp_path, family, initializer_range=0.05, **OTHERS[family]))
     host = on_host(model)
     assert isinstance(host, HostDecoder)
+    assert host._shape.rope_dim == (16 if family == "Phi3" else 32)
     ours, theirs = Sequences(host, [150, 20]), Sequences(model, [150, 20])
     for counts in ({0: 100}, {1: 20, 0: 50}):
         # Norms of heads enlarge what rounding does; a norm or a window left out is ten times as much.
         assert relative_error(ours.step(counts), theirs.step(counts)) < 0.04
+
+
+def test_scores_are_capped_as_in_torch(kernels: Library, tmp_path: Path) -> None:
+    model = load(tiny_llama(tmp_path, **SHAPE, initializer_range=0.3))
+    plain = Sequences(model, [70]).step({0: 70})
+    for layer in model.layers:  # type: ignore[attr-defined]
+        layer.attention.attention.scoring = replace(layer.attention.attention.scoring, soft_cap=0.5)
+    expected = Sequences(model, [70]).step({0: 70})
+    assert relative_error(plain, expected) > 0.1
+    assert relative_error(Sequences(on_host(model), [70]).step({0: 70}), expected) < 0.04
+
+
+def test_frequencies_for_the_longest_sequence_reach_the_library(kernels: Library, tmp_path: Path) -> None:
+    """They replace others in the table whose address the library has."""
+    scaling = dict(rope_type="longrope", short_factor=[1.0] * 16, long_factor=[4.0] * 16)
+    changes = dict(OTHERS["Phi3"], partial_rotary_factor=1.0, original_max_position_embeddings=128)
+    model = load(tiny(tmp_path, "Phi3", **changes, rope_scaling=scaling, initializer_range=0.05))
+    host = on_host(model)
+    assert isinstance(host, HostDecoder)
+    host.limit(128)
+    short = Sequences(host, [100]).step({0: 100})
+    host.limit(500)
+    found, expected = Sequences(host, [100]).step({0: 100}), Sequences(model, [100]).step({0: 100})
+    assert relative_error(short, expected) > 0.1
+    assert relative_error(found, expected) < 0.04
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layer: setattr(layer.mlp_norm, "eps", 0.1), "its norms differ in their epsilon"),
+        (
+            lambda layer: setattr(
+                layer.attention.attention, "scoring", replace(layer.attention.attention.scoring, scale=1.0)
+            ),
+            "layers differ in more than their weights and windows",
+        ),
+    ],
+    ids=["epsilon", "scale"],
+)
+def test_layers_that_differ_are_left_to_torch(
+    kernels: Library, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Any], None], reason: str
+) -> None:
+    """The library has these numbers once for all of them."""
+    caplog.set_level("INFO")
+    model = load(tiny_llama(tmp_path, **SHAPE))
+    change(model.layers[1])  # type: ignore[attr-defined]
+    assert on_host(model) is model
+    assert f"{IN_TORCH}: {reason}" in caplog.messages
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -143,9 +202,13 @@ def test_a_sequence_has_the_same_logits_alone_and_in_a_crowd(kernels: Library, t
     assert torch.equal(other.step({0: 1}), alone)
 
 
-@pytest.mark.parametrize("family", ["biases", "Qwen3"])
+@pytest.mark.parametrize("family", COMPARED)
 def test_instruction_sets_have_the_same_logits(same_with_all, tmp_path: Path, family: str) -> None:
-    """Of all layers, with inputs that are rounded twice, and of any number of tokens."""
+    same_with_all(all_logits(tmp_path, family))
+
+
+def all_logits(tmp_path: Path, family: str) -> Callable[[], torch.Tensor]:
+    """Computes them of all layers, with inputs that are rounded twice, and of any number of tokens."""
     folder = tiny(tmp_path, family) if family in OTHERS else tiny_llama(tmp_path, **{**SHAPE, **FAMILIES[family]})
     host = on_host(load(folder))
     lengths = [1, 5, 64, 70, 150, 19]
@@ -155,7 +218,7 @@ def test_instruction_sets_have_the_same_logits(same_with_all, tmp_path: Path, fa
         steps = [{0: 1, 1: 5, 2: 13, 4: 100}, {2: 51, 3: 29}, {3: 41}, {4: 50, 5: 19}]
         return torch.cat([sequences.step(counts, everything=True) for counts in steps])
 
-    same_with_all(logits)
+    return logits
 
 
 def test_torch_goes_on_with_keys_and_values_of_the_library(kernels: Library, tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from legato.common.options import RouterOptions
 from legato.cpu.library import library
 from legato.cpu.threads import usable_cores
+from legato.router import cli as router
+from legato.server import grammars
 
 # Computes, forks, and computes in the child: more threads than cores, so that some hold a lock when it happens.
 FORK = """
@@ -31,6 +34,28 @@ for _ in range(60):
     if not child:
         os._exit(0 if torch.equal(matrix.apply(x), expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
+"""
+# Forks while another thread computes; the child starts threads, as a process that loads a model does.
+FORK_BESIDE = """
+import os, threading, torch
+from legato.cpu.library import library
+from legato.cpu.packed import PackedMatrix, pack_dense
+torch.set_num_threads(1)
+library().start_threads(2)
+matrix, x = PackedMatrix([pack_dense(torch.randn(512, 512))]), torch.randn(64, 512)
+ends = threading.Event()
+def compute():
+    while not ends.is_set():
+        matrix.apply(x)
+other = threading.Thread(target=compute)
+other.start()
+for _ in range(40):
+    child = os.fork()
+    if not child:
+        os._exit(0 if library().start_threads(2) == 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+ends.set()
+other.join()
 """
 AFFINITY = len(os.sched_getaffinity(0))
 
@@ -68,9 +93,20 @@ def test_a_system_without_groups_has_no_limit(tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "none", tmp_path / "nobody") == AFFINITY
 
 
+@pytest.mark.parametrize(("cores", "half"), [(1, 1), (2, 1), (6, 3)])
+def test_workers_and_threads_for_masks_are_half_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, half: int
+) -> None:
+    """Those of the container: a machine may have many more."""
+    for module in (router, grammars):
+        monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    assert router.num_workers(RouterOptions()) == grammars.mask_threads() == half
+
+
 @pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
-def test_a_forked_process_computes_without_the_threads_of_its_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", FORK], start_new_session=True) as process:
+@pytest.mark.parametrize("program", [FORK, FORK_BESIDE], ids=["alone", "beside a thread"])
+def test_a_forked_process_computes_without_the_threads_of_its_parent(program: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as process:
         try:
             assert process.wait(120) == 0
         finally:

@@ -102,6 +102,18 @@ def test_triton_must_compile_where_there_is_a_gpu(changes: dict[str, Any], verdi
     assert finding.verdict == verdict and remedy in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("kernels", "verdict", "words"),
+    [("avx512-vnni", "ok", "avx512-vnni, 2 threads"), (None, "warning", "slower")],
+)
+def test_cpu_kernels_are_looked_at_where_there_is_no_gpu(kernels: str | None, verdict: str, words: str) -> None:
+    report = {"devices": [], "cpu_kernels": kernels, "cpu_cores": 2}
+    finding = only(accelerator.look_at_cpu_kernels(report))
+    assert finding.verdict == verdict and words in finding.found
+    assert ("legato.cpu.build" in finding.remedy) == (verdict == "warning")
+    assert list(accelerator.look_at_cpu_kernels(report | {"devices": [CARD]})) == []
+
+
 # ---- the machine ----------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +235,7 @@ def test_a_folder_that_does_not_exist_needs_another_name(tmp_path: Path) -> None
 def test_the_command_looks_at_everything_and_fails_with_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = json.dumps({"torch": "2.13.0", "cuda": None, "devices": [], "sum": 8.0})
+    report = json.dumps({"torch": "2.13.0", "cuda": None, "devices": [], "cpu_kernels": None, "cpu_cores": 2})
     monkeypatch.setattr(accelerator.run_probe, "__defaults__", ([sys.executable, "-c", f"print({report!r})"],))
     (tmp_path / "config.json").write_text("{}")
     with socket.socket() as taken:
@@ -233,10 +245,10 @@ def test_the_command_looks_at_everything_and_fails_with_a_problem(
         words = ["doctor", str(tmp_path), "--hostname=127.0.0.1", f"--port={port}", "--prometheus-port=0", "--json"]
         assert run_program(legato, words) == 1
     findings = {finding["subject"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert {"python", "packages", "torch", "memory", "Hub cache", "limits", "model"} <= set(findings)
+    assert {"python", "packages", "torch", "CPU kernels", "memory", "Hub cache", "limits", "model"} <= set(findings)
     assert findings[f"port {port}"]["verdict"] == findings["model"]["verdict"] == "problem"
 
 
 def test_the_probe_computes() -> None:
     report = accelerator.run_probe()
-    assert report["sum"] == 8.0 and report["torch"]
+    assert report["sum"] == 8.0 and report["torch"] and report["cpu_cores"] >= 1 and "cpu_kernels" in report

@@ -120,7 +120,10 @@ void pool_run(work *function, void *context, int64_t count) {
 int pool_threads(void) { return pool.num_threads; }
 
 // A process that is forked has none of the threads, and the locks as whoever held them left them: it computes alone.
-static void in_child(void) { pool.num_threads = 1; }
+static void in_child(void) {
+    pool.num_threads = 1;
+    pthread_mutex_init(&pool.caller, 0);  // which may be another thread's, who is not here to give it back
+}
 
 // Threads that compute, with the caller: only the first call counts. Returns how many there are.
 EXPORT int legato_start_threads(int count) {
