@@ -209,9 +209,9 @@ class Validator:
 
     async def tokenize(self, inputs: str) -> list[SimpleToken]:
         """An image of a vision model counts as its tokens; offsets are those in the text with placeholders."""
-        text, sources = (inputs, []) if self.images is None else self.images.in_text(inputs)
-        if self.images is None or not sources:
+        if self.images is None or not self.images.in_text(inputs)[1]:
             return await self.in_thread(lambda: self.offsets(inputs), len(inputs))
+        text, sources = self.images.in_text(inputs)
         images = await self.images.read(sources, self.limits.max_input_tokens)
         special = self.images.rules.adds_special_tokens
         tokens = await self.in_thread(lambda: self.offsets(text, add_special_tokens=special), len(text))

@@ -50,9 +50,9 @@ def token_number(folder: Path, config: Mapping[str, Any], text: str) -> int | No
             return next((token.id for token in added if token.content == text), None)
         for name in ("added_tokens.json", "vocab.json"):
             if (folder / name).exists():
-                number = msgspec.json.decode((folder / name).read_bytes(), type=dict[str, int]).get(text)
-                if number is not None:
-                    return number
+                found = msgspec.json.decode((folder / name).read_bytes(), type=dict[str, int]).get(text)
+                if found is not None:
+                    return found
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
         pass
     return None
