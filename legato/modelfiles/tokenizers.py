@@ -53,7 +53,7 @@ def token_number(folder: Path, config: Mapping[str, Any], text: str) -> int | No
                 found = msgspec.json.decode((folder / name).read_bytes(), type=dict[str, int]).get(text)
                 if found is not None:
                     return found
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
+    except (OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError):
         pass
     return None
 

@@ -59,7 +59,14 @@ def test_the_end_token_is_found_in_older_files(name: str, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     (folder / name).write_text('{"a": 0, "</s>": 5}')
     assert ModelFiles.open(folder).eos_token_ids() == [5]
-    (folder / name).write_text("{")
+    for malformed in ("{", "[" * 100_000, '{"a":' * 100_000):
+        (folder / name).write_text(malformed)
+        assert ModelFiles.open(folder).eos_token_ids() == []
+
+
+def test_a_malformed_tokenizer_is_for_its_reader_to_report(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (folder / "tokenizer.json").write_text('{"a":' * 100_000)
     assert ModelFiles.open(folder).eos_token_ids() == []
 
 
