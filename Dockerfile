@@ -47,10 +47,11 @@ ENV HF_HOME=/data \
     GIT_SHA=${GIT_SHA} \
     PATH=/opt/legato/bin:${PATH}
 COPY docker/entrypoint.sh /entrypoint.sh
+COPY docker/healthcheck.sh /healthcheck.sh
 VOLUME /data
 EXPOSE 80
 HEALTHCHECK --start-period=30m --interval=30s --timeout=10s \
-    CMD ["sh", "-c", "curl -fs http://127.0.0.1:${PORT}/health"]
+    CMD ["/healthcheck.sh"]
 ENTRYPOINT ["/entrypoint.sh"]
 
 FROM runtime AS cpu

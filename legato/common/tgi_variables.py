@@ -36,7 +36,7 @@ ALWAYS_ON = {
 def variable_warnings(environ: Mapping[str, str]) -> list[str]:
     """One line for each variable of TGI that is set and does nothing."""
     idle = {name: why for name, why in NO_EFFECT.items() if environ.get(name)}
-    idle |= {name: why for name, why in ALWAYS_ON.items() if environ.get(name, "1").lower() not in _ALWAYS_SO}
+    idle |= {name: why for name, why in ALWAYS_ON.items() if (environ.get(name) or "1").lower() not in _ALWAYS_SO}
     return [f"{name} has no effect: {why}" for name, why in idle.items()]
 
 

@@ -67,6 +67,7 @@ from legato.vision.rules import ImageRules
 JSON = "application/json"
 # Below this, errors are OpenAI's, but for Anthropic's routes.
 OPENAI_PREFIX = "/v1/"
+VERTEX = VertexRoutes.vertex.__name__
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 
 
@@ -308,7 +309,9 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
 
 
 def _refuse(path: str, error: RequestError, headers: Mapping[str, str] | None, route: str = "") -> Response:
-    if path.startswith(anthropic_errors.PREFIX):
+    if route == VERTEX:  # whose path the platform chooses, often below /v1
+        status, body = error.status, error.body
+    elif path.startswith(anthropic_errors.PREFIX):
         status, body = anthropic_errors.status(error), anthropic_errors.body(error)
     elif path.startswith(OPENAI_PREFIX):
         status, body = openai_errors.status(error), openai_errors.body(error)

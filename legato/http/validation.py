@@ -208,7 +208,14 @@ class Validator:
         return await self._grammars.check(grammar, field)
 
     async def tokenize(self, inputs: str) -> list[SimpleToken]:
-        return await self.in_thread(lambda: self.offsets(inputs), len(inputs))
+        """An image of a vision model counts as its tokens; offsets are those in the text with placeholders."""
+        if self.images is None or not self.images.in_text(inputs)[1]:
+            return await self.in_thread(lambda: self.offsets(inputs), len(inputs))
+        text, sources = self.images.in_text(inputs)
+        images = await self.images.read(sources, self.limits.max_input_tokens)
+        special = self.images.rules.adds_special_tokens
+        tokens = await self.in_thread(lambda: self.offsets(text, add_special_tokens=special), len(text))
+        return self.images.repeated(tokens, images)
 
     def offsets(self, inputs: str, *, add_special_tokens: bool = True) -> list[SimpleToken]:
         """The tokens of a text, and where they are in it."""

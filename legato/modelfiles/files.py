@@ -24,7 +24,7 @@ from legato.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from legato.modelfiles.gguf import config as gguf_config
 from legato.modelfiles.gguf.file import GgufFile
 from legato.modelfiles.gguf.tokenizer import tokenizer_from_gguf
-from legato.modelfiles.tokenizers import load_tokenizer, set_special_tokens
+from legato.modelfiles.tokenizers import load_tokenizer, set_special_tokens, token_number
 from legato.modelfiles.vocabularies import remote
 from legato.modelfiles.vocabularies.find import tokenizer_from_files
 from legato.modelfiles.vocabularies.special import TokenizerSettings
@@ -97,16 +97,29 @@ class ModelFiles(ABC):
     def check_weights(self) -> None:
         """Raises `ModelFileError` for a truncated or malformed weight file. Reads headers only."""
 
+    def end_of_tokenizer(self) -> int | None:
+        """The token that the tokenizer names as the end of a text."""
+        return None
+
     def eos_token_ids(self) -> list[int]:
-        """The tokens that end a generation. generation_config.json takes precedence over config.json."""
-        for config in (self.generation_config(), self.config()):
-            ids = config.get("eos_token_id")
+        """The tokens that end a generation: those of generation_config.json, or else of config.json, and the
+        tokenizer's, which is often the only one that a fine-tuned model changes."""
+        config = self.config()
+        language = config.get("text_config")
+        parts = [config, language] if isinstance(language, dict) else [config]
+        found: list[int] = []
+        for each in (self.generation_config(), *parts):
+            ids = each.get("eos_token_id")
             if ids is not None:
-                ids = ids if isinstance(ids, list) else [ids]
-                if not all(isinstance(token_id, int) and 0 <= token_id < 1 << 32 for token_id in ids):
-                    raise ModelFileError(f"{self.path}: eos_token_id must be token ids, not {ids}")
-                return ids
-        return []
+                found = ids if isinstance(ids, list) else [ids]
+                if not all(isinstance(token_id, int) and 0 <= token_id < 1 << 32 for token_id in found):
+                    raise ModelFileError(f"{self.path}: eos_token_id must be token ids, not {found}")
+                break
+        end = self.end_of_tokenizer()
+        sizes = [size for each in parts if isinstance(size := each.get("vocab_size"), int)]
+        if end is None or end in found or end >= max(sizes, default=end + 1):
+            return found
+        return [*found, end]
 
 
 class GgufModel(ModelFiles):
@@ -211,6 +224,11 @@ class ModelFolder(ModelFiles):
                 tokenizer, config.get("bos_token") if add_bos else None, config.get("eos_token") if add_eos else None
             )
         return tokenizer
+
+    def end_of_tokenizer(self) -> int | None:
+        config = self.tokenizer_config()
+        text = config.get("eos_token")
+        return token_number(self.path, config, text) if isinstance(text, str) else None
 
     def _remote_tokenizer(self) -> Tokenizer:
         made = remote.converted(self.path)

@@ -48,6 +48,9 @@ class MergedModel(ModelFiles):
     def tokenizer(self) -> Tokenizer:
         return self._texts.tokenizer()
 
+    def end_of_tokenizer(self) -> int | None:
+        return self._texts.end_of_tokenizer()
+
     def weight_files(self) -> list[Path]:
         return self.base.weight_files()
 

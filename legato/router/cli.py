@@ -337,7 +337,7 @@ def settings_for(
         changes_adapters=options.lora_allow_runtime,
         vertex_predict_route=vertex_route(os.environ, "AIP_PREDICT_ROUTE"),
         vertex_health_route=vertex_route(os.environ, "AIP_HEALTH_ROUTE"),
-        compute_type=os.environ.get("COMPUTE_TYPE", info.device_type),
+        compute_type=os.environ.get("COMPUTE_TYPE") or info.device_type,
     )
 
 

@@ -27,6 +27,7 @@ ALIGNMENT = 128
 class CrossRules(PromptText, ABC):
     token_id: int  # the one that stands for an image in a prompt
     normalization: PixelNormalization
+    is_in_text: ClassVar[bool] = False
 
     def placed(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
         starts: list[int] = []

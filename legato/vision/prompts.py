@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legato.api.errors import RequestError, TooLong
+from legato.api.native import SimpleToken
 from legato.ipc.settings import RouterSettings
 from legato.scheduling.state import PromptSpan
 from legato.vision.fetch import Fetcher, FetchRefused
@@ -118,18 +119,31 @@ class Images:
 
     def place(self, ids: list[int], images: list[CheckedImage]) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Repeat each placeholder in the prompt once per token of its image."""
+        self._check_placeholders(ids, images)
         token_id = self.rules.token_id
-        if (num_placeholders := ids.count(token_id)) != len(images):
-            raise ImageRefused(
-                f"the request has {len(images)} images, but the prompt has {num_placeholders} image placeholders: the"
-                " chat template omits images, or the text contains the placeholder token"
-            )
         placed, starts = self.rules.placed(ids, [image.num_tokens for image in images])
         found = [
             PromptImage(image.data, image.mimetype, PromptSpan(start, image.num_tokens, token_id))
             for image, start in zip(images, starts, strict=True)
         ]
         return placed, tuple(found)
+
+    def repeated(self, tokens: list[SimpleToken], images: list[CheckedImage]) -> list[SimpleToken]:
+        """The tokens of a text, each placeholder repeated once per token of its image. Images that are not in the text
+        leave one."""
+        self._check_placeholders([token.id for token in tokens], images)
+        if not self.rules.is_in_text:
+            return tokens
+        counts = iter([image.num_tokens for image in images])
+        token_id = self.rules.token_id
+        return [each for token in tokens for each in [token] * (next(counts) if token.id == token_id else 1)]
+
+    def _check_placeholders(self, ids: list[int], images: list[CheckedImage]) -> None:
+        if (num_placeholders := ids.count(self.rules.token_id)) != len(images):
+            raise ImageRefused(
+                f"the request has {len(images)} images, but the prompt has {num_placeholders} image placeholders: the"
+                " chat template omits images, or the text contains the placeholder token"
+            )
 
     def _read(self, source: ImageSource) -> CheckedImage:
         """Runs in a thread. Errors name the request field of the image."""
@@ -138,7 +152,8 @@ class Images:
         try:
             data, declared = self._bytes_of(source.url)
             mimetype = MIMES[format_of(data)]
-            if declared not in ("", "image/jpg", "image/*", mimetype):
+            # Other types say nothing about the format, as in TGI.
+            if declared in MIMES.values() and declared != mimetype:
                 raise InvalidImage(f"is {mimetype}, but its data: URI declares another type")
             image = decode(data, self._max_pixels)
             return CheckedImage(data, mimetype, self.rules.num_tokens(Size(image.height, image.width)))

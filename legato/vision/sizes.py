@@ -50,6 +50,7 @@ class PromptText:
     __slots__ = ()
     marker: ClassVar[str]  # of an image in a prompt without a chat template
     adds_special_tokens: ClassVar[bool] = True  # to prompts that no chat template made
+    is_in_text: ClassVar[bool] = True  # whether the tokens of an image are in the place of its marker
 
     def written(self, text: str) -> str:
         """`text` has the family's marker for each image."""

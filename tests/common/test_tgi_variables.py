@@ -13,7 +13,7 @@ def test_a_variable_without_effect_is_reported_by_name_and_reason() -> None:
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
-    assert variable_warnings({"ATTENTION": "", "TGI_WIGGLE_ROOM": ""}) == []
+    assert variable_warnings({"ATTENTION": "", "TGI_WIGGLE_ROOM": "", "USE_FLASH_ATTENTION": ""}) == []
 
 
 @pytest.mark.parametrize(

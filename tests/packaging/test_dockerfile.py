@@ -98,3 +98,33 @@ def test_sagemaker_s_unset_variables_set_nothing(launcher: Path) -> None:
 def test_sagemaker_without_a_model_is_told_what_to_set(launcher: Path) -> None:
     answer = enter("sagemaker-entrypoint.sh", launcher)
     assert answer.returncode == 1 and "HF_MODEL_ID must be set" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "url"),
+    [
+        ((), {"PORT": "80"}, "http://127.0.0.1:80/health"),
+        (("--port", "8080"), {"PORT": "80"}, "http://127.0.0.1:8080/health"),
+        (("--model-id", "a model", "--port=8080"), {"PORT": "80"}, "http://127.0.0.1:8080/health"),
+        (("-p", "1"), {"PORT": "80"}, "http://127.0.0.1:1/health"),
+        (("-p1",), {"PORT": "80"}, "http://127.0.0.1:1/health"),
+        (("--port", "1"), {"AIP_HTTP_PORT": "2"}, "http://127.0.0.1:2/health"),
+        (("--ssl-certfile=c.pem",), {"PORT": "443"}, "https://127.0.0.1:443/health"),
+        ((), {"PORT": "443", "SSL_CERTFILE": "c.pem"}, "https://127.0.0.1:443/health"),
+    ],
+)
+def test_the_health_check_asks_the_port_that_the_launcher_was_given(
+    words: tuple[str, ...], variables: dict[str, str], url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "curl").write_text('#!/bin/sh\necho "$2"\n')
+    (tmp_path / "curl").chmod(0o755)
+    command_line = ["/opt/legato/bin/python", "/opt/legato/bin/text-generation-launcher", *words]
+    (tmp_path / "cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in command_line))
+    assert enter("healthcheck.sh", tmp_path, str(tmp_path / "cmdline"), **variables).stdout == f"{url}\n"
+
+
+def test_a_health_check_that_fails_says_so(tmp_path: Path) -> None:
+    (tmp_path / "curl").write_text("#!/bin/sh\nexit 22\n")
+    (tmp_path / "curl").chmod(0o755)
+    (tmp_path / "cmdline").write_bytes(b"launcher\0")
+    assert enter("healthcheck.sh", tmp_path, str(tmp_path / "cmdline")).returncode == 22

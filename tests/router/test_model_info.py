@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from legato.common.options import RouterOptions
+from legato.pb import generate_pb2 as pb
+from legato.router.cli import settings_for
 from legato.router.model_info import BuildInfo, model_sha, pipeline_tag
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -51,3 +54,17 @@ def test_a_vision_model_never_counts_as_text_generation(snapshot: Path, from_hub
 def test_the_build_is_what_the_image_says() -> None:
     assert BuildInfo.of({"GIT_SHA": COMMIT, "DOCKER_LABEL": "cuda"}) == BuildInfo(COMMIT, "cuda")
     assert BuildInfo.of({"GIT_SHA": ""}) == BuildInfo(None, None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "shown"), [({}, "cpu"), ({"COMPUTE_TYPE": ""}, "cpu"), ({"COMPUTE_TYPE": "a"}, "a")]
+)
+def test_the_compute_type_is_the_variable_s_or_the_device_s(
+    environ: dict[str, str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COMPUTE_TYPE", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    options = RouterOptions(model_id=str(tmp_path))
+    assert settings_for(options, pb.InfoResponse(device_type="cpu"), {}, tmp_path).compute_type == shown

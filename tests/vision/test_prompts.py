@@ -107,6 +107,33 @@ def test_markdown_in_a_native_prompt_is_an_image() -> None:
     assert ids[first - 1 : first + 9] == [BEGIN, *[IMAGE] * 8, END]
 
 
+def test_tokenizing_counts_the_tokens_of_images() -> None:
+    """As many as a request with the same images is billed for."""
+    server, content = Server(), [text("see"), image(uri(WIDE)), text("and"), image(uri(TALL))]
+    server.chat(*content)
+    answer = server.ask("/chat_tokenize", {"messages": [{"role": "user", "content": content}]}).json()
+    ids = [token["id"] for token in answer["tokenize_response"]]
+    assert ids == unpack_token_ids(server.sent().input_ids).tolist()
+    assert answer["templated_text"].count("<|image_pad|>") == 2 and "base64" not in answer["templated_text"]
+    inputs = f"a ![]({uri(WIDE)}) b"
+    server.ask("/generate", {"inputs": inputs, "parameters": {"max_new_tokens": 2}})
+    tokens = server.ask("/tokenize", {"inputs": inputs}).json()
+    assert [token["id"] for token in tokens] == unpack_token_ids(server.sent().input_ids).tolist()
+    places = {(token["start"], token["stop"]) for token in tokens if token["id"] == IMAGE}
+    assert places == {(18, 31)}  # all in the place of the placeholder
+
+
+def test_tokenizing_text_needs_no_image_for_a_placeholder() -> None:
+    tokens = Server().ask("/tokenize", {"inputs": "<|image_pad|>"}).json()
+    assert [token["id"] for token in tokens].count(IMAGE) == 1
+    assert "image placeholders" in problem(Server().ask("/tokenize", {"inputs": f"<|image_pad|> ![]({uri(WIDE)})"}))
+
+
+@pytest.mark.parametrize("mime", ["", "image/*", "image/x-png", "application/octet-stream", "IMAGE/PNG"])
+def test_a_declared_type_that_is_no_supported_format_is_ignored(mime: str) -> None:
+    assert Server().chat(image(uri(WIDE, mime))).status == 200
+
+
 def test_a_text_model_refuses_images_and_takes_other_markdown_for_text() -> None:
     server = Server(sees=False)
     for url in ("data:image/png;base64,AAAA", "https://example.com/a.png"):

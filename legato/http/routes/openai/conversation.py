@@ -134,18 +134,24 @@ async def count_tokens(
 async def tokenize_conversation(
     request: ChatRequest, inference: Inference, format: ChatFormat
 ) -> tuple[str, list[SimpleToken]]:
+    """The rendered prompt, with placeholders of images, and its tokens, with those of the images."""
     use = tool_use(request)
     template = _template(inference)
-    request = _with_variables(request, format, reasoning_wish(request))
-    _, sources = in_messages(request.messages, has_vision=inference.validator.images is not None)
-    if sources:
-        raise InvalidRequest("this route cannot tokenize `messages` with images", sources[0].field)
+    validator = inference.validator
+    messages, sources = in_messages(request.messages, has_vision=validator.images is not None)
+    request = msgspec.structs.replace(_with_variables(request, format, reasoning_wish(request)), messages=messages)
 
     def read() -> tuple[str, list[SimpleToken]]:
         text = _render(request, template, format.tooling, use)
-        return text, inference.validator.offsets(text, add_special_tokens=False)
+        if validator.images is not None:
+            text = validator.images.rules.written(text)
+        return text, validator.offsets(text, add_special_tokens=False)
 
-    return await inference.validator.in_thread(read, _size(request))
+    text, tokens = await validator.in_thread(read, _size(request))
+    if validator.images is None or not sources:
+        return text, tokens
+    images = await validator.images.read(sources, validator.limits.max_input_tokens)
+    return text, validator.images.repeated(tokens, images)
 
 
 def _with_variables(request: ChatRequest, format: ChatFormat, wish: ReasoningWish) -> ChatRequest:

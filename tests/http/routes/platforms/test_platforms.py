@@ -178,6 +178,14 @@ def test_the_paths_that_vertex_chooses_are_served() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("path", ["/predict", "/v1/endpoints/1/deployedModels/2"])
+def test_errors_on_the_path_that_vertex_chooses_are_those_of_its_route(path: str) -> None:
+    """Not those of the API that has other routes there."""
+    answers = [ask(each, {"instances": []}, vertex_predict_route=path) for each in (path, "/vertex")]
+    assert [answer.status for answer in answers] == [422, 422]
+    assert answers[0].json() == answers[1].json()
+
+
 def test_the_port_of_vertex_is_read_from_its_variable() -> None:
     assert vertex_port({"AIP_HTTP_PORT": "8080"}) == 8080
     assert vertex_port({"AIP_HTTP_PORT": ""}) is None
