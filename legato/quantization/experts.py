@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from legato.kernels.grouped_linear import Groups, grouped_linear
+from legato.kernels.grouped_linear import Groups, _group_rows_torch, grouped_linear
 from legato.kernels.language import kernel_or_torch
 from legato.kernels.quantized.grouped import grouped_quantized_linear
 from legato.kernels.quantized.linear import KERNEL_TYPES
@@ -87,6 +87,8 @@ class QuantizedExperts:
     def _one_by_one(self, x: torch.Tensor, groups: Groups, scale: torch.Tensor | None) -> torch.Tensor:
         num_rows = groups.ids.numel()
         share = num_rows // max(x.shape[0], 1)
+        # Again, by torch, which looks the rows up here: while kernels are compiled ahead, none has written `groups`.
+        groups = _group_rows_torch(groups.ids, self.num_experts)
         out = torch.empty(num_rows, self.weights[0].out_features, dtype=x.dtype, device=x.device)
         for weight, (first, last) in zip(self.weights, pairwise(groups.starts.tolist()), strict=True):
             if first < last:
