@@ -67,8 +67,9 @@ COPY --from=packages-cuda /opt/legato /opt/legato
 FROM cuda AS sagemaker
 ENV DOCKER_LABEL=sagemaker \
     PORT=8080
-COPY docker/sagemaker-entrypoint.sh /entrypoint.sh
+COPY docker/sagemaker-entrypoint.sh /sagemaker-entrypoint.sh
 EXPOSE 8080
+ENTRYPOINT ["/sagemaker-entrypoint.sh"]
 
 # The image that is built without --target.
 FROM cuda

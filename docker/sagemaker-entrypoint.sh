@@ -10,5 +10,4 @@ export MODEL_ID="${HF_MODEL_ID}"
 [ -z "${SM_NUM_GPUS}" ] || export NUM_SHARD="${SM_NUM_GPUS}"
 [ -z "${HF_MODEL_QUANTIZE}" ] || export QUANTIZE="${HF_MODEL_QUANTIZE}"
 [ -z "${HF_MODEL_TRUST_REMOTE_CODE}" ] || export TRUST_REMOTE_CODE="${HF_MODEL_TRUST_REMOTE_CODE}"
-ldconfig 2>/dev/null || true
-exec text-generation-launcher --port "${PORT:-8080}"
+exec "$(dirname "$0")/entrypoint.sh" --port "${PORT:-8080}"

@@ -74,6 +74,25 @@ def test_the_container_s_arguments_are_the_launcher_s(launcher: Path) -> None:
     assert "arguments:--model-id a model --num-shard 2" in answer.stdout
 
 
+@pytest.mark.parametrize("script", ["entrypoint.sh", "sagemaker-entrypoint.sh"])
+def test_compiled_kernels_stay_in_the_volume(launcher: Path, script: str) -> None:
+    cache = launcher / "data" / "legato"
+    variables = {"HF_MODEL_ID": "org/name", "LEGATO_CACHE": str(cache)}
+    lines = enter(script, launcher, **variables).stdout.splitlines()
+    assert f"TRITON_CACHE_DIR={cache}/triton" in lines and (cache / "triton").is_dir()
+    lines = enter(script, launcher, **variables, TRITON_CACHE_DIR="/elsewhere").stdout.splitlines()
+    assert "TRITON_CACHE_DIR=/elsewhere" in lines
+
+
+def test_a_volume_that_cannot_be_written_to_leaves_triton_the_user_s_folder(launcher: Path) -> None:
+    (launcher / "file").touch()
+    variables = {"LEGATO_CACHE": str(launcher / "file")}
+    lines = enter("entrypoint.sh", launcher, **variables, HOME=str(launcher)).stdout.splitlines()
+    assert not [line for line in lines if line.startswith("TRITON_CACHE_DIR")]
+    lines = enter("entrypoint.sh", launcher, **variables, HOME="/nowhere").stdout.splitlines()
+    assert "TRITON_CACHE_DIR=/tmp/triton" in lines
+
+
 def test_sagemaker_s_variables_become_options(launcher: Path) -> None:
     variables = {
         "HF_MODEL_ID": "org/name",
