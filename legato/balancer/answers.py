@@ -56,7 +56,10 @@ class ReplicaAnswer(ABC):
         return b"".join(pieces)
 
     def header(self, name: bytes) -> bytes | None:
-        return next((value for each, value in self.headers if each == name), None)
+        for each, value in self.headers:
+            if each == name:
+                return value
+        return None
 
     @abstractmethod
     def abort(self, cause: str = "the connection was aborted") -> None:

@@ -21,7 +21,8 @@ HOP_BY_HOP = frozenset(
 )
 _NOT_SENT = HOP_BY_HOP | {b"content-length", b"expect"}
 _NOT_RETURNED = HOP_BY_HOP | {b"date"}
-_prefix = HEADER_PREFIX.encode()
+_WITH_KEY = (b"authorization", b"x-api-key")
+_prefix, _key_header, _head_header = HEADER_PREFIX.encode(), KEY_HEADER.encode(), HEAD_HEADER.encode()
 # In place of a key; keys have no spaces.
 SEVERAL_KEYS = b"several keys"
 
@@ -35,6 +36,8 @@ class ClientCall:
     target: bytes
     headers: Headers
     body: bytes
+    # What it shows as its API key, however it is written; empty if it shows none.
+    key: bytes
     prompt: Prompt
     chain: list[int]
     # Estimated: of the prompt.
@@ -50,25 +53,24 @@ class ClientCall:
 
     @classmethod
     def of(cls, method: str, path: str, target: bytes, headers: Headers, client: str, body: bytes) -> ClientCall:
-        sent = [(name, value) for name, value in headers if name not in _NOT_SENT and not name.startswith(_prefix)]
+        sent, keys = [], []
+        for header in headers:
+            name, value = header
+            if name in _NOT_SENT or name.startswith(_prefix):
+                continue
+            sent.append(header)
+            if name in _WITH_KEY and (words := value.split()):  # a scheme, which servers let clients write as they like
+                keys.append(words[-1])
         if client:
             sent.append((b"x-forwarded-for", client.encode()))
         prompt = prompt_of(body) if method == "POST" and path in GENERATING else NO_PROMPT
-        scope = b"\n".join([*_keys(headers), prompt.model])
-        chain = chain_of(scope, prompt.text)
+        chain = chain_of(b"\n".join([*keys, prompt.model]), prompt.text)
         num_tokens = len(prompt.text) // BYTES_PER_TOKEN
-        return cls(method, path, target, sent, body, prompt, chain, num_tokens, num_tokens)
+        return cls(method, path, target, sent, body, _one_key(keys), prompt, chain, num_tokens, num_tokens)
 
     @property
     def generates(self) -> bool:
         return self.prompt is not NO_PROMPT
-
-    @property
-    def key(self) -> bytes:
-        """What it shows as its API key, however it is written; empty if it shows none. With several of them nobody
-        knows which the replica accepts: those who do that are one client."""
-        keys = set(_keys(self.headers))
-        return SEVERAL_KEYS if len(keys) > 1 else b"".join(keys)
 
     def encode(self, route_key: str | None) -> tuple[bytes, bytes]:
         """Head and body for a replica, with the tokens that the client has got in front."""
@@ -81,7 +83,7 @@ class ClientCall:
         if route_key is not None:
             sent = encode_sent(add_marks(self.marks)) if self.marks else b""
             route = RouteHead(id=self.number, created=self.created, resume=len(sent))
-            headers += [(KEY_HEADER.encode(), route_key.encode()), (HEAD_HEADER.encode(), _encode(route))]
+            headers += [(_key_header, route_key.encode()), (_head_header, _encode(route))]
         return headers, sent + self.body
 
 
@@ -90,7 +92,8 @@ def returned(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     return [(name, value) for name, value in headers if name not in _NOT_RETURNED and not name.startswith(_prefix)]
 
 
-def _keys(headers: Headers) -> list[bytes]:
-    """Without the scheme before them: servers let clients write `Bearer` as they like."""
-    found = (value.split() for name, value in headers if name in (b"authorization", b"x-api-key"))
-    return [words[-1] for words in found if words]
+def _one_key(keys: list[bytes]) -> bytes:
+    """With several of them nobody knows which the replica accepts: those who do that are one client."""
+    if not keys:
+        return b""
+    return keys[0] if keys.count(keys[0]) == len(keys) else SEVERAL_KEYS

@@ -76,6 +76,8 @@ class Forwarding:
         self._is_ended = False
         # What a replica said when it could not go on.
         self._last_words = b""
+        # Of the response that a replica stores, once it has said it.
+        self._response_id = ""
         # Status of the answer; 0 before there is one.
         self.status = 0
 
@@ -290,5 +292,8 @@ class Forwarding:
         return take
 
     def _remember(self, replica: Replica, data: bytes) -> None:
+        """A response is stored where it ends: at the replica that the stream goes on at, which says no id again."""
         if self._call.path == RESPONSES and (found := _RESPONSE_ID.search(data[:4096])):
-            self._selection.remember(found[1].decode(), replica)
+            self._response_id = found[1].decode()
+        if self._response_id:
+            self._selection.remember(self._response_id, replica)

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
@@ -16,6 +15,7 @@ from legato.balancer.upstream import CONNECT_SECONDS, request_head
 from legato.common.sockets import watch_peer
 from legato.ipc.multiplexing import (
     CANCEL,
+    CONNECTION,
     DATA,
     END,
     HEAD,
@@ -24,6 +24,7 @@ from legato.ipc.multiplexing import (
     STREAMS_PATH,
     TAKEN_STEP,
     UPGRADE,
+    WINDOW,
     WORKER_HEADER,
     BrokenFrames,
     FrameReader,
@@ -43,6 +44,9 @@ _WORKER = re.compile(rb"\r\n" + WORKER_HEADER + rb": (\d+)\r\n")
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 # A head that is longer is no answer of ours.
 LONGEST_HEAD = 1 << 14
+# Streams of one read from which on the server is told a moment later what was read, and how many seconds that is: where
+# steps are shorter, the next pieces have more tokens, and each piece costs a wake-up at the server and a write here.
+MANY_STREAMS, MOMENT = 8, 0.003
 
 
 class LinkedAnswer(ReplicaAnswer):
@@ -120,9 +124,14 @@ class SharedConnection(asyncio.Protocol):
         self._answers: dict[int, LinkedAnswer] = {}
         self._num_requests = 0
         self._is_finishing = False
-        self.write: Callable[[bytes], None] = lambda _: None
+        # Frames of this turn of the event loop, which are written together.
+        self._frames: list[bytes] = []
+        # Bytes that were read and that the server was not told of.
+        self._num_read = 0
+        self._tells_later = False
+        self._loop = asyncio.get_running_loop()
         # Which worker it is, once that is known; None if the replica wants no such connection.
-        self.worker: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self.worker: asyncio.Future[bytes | None] = self._loop.create_future()
 
     @property
     def is_usable(self) -> bool:
@@ -133,8 +142,8 @@ class SharedConnection(asyncio.Protocol):
         return len(self._answers)
 
     def begin(self) -> LinkedAnswer:
+        number = self._num_requests % 0xFFFFFFFF + 1  # 0 is `CONNECTION`
         self._num_requests += 1
-        number = self._num_requests & 0xFFFFFFFF
         answer = self._answers[number] = LinkedAnswer(number, self)
         return answer
 
@@ -144,16 +153,26 @@ class SharedConnection(asyncio.Protocol):
         if self._is_finishing:
             self.finish()
 
+    def write(self, frame: bytes) -> None:
+        if not self._frames:
+            self._loop.call_soon(self._flush)
+        self._frames.append(frame)
+
+    def _flush(self) -> None:
+        frames, self._frames = self._frames, []
+        if frames and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
+
     def finish(self) -> None:
         """Closes it when the last answer is here."""
         self._is_finishing = True
         if not self._answers and self._transport is not None:
+            self._flush()
             self._transport.close()
 
     def abort(self, cause: str) -> None:
         for answer in list(self._answers.values()):
             answer.abort(cause)
-        self.write = lambda _: None
         self._is_finishing = True
         if self._transport is not None:
             self._transport.abort()
@@ -163,11 +182,11 @@ class SharedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         watch_peer(transport.get_extra_info("socket"), SILENCE_SECONDS)
-        self.write = self._transport.write
 
     def data_received(self, data: bytes) -> None:
         if not self.worker.done():
             data = self._read_head(data)
+        self._num_read += len(data)
         # Pieces of each stream: what was read at once is written at once.
         pieces: dict[int, list[bytes]] = {}
         try:
@@ -187,6 +206,19 @@ class SharedConnection(asyncio.Protocol):
         for number, arrived in pieces.items():
             if (answer := answers.get(number)) is not None:
                 answer.pass_on(arrived)
+        if len(pieces) >= MANY_STREAMS:
+            if not self._tells_later:
+                self._tells_later = True
+                self._loop.call_later(MOMENT, self._tell)
+        elif pieces or self._num_read >= WINDOW:  # streams that go on may wait for it
+            self._tell()
+
+    def _tell(self) -> None:
+        """The server what was read."""
+        self._tells_later = False
+        if self._num_read:
+            self.write(taken_frame(CONNECTION, self._num_read))
+            self._num_read = 0
 
     def _read_head(self, data: bytes) -> bytes:
         """Returns what follows it."""
@@ -200,7 +232,6 @@ class SharedConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self.write = lambda _: None
         if not self.worker.done():
             self.worker.set_result(None)
         cause = "the replica closed the connection" if exc is None else f"the connection broke: {exc}"

@@ -209,25 +209,27 @@ class _Answer:
                 await self._write_events(job, requests[0], choices)
 
     async def _write_events(self, job: Job, request: ValidRequest, choices: list[Choice]) -> None:
-        group = StreamGroup([choice.stream for choice in choices])
+        group = StreamGroup([choice.stream for choice in choices], self._exchange.waits)
         writer = self._writer = job.writer(choices)
         write_at_once = self._exchange.write_at_once
         # Waking any of the streams wakes the group.
         keep_alive = sse.KeepAlive(choices[0].stream, self._inference.settings.keep_alive)
         self._replay(writer, choices)
         try:
-            while not group.ended:
+            ended = group.ended
+            while not ended:
                 news = await group.read()
+                ended = group.ended
                 # The writer takes the pieces, so the mark is made first.
-                line = b"" if self._routed is None else self._mark(choices, news, ended=group.ended)
+                line = b"" if self._routed is None else self._mark(choices, news, ended=ended)
                 data = line + b"".join([writer.write(choices[number], pieces) for number, pieces in news])
-                if group.ended:
+                if ended:
                     data += writer.end()
                     self._succeeded(job, request, choices)
                     await job.record()
                     await self._end(data)
                     break
-                elif not news:
+                if not news:
                     # A server that goes on with the stream does not know of events that tokens did not bring.
                     data += writer.silence() if self._routed is None else sse.KEEP_ALIVE
                 if data:  # a token may have no text

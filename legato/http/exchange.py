@@ -35,6 +35,8 @@ WRITE = "legato.write"
 HOLD = "legato.hold"
 # ... and one that is given what to call when the client hangs up, at once if it has; it returns what ends that.
 WATCH = "legato.watch"
+# ... and one that says whether tokens should wait for those before, and is given what to call when they need not.
+PACE = "legato.pace"
 # ... and one that makes the connection one for many requests (`connections/multiplexed.py`).
 SWITCH = "legato.switch"
 # ... and whose request it is, among those who share the server.
@@ -134,6 +136,7 @@ class Exchange:
         self._hold: Callable[[], None] | None = scope.get(HOLD)
         self._watch: Callable[[Callable[[], None]], Callable[[], None]] | None = scope.get(WATCH)
         self.write_at_once: Callable[[bytes], bool] | None = scope.get(WRITE)
+        self.waits: Callable[[Callable[[], None]], bool] | None = scope.get(PACE)
         self._loop = asyncio.get_running_loop()
         # Bytes of the request's body, once it was read.
         self.body_size = 0

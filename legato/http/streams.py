@@ -194,6 +194,9 @@ class Stream:
         self.wakeup = Wakeup()
         # What to do about a client who reads more slowly than tokens come.
         self.on_overrun: Callable[[], None] | None = None
+        # Says whether the reader should not be woken for more tokens yet, and calls what it is given when it should.
+        self.waits: Callable[[Callable[[], None]], bool] | None = None
+        self._is_waiting = False
         self._arrived: list[Output] = []
         self._patient = False
         self._ended = False
@@ -219,10 +222,20 @@ class Stream:
             self.num_cached = output.num_cached
             self.queue_time = output.queue_time
         self._arrived.append(output)
-        if not self._patient or output.finish_reason is not None or output.error is not None:
+        if output.finish_reason is not None or output.error is not None:
             self.wake()
+        elif not (self._patient or self._is_waiting):
+            self._is_waiting = self.waits is not None and self.waits(self._go_on)
+            if not self._is_waiting:
+                self.wakeup.set()
         if len(self._arrived) > MAX_UNREAD and not self._patient:
             self._overrun()
+
+    def _go_on(self) -> None:
+        """Unless another choice has woken the reader meanwhile: one that is woken for nothing says that it is alive."""
+        self._is_waiting = False
+        if self._arrived:
+            self.wakeup.set()
 
     def _overrun(self) -> None:
         if not self._cancelled:
@@ -325,11 +338,11 @@ def error_of(output: Output) -> RequestError:
 class StreamGroup:
     """Reads several streams at once. They share a wakeup: a step with tokens for all of them wakes the reader once."""
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
+    def __init__(self, streams: Sequence[Stream], waits: Callable[[Callable[[], None]], bool] | None = None) -> None:
         self._streams = streams
         self._wakeup = Wakeup()
         for stream in streams:
-            stream.wakeup = self._wakeup
+            stream.wakeup, stream.waits = self._wakeup, waits
 
     @property
     def ended(self) -> bool:

@@ -6,7 +6,8 @@ key and `Upgrade: legato-streams`; after the answer 101 there are frames only:
 
     balancer   REQUEST  LinkedRequest as MessagePack, its length before it; then the body
                CANCEL   nobody waits for the answer any more
-               TAKEN    so many bytes more of the answer have reached the client
+               TAKEN    so many bytes more of the answer have reached the client; as number `CONNECTION`: so many bytes
+                        more of the connection were read
     server     HEAD     LinkedHead as MessagePack
                DATA     what one write of the answer has, mark included (`ipc/routed.py`)
                END      the answer is complete
@@ -47,6 +48,8 @@ SILENCE_SECONDS = 20.0
 WINDOW, TAKEN_STEP = 256 << 10, 64 << 10
 
 REQUEST, CANCEL, TAKEN, HEAD, DATA, END, BROKEN = range(1, 8)
+# Number that no stream has.
+CONNECTION = 0
 
 
 class LinkedRequest(Struct, array_like=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import os
 import socket
 import subprocess
@@ -61,11 +62,11 @@ class ServerProcess:
     def state(self) -> ReplicaState:
         """OSError if it does not answer."""
         request = urllib.request.Request(f"{self.url}{STATE_PATH}", headers={KEY_HEADER: self._key})
-        with urllib.request.urlopen(request, timeout=STATE_SECONDS) as answer:
-            try:
+        try:
+            with urllib.request.urlopen(request, timeout=STATE_SECONDS) as answer:
                 return _decoder.decode(answer.read())
-            except msgspec.DecodeError as error:
-                raise OSError(f"{self.url}{STATE_PATH}: {error}") from None
+        except (msgspec.DecodeError, http.client.HTTPException) as error:  # a worker may die while it answers
+            raise OSError(f"{self.url}{STATE_PATH}: {error}") from None
 
     async def until_ready(self) -> ReplicaState:
         while True:

@@ -210,6 +210,22 @@ def test_a_stream_goes_on_elsewhere_after_what_was_passed_on() -> None:
     through([first, second], test)
 
 
+def test_a_stored_response_is_looked_for_where_its_stream_ended() -> None:
+    created = b'data: {"type":"response.created","response":{"id":"resp_0a","status":"in_progress"}}\n\n'
+    cut = [MARKS, chunk(b":+\n" + created), chunk(b":+0=11\ndata: a\n\n")]
+    first = FakeReplica(cut)
+    second = FakeReplica([MARKS, chunk(b":.0=12\ndata: b\n\n"), END, None], [OK, None])
+
+    async def test(balancer: Balancer) -> None:
+        assert (await ask(balancer, "/v1/responses")).body == created + b"data: a\n\ndata: b\n\n"
+        balancer.replicas.all[0].is_up = True
+        for _ in range(2):
+            assert (await Call(balancer, "GET", "/v1/responses/resp_0a").answer()).status == 200
+        assert (len(first.heads), len(second.heads)) == (1, 3)
+
+    through([first, second], test)
+
+
 def test_a_replica_that_stops_hands_its_streams_over() -> None:
     stopping = [MARKS, chunk(b":+0=11\ndata: a\n\n"), chunk(b":!\ndata: error\n\n"), END, None]
     first = FakeReplica(stopping)

@@ -22,7 +22,7 @@ from legato.balancer.options import RouteOptions
 from legato.balancer.replicas import ReplicaSet, ReplicaUrl
 from legato.balancer.replies import Reply
 from legato.balancer.shared import LinkedAnswer, SharedConnections
-from legato.http.exchange import ROUTED, WRITE
+from legato.http.exchange import PACE, ROUTED, WRITE
 from legato.http.routed import RouteKey
 from legato.http.routes.replica import ReplicaStreams
 from legato.http.server import HttpServer
@@ -71,7 +71,7 @@ class FakeServer:
             return
         body = (await receive())["body"]
         self.bodies.append(body)
-        self.write_at_once = scope[WRITE]  # of the latest request
+        self.write_at_once, self.waits = scope[WRITE], scope[PACE]  # of the latest request
         try:
             await getattr(self, scope["path"].strip("/"))(body, receive, send)
         except ConnectionError:
@@ -287,6 +287,46 @@ def test_pieces_are_written_at_once_until_the_client_has_to_be_waited_for() -> N
         assert await (await begin(shared, "/echo", b"x")).read_all() == b"x0x1x2"
         assert server.num_at_once < 2 * WINDOW
         assert len(await slow.read_all()) == 4 * WINDOW
+
+    serving(test)
+
+
+@pytest.mark.parametrize("many", [1, 8])
+def test_a_server_is_told_what_was_read_of_streams_that_go_on(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens wait for those before them no longer than until then."""
+    monkeypatch.setattr("legato.balancer.shared.MANY_STREAMS", many)
+
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        woken: list[int] = []
+        streaming = asyncio.create_task(begin(shared, "/generate_stream"))
+        await until(lambda: server.num_written > 100)
+        await until(lambda: not server.waits(partial(woken.append, 1)))
+        (connection,) = shared._by_worker.values()
+        assert connection._transport is not None
+        connection._transport.pause_reading()
+        assert server.write_at_once(bytes(100))
+        assert server.waits(partial(woken.append, 2))
+        await until(lambda: 2 in woken)
+        connection._transport.resume_reading()
+        await until(lambda: not server.waits(partial(woken.append, 3)))
+        server.go_on.set()
+        (await streaming).release()
+
+    serving(test)
+
+
+def test_a_server_that_has_no_streams_is_told_what_was_read_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count has four bytes."""
+    monkeypatch.setattr("legato.balancer.shared.WINDOW", 200)
+
+    async def test(server: FakeServer, shared: SharedConnections) -> None:
+        (connection,) = shared._by_worker.values()
+        found = []
+        for _ in range(10):
+            answer = await begin(shared, "/mute")
+            answer.release()
+            found.append(connection._num_read)
+        assert 0 < max(found) < 200
 
     serving(test)
 

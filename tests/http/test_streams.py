@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from legato.api.errors import ClientGone, GenerationFailed
-from legato.http.streams import MAX_UNREAD, Piece, Stream, Transcript
+from legato.http.streams import MAX_UNREAD, Piece, Stream, StreamGroup, Transcript
 from legato.scheduling.state import FinishReason, GenerationRequest, Output
 from legato.text.detokenize import Vocabulary
 from tests.http.asgi import EOS, FakeBackend, outputs_of, token_ids, tokenizer
@@ -187,6 +187,58 @@ def test_several_tokens_of_one_step_and_what_follows_a_stop_string() -> None:
         assert [piece.token.text for piece in await stream.read()] == ["0", "b"]
         assert stream.transcript.finish_reason is STOP
         assert backend.cancelled == [7]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("last", [Output(5, finish_reason=LENGTH), Output(error="shard 0 died"), None])
+def test_tokens_may_wait_for_those_before_them_and_ends_do_not(last: Output | None) -> None:
+    async def main() -> None:
+        stream = stream_of(FakeBackend(script=lambda request: []))
+        let_go_on: list[Callable[[], None]] = []
+
+        def waits(go_on: Callable[[], None]) -> bool:
+            let_go_on.append(go_on)
+            return True
+
+        group = StreamGroup([stream], waits)
+        reader = asyncio.create_task(group.read())
+        await asyncio.sleep(0)
+        for _ in range(3):
+            stream.receive(Output(5))
+        await asyncio.sleep(0)
+        assert not reader.done()
+        if last is None:
+            let_go_on[0]()
+        else:
+            stream.receive(last)
+        ((_, pieces),) = await asyncio.wait_for(reader, 5)
+        assert len(pieces) == 3 + (last is not None and last.error is None)
+
+    asyncio.run(main())
+
+
+def test_a_reader_whom_another_choice_has_woken_is_not_woken_for_nothing() -> None:
+    async def main() -> None:
+        backend, let_go_on = FakeBackend(script=lambda request: []), list[Callable[[], None]]()
+
+        def waits(go_on: Callable[[], None]) -> bool:
+            let_go_on.append(go_on)
+            return True
+
+        first, second = stream_of(backend), stream_of(backend, request_id=8)
+        group = StreamGroup([first, second], waits)
+        first.receive(Output(5))
+        second.receive(Output(5, finish_reason=LENGTH))
+        assert [number for number, _ in await group.read()] == [0, 1]
+        reader = asyncio.create_task(group.read())
+        await asyncio.sleep(0)
+        (go_on,) = let_go_on
+        go_on()
+        await asyncio.sleep(0.01)
+        assert not reader.done()
+        first.receive(Output(5, finish_reason=LENGTH))
+        assert len(await reader) == 1
 
     asyncio.run(main())
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from legato.balancer.discovery import RayDiscovery, discovery_of
+from legato.balancer.replicas import ReplicaUrl
 from legato.common.errors import OptionError
 from legato.ipc.routed import ReplicaState
 from legato.ray import directory
@@ -16,6 +19,7 @@ from legato.ray.cli import COMMAND, check_launcher, launcher_environment, launch
 from legato.ray.directory import ReplicaDirectory
 from legato.ray.options import RayOptions
 from legato.ray.scaling import QUEUE, USE, QueueAndUsePolicy, measured, wanted
+from legato.ray.server import ServerProcess
 
 
 def state(**changes: object) -> ReplicaState:
@@ -113,3 +117,23 @@ def test_without_ray_there_is_a_sentence_that_says_what_to_install(monkeypatch: 
         discovery.connect()
     with pytest.raises(OptionError, match="expected ray:NAME"):
         discovery_of("ray:")
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", b"no HTTP\r\n\r\n", b""])
+def test_half_an_answer_of_a_server_is_none(answer: bytes) -> None:
+    """A replica announces itself as long as its server runs, also while a worker that died is being replaced."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        server = object.__new__(ServerProcess)
+        server.url, server._key = ReplicaUrl("127.0.0.1", listener.getsockname()[1]), "k"
+        with pytest.raises(OSError):
+            server.state()
+        serving.join()

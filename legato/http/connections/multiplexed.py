@@ -12,10 +12,12 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Scope
 
 from legato.common.sockets import watch_peer
-from legato.http.exchange import ABORT, WATCH, WRITE
+from legato.http.connections.pacing import Pacing
+from legato.http.exchange import ABORT, PACE, WATCH, WRITE
 from legato.ipc.multiplexing import (
     BROKEN,
     CANCEL,
+    CONNECTION,
     DATA,
     END,
     LONGEST_REQUEST,
@@ -58,6 +60,8 @@ class LinkedExchange:
         self._waiters: list[asyncio.Future[None]] = []
         # Bytes that were sent and that the client has not got.
         self._num_sent = 0
+        # Where the last piece ends, of what is sent on the connection.
+        self._position = 0
         self._is_gone = False
         self._on_gone: Callable[[], None] | None = None
         self._has_started = False
@@ -102,7 +106,9 @@ class LinkedExchange:
 
     def _write(self, data: bytes) -> None:
         if not self._is_gone:
-            self._connection.write(frame_header(self._number, DATA, len(data)) + data)
+            connection = self._connection
+            connection.write(frame_header(self._number, DATA, len(data)) + data)
+            self._position = connection.pacing.position
             self._num_sent += len(data)
 
     async def _wait_for_room(self) -> None:
@@ -117,6 +123,10 @@ class LinkedExchange:
             return False
         self._write(data)
         return True
+
+    def waits(self, go_on: Callable[[], None]) -> bool:
+        """Whether what comes now should wait for the balancer. Then `go_on` is called, within a few milliseconds."""
+        return self._connection.pacing.waits(self._position, go_on)
 
     async def fail(self) -> None:
         """The application has ended. Without an answer: then other servers would have none either."""
@@ -188,6 +198,7 @@ class MultiplexedRequests(asyncio.Protocol):
         self.is_paused = False
         # Frames of this turn of the event loop, which are written together.
         self._frames: list[bytes] = []
+        self.pacing = Pacing()
         self._loop = asyncio.get_running_loop()
 
     def begin(self) -> None:
@@ -213,6 +224,7 @@ class MultiplexedRequests(asyncio.Protocol):
         if not self._frames:
             self._loop.call_soon(self._flush)
         self._frames.append(frame)
+        self.pacing.position += len(frame)
 
     def _flush(self) -> None:
         frames, self._frames = self._frames, []
@@ -226,6 +238,8 @@ class MultiplexedRequests(asyncio.Protocol):
             for number, kind, payload in self._reader.feed(data):
                 if kind == REQUEST:
                     self._start(number, *read_request(payload))
+                elif number == CONNECTION and kind == TAKEN:
+                    self.pacing.has_read(read_taken(payload))
                 elif (exchange := self._exchanges.get(number)) is None:
                     continue  # it was answered meanwhile
                 elif kind == TAKEN:
@@ -245,6 +259,7 @@ class MultiplexedRequests(asyncio.Protocol):
             exchange.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.pacing.close()
         for exchange in self._exchanges.values():
             exchange.hang_up()
         self._on_lost(exc)
@@ -268,6 +283,7 @@ class MultiplexedRequests(asyncio.Protocol):
             ABORT: exchange.abort,
             WRITE: exchange.write_at_once,
             WATCH: exchange.watch,
+            PACE: exchange.waits,
         }
         task = self._loop.create_task(self._run(number, exchange, scope))
         self._tasks.add(task)
