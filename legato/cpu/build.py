@@ -23,6 +23,8 @@ SOURCES = FOLDER / "src"
 LIBRARY = FOLDER / "legato_cpu.so"
 
 FLAGS = ["-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# Otherwise a function that is nowhere would be missed only when the library is loaded.
+FLAGS += ["-Werror=implicit-function-declaration"]
 # Sums must not depend on what the compiler contracts: where a multiply-add is wanted, the kernels say so.
 FLAGS += ["-fno-math-errno", "-ffp-contract=off"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]

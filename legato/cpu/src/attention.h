@@ -122,16 +122,23 @@ INLINE float soften(float *scores, int64_t low, int64_t high, float cap, float *
         for (int i = 0; i < KEY_TILE; i += LANES) vf_store(scores + i, capped(vf_load(scores + i), cap));
     for (int64_t i = 0; i < low; i++) scores[i] = LOWEST;
     for (int64_t i = high; i < KEY_TILE; i++) scores[i] = LOWEST;
-    vf top = vf_load(scores);
-    for (int i = LANES; i < KEY_TILE; i += LANES) top = vf_max(top, vf_load(scores + i));
+    vf weights[KEY_TILE / LANES], total = vf_set1(0.0f);
+    for (int i = 0; i < KEY_TILE / LANES; i++) weights[i] = vf_load(scores + i * LANES);
+    vf top = weights[0];
+    for (int i = 1; i < KEY_TILE / LANES; i++) top = vf_max(top, weights[i]);
     float now = MAX(*most, vf_hmax(top));
-    vf total = vf_set1(0.0f);
-    for (int i = 0; i < KEY_TILE; i += LANES) vf_store(scores + i, vf_exp(vf_sub(vf_load(scores + i), vf_set1(now))));
-    for (int64_t i = 0; i < low; i++) scores[i] = 0.0f;
-    for (int64_t i = high; i < KEY_TILE; i++) scores[i] = 0.0f;
-    for (int i = 0; i < KEY_TILE; i += LANES) total = vf_add(total, vf_load(scores + i));
-    float factor[LANES];
-    vf_store(factor, vf_exp(vf_set1(*most - now)));
+    for (int i = 0; i < KEY_TILE / LANES; i++) {
+        weights[i] = vf_exp(vf_sub(weights[i], vf_set1(now)));
+        vf_store(scores + i * LANES, weights[i]);
+    }
+    if (low > 0 || high < KEY_TILE) {
+        for (int64_t i = 0; i < low; i++) scores[i] = 0.0f;
+        for (int64_t i = high; i < KEY_TILE; i++) scores[i] = 0.0f;
+        for (int i = 0; i < KEY_TILE / LANES; i++) weights[i] = vf_load(scores + i * LANES);
+    }
+    for (int i = 0; i < KEY_TILE / LANES; i++) total = vf_add(total, weights[i]);
+    float factor[LANES] = {1.0f};
+    if (now != *most) vf_store(factor, vf_exp(vf_set1(*most - now)));
     *sum = *sum * factor[0] + vf_sum(total);
     *most = now;
     return factor[0];
@@ -142,7 +149,8 @@ INLINE float soften(float *scores, int64_t low, int64_t high, float cap, float *
 
 // The keys and values of a tile: where those of every 16 slots are, and copies as floats if many rows read them.
 struct tile {
-    int64_t count;  // keys that are there
+    int64_t count;          // keys that are there
+    int64_t seen, per_key;  // of which the first query sees this many, and each query one more; rows of a query
     const uint16_t *key_blocks[TILE_VECS], *value_blocks[TILE_VECS];
     int64_t ahead[TILE_VECS];  // from there to the blocks that are read next, of keys and of values
     float keys[MAX_HEAD_DIM * KEY_TILE] __attribute__((aligned(64)));    // [dim][KEY_TILE]
@@ -174,10 +182,15 @@ static void find_tile(const struct attention *a, int64_t kv_head, int64_t first,
     }
 }
 
-// scores [rows][KEY_TILE] of the keys of a tile.
-static void score(const struct tile *t, int64_t dim, const float *const *queries, int64_t rows, int copied,
-                  float *scores) {
-    const int64_t vecs = (t->count + LANES - 1) / LANES;
+// Keys that rows up to this one see. What is left out for others adds nothing: sums stay the same.
+INLINE int64_t seen_by(const struct tile *t, int64_t row) {
+    return MAX(0, MIN(t->count, t->seen + row / t->per_key));
+}
+
+INLINE void score_rows(const struct tile *t, int64_t dim, const float *const *queries, int64_t rows, int copied,
+                       int64_t count, float *scores) {
+    int64_t vecs = CEIL(count, LANES);
+    if (vecs % MIX_VECS > MIX_VECS / 2) vecs = CEIL(t->count, LANES);  // one by one they would take as long
     for (int64_t v = 0; v < vecs; v += MIX_VECS) {
         struct lines keys = {{0}, copied ? KEY_TILE : LANES, {0}};
         for (int i = 0; i < MIX_VECS && v + i < vecs; i++) {
@@ -190,21 +203,41 @@ static void score(const struct tile *t, int64_t dim, const float *const *queries
     }
 }
 
-// mixed [rows][dim] += weights [rows][KEY_TILE] times the values of a tile, one key after the other.
-static void gather(const struct tile *t, int64_t dim, const float *const *weights, int64_t rows, int copied,
-                   float *mixed) {
+INLINE void gather_rows(const struct tile *t, int64_t dim, const float *const *weights, int64_t rows, int copied,
+                        int64_t count, float *mixed) {
     for (int64_t d = 0; d < dim; d += MIX_VECS * LANES) {
         const int64_t now = MIN(MIX_VECS, (dim - d) / LANES);
         struct lines values = {{0}, dim, {0}};
-        for (int64_t at = 0; at < t->count; at += copied ? KEY_TILE : LANES) {
+        for (int64_t at = 0; at < count; at += copied ? KEY_TILE : LANES) {
             for (int i = 0; i < now; i++) {
                 values.from[i] = copied ? (const void *)(t->values + d + i * LANES)
                                         : t->value_blocks[at / LANES] + d + i * LANES;
                 values.ahead[i] = t->ahead[at / LANES];
             }
-            if (copied) mix(weights, 0, values, 0, t->count, rows, now, mixed + d, dim, 1);
-            else mix(weights, at, values, 1, MIN(LANES, t->count - at), rows, now, mixed + d, dim, 1);
+            if (copied) mix(weights, 0, values, 0, count, rows, now, mixed + d, dim, 1);
+            else mix(weights, at, values, 1, MIN(LANES, count - at), rows, now, mixed + d, dim, 1);
         }
+    }
+}
+
+// scores [rows][KEY_TILE] of the keys of a tile. Rows of a tile that they do not see as a whole are taken a few at a
+// time, with the keys that these see.
+static void score(const struct tile *t, int64_t dim, const float *const *queries, int64_t rows, int copied,
+                  float *scores) {
+    const int64_t each = t->seen < t->count ? MIX_ROWS : rows;
+    for (int64_t r = 0; r < rows; r += each) {
+        const int64_t now = MIN(each, rows - r);
+        score_rows(t, dim, queries + r, now, copied, seen_by(t, r + now - 1), scores + r * KEY_TILE);
+    }
+}
+
+// mixed [rows][dim] += weights [rows][KEY_TILE] times the values of a tile, one key after the other.
+static void gather(const struct tile *t, int64_t dim, const float *const *weights, int64_t rows, int copied,
+                   float *mixed) {
+    const int64_t each = t->seen < t->count ? MIX_ROWS : rows;
+    for (int64_t r = 0; r < rows; r += each) {
+        const int64_t now = MIN(each, rows - r);
+        gather_rows(t, dim, weights + r, now, copied, seen_by(t, r + now - 1), mixed + r * dim);
     }
 }
 
@@ -231,6 +264,7 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
         int64_t at = window && first >= window ? (first - window + 1) / KEY_TILE * KEY_TILE : 0;
         for (; at < end; at += KEY_TILE) {
             find_tile(a, kv_head, at, end, copied, &t);
+            t.seen = first + 1 - at, t.per_key = per_key;
             score(&t, dim, query_rows, rows, copied, scores);
             for (int64_t r = 0; r < rows; r++) {
                 int64_t seen = first + r / per_key + 1 - at;

@@ -10,6 +10,9 @@
 #define BLOCK_BYTES(form, groups) ((form) == FORM_4 ? (groups) * GROUP_BYTES_4 : ((groups) * (512 + 32) + 63) / 64 * 64)
 #define KEY_TILE 64      // keys that attention scores at a time, at multiples of it in every sequence
 #define MAX_HEAD_DIM 256
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define CEIL(a, b) (((a) + (b) - 1) / (b))
 
 // How 16 outputs are stored. By group of 32 inputs:
 //   FORM_4: 4 x 64 bytes, byte 4 r + i of vector q has input 4 q + i of row r below and input 16 + 4 q + i above,

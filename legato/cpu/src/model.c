@@ -18,10 +18,6 @@
 #endif
 #endif
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-#define CEIL(a, b) (((a) + (b) - 1) / (b))
-
 static const struct kernels *kernels;
 
 #ifdef HAS_AVX512
@@ -258,7 +254,9 @@ static int64_t plan_attention(const struct step *t, int64_t kv_heads, int wanted
                 for (int64_t h = 0; h < kv_heads; h++)
                     p[count++] = (struct attention_piece){(int32_t)s, (int32_t)h, t->wanted[next], 1, next};
         else
-            for (int64_t begin = 0; begin < t->counts[s]; begin += QUERIES_OF_A_PIECE)
+            // The last queries, which see the most keys, come first: threads end at about the same time.
+            for (int64_t begin = CEIL(t->counts[s], QUERIES_OF_A_PIECE) * QUERIES_OF_A_PIECE;
+                 (begin -= QUERIES_OF_A_PIECE) >= 0;)
                 for (int64_t h = 0; h < kv_heads; h++)
                     p[count++] = (struct attention_piece){(int32_t)s, (int32_t)h, token + begin,
                                                           MIN(QUERIES_OF_A_PIECE, t->counts[s] - begin), token + begin};

@@ -3,9 +3,6 @@
 #include "legato.h"
 #include "simd.h"
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
 #ifdef __AMX_INT8__
 #define BY_16 1          // many rows are multiplied 16 at a time
 #define ROWS_AT_ONCE 96  // of a product, in a buffer on the stack
