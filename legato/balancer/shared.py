@@ -46,7 +46,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 LONGEST_HEAD = 1 << 14
 # Streams of one read from which on the server is told a moment later what was read, and how many seconds that is: where
 # steps are shorter, the next pieces have more tokens, and each piece costs a wake-up at the server and a write here.
-MANY_STREAMS, MOMENT = 8, 0.0015
+MANY_STREAMS, MOMENT = 8, 0.0008
 
 
 class LinkedAnswer(ReplicaAnswer):
