@@ -20,6 +20,7 @@ from legato.chat.rendering import Conversation, Renderer
 from legato.chat.sources import ChatTemplates
 from legato.chat.template import ChatTemplate, MissingTemplateVariable, RenderLimits, TemplateError
 from tests.chat.cases import assistant, make, user
+from tests.integration.processes import has_ended
 from tests.stopwatch import Stopwatch
 
 MEGABYTE = 1 << 20
@@ -259,7 +260,7 @@ class TestProcesses:
             (worker,) = psutil.Process(router.pid).children()
             router.kill()
         psutil.wait_procs([worker], timeout=5)
-        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+        assert has_ended(worker)
 
     def test_an_interrupt_is_not_for_them(self, echo: ChatTemplate) -> None:
         os.kill(children()[-1], signal.SIGINT)

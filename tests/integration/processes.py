@@ -32,6 +32,14 @@ def until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -
         time.sleep(0.01)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Also if nobody has waited for it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it was waited for between the two questions
+        return True
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

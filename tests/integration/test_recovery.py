@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.integration.client import JSON, Client, at_once
-from tests.integration.processes import Launched, launched, until
+from tests.integration.processes import Launched, has_ended, launched, until
 from tests.integration.test_workers import workers
 
 
@@ -208,7 +208,7 @@ def test_a_killed_router_is_replaced_and_the_shard_keeps_its_weights(server: Lau
     router.kill()
     with suppress(OSError, AssertionError, http.client.HTTPException):
         assert all(event["generated_text"] is None for event in stream), "the stream breaks off"
-    until(lambda: not router.is_running() or router.status() == psutil.STATUS_ZOMBIE, "the router is dead")
+    until(lambda: has_ended(router), "the router is dead")
     until_ready(server)
     assert server.shard() == shard
     assert router_of(server) != router
