@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,9 +153,8 @@ class AdapterRegistry:
                 await asyncio.sleep(LOOK_SECONDS)
             scheduler = self._steps.scheduler
             scheduler.adapters.unload(info.number, scheduler.tree, scheduler.pool)
-            await self._shards.unload_adapter(name)
-        except ShardsLost:
-            pass  # those that take their place will not have it
+            with suppress(ShardsLost):  # those that take their place will not have it
+                await self._shards.unload_adapter(name)
         finally:
             self._changing.discard(name)
         logger.info("Adapter unloaded", extra={"fields": {"adapter": name, "number": info.number}})
