@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.processes import free_port
+from legato.common.sockets import free_port
 
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 

@@ -20,7 +20,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.processes import free_port, stop
+from benchmarks.processes import stop
+from legato.common.sockets import free_port
 
 START_SECONDS = 240.0
 KEY = "benchmarks of several machines"
@@ -163,7 +164,7 @@ class ClusterServer:
     launchers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.port, self.master_port = free_port(), _free_range(2 + 8 * len(self.machines))
+        self.port, self.master_port = free_port(), free_port("0.0.0.0", 2 + 8 * len(self.machines))
 
     @property
     def url(self) -> str:
@@ -233,10 +234,3 @@ def cluster(
         yield server
     finally:
         server.stop()
-
-
-def _free_range(count: int) -> int:
-    """A port that is free, as those behind it probably are."""
-    while (port := free_port()) + count > 65535:
-        pass
-    return port

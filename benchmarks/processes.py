@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from legato.common.sockets import free_port
 
 HOST = "127.0.0.1"
 START_SECONDS, STOP_SECONDS = 180.0, 20.0
@@ -89,12 +90,6 @@ def stop(child: subprocess.Popen[Any]) -> None:
 def leave_nothing_behind() -> None:
     """From now on SIGTERM runs every `finally` before it ends this program."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

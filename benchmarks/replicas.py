@@ -33,9 +33,10 @@ import aiohttp
 import psutil
 
 from benchmarks.load import Load, generate_stream
-from benchmarks.processes import HOST, free_port, launched, serving
+from benchmarks.processes import HOST, launched, serving
 from legato.benchmark.report import environment
 from legato.benchmark.shard import WITHOUT_DRAFTS
+from legato.common.sockets import free_port
 
 KEY = "benchmarks-of-the-balancer"
 STREAMS, NEW_TOKENS = 64, 128

@@ -33,8 +33,9 @@ import psutil
 
 from benchmarks.collector import CountingCollector
 from benchmarks.load import Load, generate_stream, health
-from benchmarks.processes import free_port, launched, serving
+from benchmarks.processes import launched, serving
 from legato.benchmark.report import environment, percentile, write_json
+from legato.common.sockets import free_port
 
 APP_EVENTS = 32
 APP_EVENT = (

@@ -1,19 +1,28 @@
-"""Unix socket paths (free, stale or in use), who is at the other end, whether it is still there, and the addresses of
-listening servers."""
+"""Unix socket paths (free, stale or in use), who is at the other end, whether it is still there, and the addresses and
+free ports of servers."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import stat
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from legato.common.errors import EndpointInUse, OptionError
 
 # Size of sun_path in sockaddr_un, without the terminating null byte.
 MAX_SOCKET_PATH = 107
+
+LOOPBACK = "127.0.0.1"
+
+# The kernel gives outgoing connections their ports from this range, whose usual lower end is 32768.
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT, _HIGHEST_PORT = 16384, 29000
+_PORT_TRIES = 100
 
 
 def reachable_address(address: str) -> str:
@@ -24,6 +33,49 @@ def reachable_address(address: str) -> str:
 def browser_url(address: str, port: int, *, tls: bool = False) -> str:
     host, scheme = reachable_address(address), "https" if tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def free_port(address: str = LOOPBACK, count: int = 1) -> int:
+    """The first of `count` ports in a row on which nobody listens at `address`.
+
+    Whoever is to listen on them does so later: that is why they are none that the kernel could give to an outgoing
+    connection meanwhile, and random ones, so that two callers at a time hardly get the same. OSError if there are none.
+    """
+    end = min(_HIGHEST_PORT, _first_outgoing_port()) - count
+    for _ in range(_PORT_TRIES if end > _LOWEST_PORT else 0):
+        if _are_free(address, first := _LOWEST_PORT + secrets.randbelow(end - _LOWEST_PORT), count):
+            return first
+    # There are no others, or they are all in use.
+    for _ in range(_PORT_TRIES):
+        with _tcp_socket(address) as probe:
+            probe.bind((address, 0))
+            first = int(probe.getsockname()[1])
+        if _are_free(address, first, count):
+            return first
+    raise OSError(f"there are no {count} free ports in a row at {address}")
+
+
+def _first_outgoing_port() -> int:
+    try:
+        return int(_OUTGOING_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # not Linux: the range that is registered for that
+        return 49152
+
+
+def _are_free(address: str, first: int, count: int) -> bool:
+    if first + count > 65536:
+        return False
+    with ExitStack() as probes:
+        try:
+            for port in range(first, first + count):
+                probes.enter_context(_tcp_socket(address)).bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
+def _tcp_socket(address: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 def watch_peer(connection: socket.socket, silence: float) -> None:

@@ -19,7 +19,7 @@ from legato.common.frontend import vertex_port
 from legato.common.options import DEFAULT_MODEL, LauncherOptions
 from legato.common.program import command, run_program
 from legato.common.progress import LISTENING
-from legato.common.sockets import browser_url, is_answered, is_own_socket
+from legato.common.sockets import browser_url, free_port, is_answered, is_own_socket
 from legato.common.tgi_variables import variable_warnings
 from legato.launcher import endpoints, environment, nodes, ranks, sizing, startup
 from legato.launcher.follower import Follower
@@ -90,7 +90,7 @@ async def _lead(
     async def shard_commands() -> list[ProcessCommand]:
         commands = shard_group(plan, options, layout, nodes.alone() if hub is None else await hub.assemble())
         may_choose = not (layout.needs_links or options.given & {"master_addr", "master_port"})
-        return on_port(commands, endpoints.free_port()) if may_choose else commands
+        return on_port(commands, free_port()) if may_choose else commands
 
     processes = ServerProcesses(
         supervisor,

@@ -47,13 +47,6 @@ def check_port(address: str, port: int) -> None:
             raise OptionError(f"{flag}: cannot listen on {address} port {port}: {error.strerror}") from None
 
 
-def free_port() -> int:
-    """On the loopback interface, where the shards of one machine meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def socket_path(given: str | None) -> Iterator[str]:
     """The prefix of the socket paths: as given, or in a new folder that only this user can enter."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import http.client
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from legato.balancer.discovery import import_ray
 from legato.balancer.replicas import ReplicaUrl
 from legato.common.options import LauncherOptions
 from legato.common.program import variables
+from legato.common.sockets import free_port
 from legato.ipc.routed import KEY_HEADER, STATE_PATH, ReplicaState
 from legato.launcher.processes import die_with
 from legato.ray.directory import ANNOUNCE_SECONDS, open_directory
@@ -125,9 +125,3 @@ def _own_address(ray: Any) -> str:
     """At which Ray reaches this machine: loopback if the cluster is this machine alone."""
     own = ray.get_runtime_context().get_node_id()
     return str(next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own))
-
-
-def free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.integration.processes import Program, free_port
+from legato.common.sockets import free_port
+from tests.integration.processes import Program
 from tests.tiny_models import write_tokenizer
 
 TEMPLATE = Path(__file__).parents[1] / "chat" / "templates" / "qwen3.jinja"

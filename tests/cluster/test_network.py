@@ -16,7 +16,7 @@ from legato.cluster.identity import comparable_words, difference, model_fingerpr
 from legato.cluster.layout import RankLayout
 from legato.cluster.network import TUNNEL, ShardNetwork, ShardPlace
 from legato.common.options import LauncherOptions
-from tests.integration.processes import free_port
+from legato.common.sockets import free_port
 
 KEY = b"0123456789abcdef"
 SAME = {"version": "1", "options": "--a=1 --b=2", "model": "m"}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.processes import Program, free_port
+from legato.common.sockets import free_port
+from tests.integration.processes import Program
 from tests.tiny_models import tiny_llama
 
 API_KEY = "canary-api-key-5f1c"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from threading import Timer
 
 import psutil
 
+from legato.common.sockets import free_port
 from tests.integration.client import Client
 from tests.stopwatch import Stopwatch
 
@@ -38,12 +38,6 @@ def has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:  # it was waited for between the two questions
         return True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import free_port, launched
+from legato.common.sockets import free_port
+from tests.integration.processes import launched
 
 pytestmark = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from legato.common.sockets import free_port
 from tests.integration.client import Client
-from tests.integration.processes import Program, free_port
+from tests.integration.processes import Program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "shard_client.py"
 Start = Callable[..., Program]

@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from legato.common.errors import ModelError
 from legato.common.options import ServerOptions
+from legato.common.sockets import free_port
 from legato.modelfiles.files import ModelFiles
 from legato.server.loading import load
 from legato.server.model import Model
 from tests.integration.client import at_once
-from tests.integration.processes import Launched, Outcome, free_port, mentioning, run
+from tests.integration.processes import Launched, Outcome, mentioning, run
 
 LIMIT = 5.0
 # Nobody listens there: the Hub cannot be reached, whatever the machine's network.

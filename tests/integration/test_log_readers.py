@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from legato.common.sockets import free_port
 from tests.integration.client import Client
-from tests.integration.processes import PATIENCE, SCRIPTS, environment, free_port, until
+from tests.integration.processes import PATIENCE, SCRIPTS, environment, until
 
 F_SETPIPE_SZ = 1031
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from legato.common.sockets import free_port
 from tests.integration.client import Client, at_once
-from tests.integration.processes import free_port, launched, until
+from tests.integration.processes import launched, until
 from tests.telemetry.test_metrics import samples
 
 # What the 34 panels of TGI's Grafana dashboard ask for: histograms by their number of values, with the method that is

@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from legato.common.sockets import free_port
 from tests.integration.client import Client, EventStream, at_once
-from tests.integration.processes import PATIENCE, Launched, Program, free_port, launched, until
+from tests.integration.processes import PATIENCE, Launched, Program, launched, until
 
 KEY = "a-key-of-the-cluster"
 FAKE = ("--fake", "--fake-step-ms=4", f"--route-key={KEY}", "--http-workers=1", "--prometheus-port=0")

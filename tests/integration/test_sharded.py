@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from legato.common.sockets import free_port
 from tests.integration.client import Client
-from tests.integration.processes import Launched, free_port, launched
+from tests.integration.processes import Launched, launched
 
 
 @pytest.fixture(scope="module")

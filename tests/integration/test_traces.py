@@ -12,10 +12,11 @@ import grpc
 import pytest
 
 from tests.integration.client import at_once
-from tests.integration.processes import Launched, free_port, launched, until
+from tests.integration.processes import Launched, launched, until
 
 pytest.importorskip("opentelemetry.sdk", reason="the packages of legato[otel] are not installed")
 
+from legato.common.sockets import free_port
 from tests.telemetry.collector import Collector, Received, collecting
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from legato.common.sockets import free_port
 
 PRELUDE = """\
 #!{python}
@@ -171,11 +172,9 @@ def sighup_is_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGHUP, previous)
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture(name="free_port")
+def a_free_port() -> int:
+    return free_port()
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import pytest
 
 from legato.cluster.connecting import LinkTarget
 from legato.common import restarts
+from legato.common.sockets import free_port
 from legato.launcher.follower import Follower
 from legato.launcher.nodes import Assembly, NodeHub
 from legato.launcher.processes import Child, ChildFailed, ProcessCommand, Supervisor
-from tests.integration.processes import free_port
 from tests.launcher.test_nodes import ABOUT, KEY
 
 

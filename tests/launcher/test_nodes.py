@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from legato.cluster.connecting import LinkTarget
+from legato.common.sockets import free_port
 from legato.launcher.nodes import STOPPED, Assembly, NodeHub, NodeLink, NodeRefused, ServerStopped, join
-from tests.integration.processes import free_port
 
 Joining = asyncio.Task[tuple[NodeLink, Assembly]]
 KEY = b"0123456789abcdef"

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from legato.common.sockets import free_port
 from legato.modelfiles.files import ModelFiles
 from legato.vision.rules import Size, image_rules
 from tests.integration.client import Client
-from tests.integration.processes import free_port, launched
+from tests.integration.processes import launched
 from tests.models import tiny_cross as cross
 from tests.models import tiny_gemma_vision as gemma
 from tests.models import tiny_vision as tiny

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.processes import free_port
+from legato.common.sockets import free_port
 from tests.packaging.conftest import end, generate, info, until_healthy
 from tests.packaging.test_dockerfile import DOCKERFILE, run_steps
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import free_port
+from legato.common.sockets import free_port
 from tests.packaging.conftest import end, generate, until_healthy
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(1800)]

@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ import psutil
 import pytest
 from openai import OpenAI
 
+from legato.common.sockets import free_port
+
 HOST = "127.0.0.1"
 # Two replicas on a machine that may have two cores.
 PATIENCE = 240.0
@@ -35,9 +36,7 @@ MARK = "LEGATO_CHECK_RAY"
 
 class RayServer:
     def __init__(self, folder: Path, *words: str) -> None:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         command = [str(Path(sys.executable).with_name("legato")), "ray", f"--hostname={HOST}", f"--port={self.port}"]
         self.log = folder / "log"
         with self.log.open("wb") as log:
@@ -87,9 +86,7 @@ class RayServer:
 @contextmanager
 def cluster(folder: Path) -> Iterator[str]:
     """A Ray cluster of one machine, which is not the command's own. Its address."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        address = f"{HOST}:{probe.getsockname()[1]}"
+    address = f"{HOST}:{free_port()}"
     words = ["start", "--head", "--block", f"--node-ip-address={HOST}", f"--port={address.split(':')[1]}"]
     words += ["--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"]
     with (folder / "ray").open("wb") as log:
@@ -192,9 +189,7 @@ def test_a_cluster_that_runs_is_used_and_left_and_other_balancers_find_its_repli
 
 def elsewhere(folder: Path, address: str, server: RayServer) -> list[str]:
     """The replicas that `legato route --discover ray:mine` finds."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [str(Path(sys.executable).with_name("legato")), "route", "--discover=ray:mine", f"--port={port}"]
     env = {**os.environ, "RAY_ADDRESS": address}
     with (folder / "route").open("wb") as log:

@@ -13,10 +13,10 @@ import pytest
 import uvloop
 
 from legato.common.exposure import tls_context
+from legato.common.sockets import free_port
 from legato.router import small_server
 from legato.router.monitoring.metrics_listener import MAX_CONNECTIONS, MAX_HEAD_BYTES, metrics_listener
 from tests.http.test_tls import certificate, pytestmark
-from tests.integration.processes import free_port
 
 __all__ = ["certificate", "pytestmark"]
 

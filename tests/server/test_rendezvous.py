@@ -12,9 +12,10 @@ import psutil
 import pytest
 import torch
 
+from legato.common.sockets import free_port
 from legato.server import rendezvous
 from legato.server.rendezvous import resolve
-from tests.integration.processes import environment, free_port
+from tests.integration.processes import environment
 
 JOIN = """
 import sys, torch

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from legato.common.sockets import free_port
 from tests.integration.client import Client
-from tests.integration.processes import free_port, launched
+from tests.integration.processes import launched
 from tests.tgi.cases import GRAMMARS, MODELS, NATIVE, OracleCase
 from tests.tgi.chats import CHAT_CASES, CHATS, SEEN
 from tests.tgi.shapes import shape, stored

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from legato.benchmark.serve.client import LoadClient, Record
 from legato.benchmark.serve.work import LoadRequest, Target
 from legato.benchmark.shard import without_drafts
 from legato.common.errors import LegatoError
+from legato.common.sockets import free_port
 
 HOST = "127.0.0.1"
 START_SECONDS, STOP_SECONDS, RUN_SECONDS = 600.0, 20.0, 900.0
@@ -124,12 +124,6 @@ def _package(environment: Path, name: str) -> str | None:
     """The version of a package that is installed there."""
     found = sorted(environment.glob(f"lib/python*/site-packages/{name}-*.dist-info"))
     return found[0].name.removesuffix(".dist-info").partition("-")[2] if found else None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 # ---- running --------------------------------------------------------------------------------------------------------

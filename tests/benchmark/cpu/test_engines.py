@@ -98,7 +98,8 @@ def test_a_tree_has_its_root_and_memory() -> None:
 def test_the_command_compares_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Legato for real, with a fake shard; one peer that does other work than it was given, and one that is missing."""
+    """Legato for real, with a fake shard whose tokens are far enough apart to time them; one peer that does other work
+    than it was given, and one that is missing."""
     monkeypatch.setitem(
         ENGINES,
         "openvino",
@@ -112,7 +113,7 @@ def test_the_command_compares_what_is_there(
     out = tmp_path / "out.json"
     model = write_shape("tiny", tmp_path / "tiny")
     words = ["bench", "cpu", f"--model={model}", f"--peers={tmp_path}", "--scale=16", "--repeat=1", f"--json={out}"]
-    monkeypatch.setattr(sys, "argv", ["legato", *words, "--neighbour=19", "--", "--fake"])
+    monkeypatch.setattr(sys, "argv", ["legato", *words, "--neighbour=19", "--", "--fake", "--fake-step-ms=20"])
     with pytest.raises(SystemExit, match="0"):
         main()
     printed = capsys.readouterr().out
