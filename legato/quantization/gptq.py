@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from legato.quantization.calibration_products import add_inner
 from legato.quantization.packing import WORD, word_unit
 
 # Columns that are quantized before the rest of the matrix is updated: the result is the same, in fewer passes.
@@ -85,12 +86,12 @@ class Hessian:
     def add(self, x: torch.Tensor, dense: torch.Tensor | None = None) -> None:
         """x [T, in], and the same inputs in the dense model."""
         x = x.float()
-        self.sum.addmm_(x.t(), x)
+        add_inner(self.sum, x, x)
         self.num_tokens += x.shape[0]
         if dense is not None:
             if self.shift is None:
                 self.shift = torch.zeros_like(self.sum)
-            self.shift.addmm_((dense.float() - x).t(), x)
+            add_inner(self.shift, dense.float() - x, x)
 
     @property
     def value(self) -> torch.Tensor:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from legato.layers.kv_cache import LayerCache
 from legato.layers.step import Step
@@ -20,6 +19,7 @@ from legato.models.decoder import Decoder
 from legato.models.sources import TensorSource
 from legato.models.targets import MatrixPart
 from legato.models.weights import Weights
+from legato.quantization.calibration_products import linear, rounded
 from legato.quantization.dense import Weight
 from legato.quantization.experts import ExpertWeights, QuantizedExperts
 from legato.quantization.gptq import GptqMatrix, GptqOptions, Hessian, quantize
@@ -67,7 +67,7 @@ class CalibratedWeight:
         self.load()
         matrix = self._product if self.is_dense or self._quantized is None else self._quantized
         assert matrix is not None
-        return F.linear(x, matrix, self._bias)
+        return linear(x, matrix, self._bias)
 
     @property
     def in_features(self) -> int:
@@ -95,7 +95,7 @@ class CalibratedWeight:
 
     def _stacked(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         product = torch.cat([matrix[rows] for matrix, rows in zip(matrices, self._rows, strict=True)])
-        return product if self._order is None else product[self._order]
+        return rounded(product if self._order is None else product[self._order])
 
 
 class CalibratedWeights(Weights):
