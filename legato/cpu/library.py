@@ -22,7 +22,7 @@ BLOCK_ROWS = 16  # outputs that are stored interleaved
 LANES = 16  # slots of the KV cache that are stored together
 MAX_HEAD_DIM = 256
 MAX_SHARING_HEADS = 192  # QUERY_ROWS: heads of queries that share a head of keys
-FORM_4, FORM_8 = 4, 8
+FORM_4, FORM_8, FORM_K4, FORM_K6 = 4, 8, 16 + 4, 16 + 6  # the lowest four bits are those of a code
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -72,8 +72,7 @@ class Library:
         self.choose = function("choose", c_char_p, c_char_p)
         self.start_threads = function("start_threads", c_int, c_int)
         self.block_bytes = function("block_bytes", c_int64, c_int, i)
-        self.pack_4 = function("pack_4", None, p, p, p, i, i, p)
-        self.pack_8 = function("pack_8", None, p, p, i, i, p)
+        self.pack = function("pack", None, c_int, p, p, p, p, p, i, i, p)
         self.pack_dense = function("pack_dense", None, p, i, i, p)
         self.matrix = function("matrix", c_void_p, i, i, p)
         self.matrix_blocks = function("matrix_blocks", None, p, i, i, c_int, p)

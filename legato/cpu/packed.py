@@ -1,4 +1,4 @@
-"""Packed matrices: blocks of 16 interleaved rows in 4 or 8 bits, multiplied without expanding them.
+"""Packed matrices: blocks of 16 interleaved rows in 4, 6 or 8 bits, multiplied without expanding them.
 
 Activations are quantized to int8 by groups of 32 on the way; `quantized_rows` and `packed_product_torch` define that.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from legato.cpu.library import BLOCK_ROWS, FORM_4, FORM_8, GROUP, Library, library
+from legato.cpu.library import BLOCK_ROWS, FORM_4, FORM_8, FORM_K4, FORM_K6, GROUP, Library, library
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +22,53 @@ class PackedRows:
     in_features: int
     data: torch.Tensor  # uint8, whole blocks
 
+    @property
+    def bits(self) -> int:
+        return self.form & 15
+
 
 def pack_4(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> PackedRows:
     """codes [out, groups * 16] uint8, the low halves of a group before the high ones; scale and minimum [out, groups]
     float16: weight = scale * code + minimum."""
-    rows, groups = scale.shape
-    assert codes.shape == (rows, groups * GROUP // 2) and minimum.shape == scale.shape, (codes.shape, scale.shape)
-    data = _empty(FORM_4, rows, groups, codes.device)
-    codes, scale, minimum = codes.contiguous(), scale.half().contiguous(), minimum.half().contiguous()
-    if not data.is_meta:
-        _loaded().pack_4(codes.data_ptr(), scale.data_ptr(), minimum.data_ptr(), rows, groups, data.data_ptr())
-    return PackedRows(FORM_4, rows, groups * GROUP, data)
+    return _packed(FORM_4, codes, scale.half(), minimum.half())
 
 
 def pack_8(codes: torch.Tensor, scale: torch.Tensor) -> PackedRows:
     """codes [out, groups * 32] int8 from -127 on, scale [out, groups] float16."""
-    rows, groups = scale.shape
-    assert codes.shape == (rows, groups * GROUP), (codes.shape, scale.shape)
-    data = _empty(FORM_8, rows, groups, codes.device)
-    codes, scale = codes.contiguous(), scale.half().contiguous()
+    return _packed(FORM_8, codes, scale.half())
+
+
+def pack_k(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None,
+    first: torch.Tensor,
+    second: torch.Tensor,
+) -> PackedRows:
+    """GGUF's K types with 4 bits, or without a minimum 6, as `KGroups` has them: codes as for `pack_4` or [out,
+    groups * 32] uint8; scale and minimum [out, groups / 8] float16, integers [out, groups] int8."""
+    return _packed(FORM_K6 if minimum is None else FORM_K4, codes, scale, minimum, first, second)
+
+
+def _packed(
+    form: int,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+) -> PackedRows:
+    rows, groups = (scale if first is None else first).shape
+    has_bytes, is_k = form in (FORM_8, FORM_K6), first is not None
+    assert codes.shape == (rows, groups * GROUP // (1 if has_bytes else 2)), (codes.shape, rows, groups)
+    assert scale.shape == (rows, groups // 8 if is_k else groups), (scale.shape, rows, groups)
+    assert minimum is None or minimum.shape == scale.shape, (minimum.shape, scale.shape)
+    data = _empty(form, rows, groups, codes.device)
     if not data.is_meta:
-        _loaded().pack_8(codes.data_ptr(), scale.data_ptr(), rows, groups, data.data_ptr())
-    return PackedRows(FORM_8, rows, groups * GROUP, data)
+        parts = [None if part is None else part.contiguous() for part in (codes, scale, minimum, first, second)]
+        addresses = [None if part is None else part.data_ptr() for part in parts]
+        _loaded().pack(form, *addresses, rows, groups, data.data_ptr())
+    return PackedRows(form, rows, groups * GROUP, data)
 
 
 def pack_dense(matrix: torch.Tensor) -> PackedRows:

@@ -33,17 +33,15 @@ from legato.models.sizes import Sizes
 from legato.models.sources import STORED_DTYPES
 from legato.models.targets import LoraLayout, usual_modules
 from legato.plan.memory import BLOCK_SIZE, SHARDS, SIZES, ModelShape, ShardSize
-from legato.quantization.affine import GROUP, AffineGroups
+from legato.quantization.affine import coded_like
 from legato.quantization.dense import Weight
 from legato.quantization.experts import ExpertWeights
 from legato.quantization.gguf_forms import FORMS, packed_matrix
-from legato.quantization.matrix import ColumnGroups
 from legato.quantization.method import DENSE, Method
 from legato.quantization.stored import MatrixSlice, Ranges
 from legato.quantization.weight import Matrix
 
 # Of GGUF, that a CPU computes with as they are; GPUs: `FORMS`.
-FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K"}
 FORM_NAMES = {ggml_type.name for ggml_type in FORMS}
 # Floating-point formats of safetensors, which are loaded in the model's dtype; others stay as they are.
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -147,12 +145,10 @@ class CountingWeights(DummyWeights):
         is_read = not self.packs and not self.dequantizes and self._method.quantizer is None
         if is_read and stored.format in FORM_NAMES:
             return self._gguf_form(wanted, matrix, GgmlType[stored.format])
-        if not self.packs or self.shard.world_size > 1 or stored.format not in FOUR_BITS:
+        if not self.packs or self.shard.world_size > 1 or stored.format not in FORM_NAMES:
             return matrix
-        rows, columns = matrix.shape
-        scale = matrix.new_empty(rows, columns // GROUP, dtype=torch.float16)
-        codes = matrix.new_empty(rows, columns // 2, dtype=torch.uint8)
-        return AffineGroups(ColumnGroups.regular(columns, GROUP), scale, scale, codes)
+        coded = coded_like(matrix, GgmlType[stored.format])
+        return matrix if coded is None else coded
 
     @staticmethod
     def _gguf_form(wanted: MatrixSlice, dense: torch.Tensor, ggml_type: GgmlType) -> Matrix:

@@ -1,6 +1,7 @@
 """Weights on a CPU: packed for the C library or, without it, for torch's own int8 product.
 
 GGUF Q4_0, Q4_1, Q4_K; 4-bit integers of GPTQ and AWQ    4 bits, as they are
+GGUF Q6_K                                                6 bits, as they are; 8 for AMX, which multiplies bytes
 GGUF Q8_0; int8; 8-bit integers without zeros            8 bits, as they are
 everything else                                          rounded to 8 bits, groups of 32
 """
@@ -14,8 +15,8 @@ from functools import cache
 import torch
 
 from legato.cpu.library import GROUP, library
-from legato.cpu.packed import PackedMatrix, PackedRows, can_stack, pack_4, pack_8, pack_dense
-from legato.quantization.affine import AffineGroups
+from legato.cpu.packed import PackedMatrix, PackedRows, can_stack, pack_4, pack_8, pack_dense, pack_k
+from legato.quantization.affine import AffineGroups, KGroups
 from legato.quantization.dense import Weight, dense_weight
 from legato.quantization.matrix import QuantizedMatrix
 from legato.quantization.packing import code_width, unpack_codes
@@ -33,7 +34,7 @@ class HostWeight:
         self.packed = packed
         self.out_features = packed.out_features
         self.nbytes = packed.nbytes
-        self.kinds = [f"{part.form}-bit, packed" for part in packed.parts]
+        self.kinds = [f"{part.bits}-bit, packed" for part in packed.parts]
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         return self.packed.apply(x)
@@ -92,6 +93,8 @@ def pack(matrix: Matrix) -> PackedRows:
         return pack_dense(matrix)
     if isinstance(matrix, AffineGroups):
         return pack_4(matrix.codes, matrix.scale, matrix.minimum)
+    if isinstance(matrix, KGroups) and (matrix.bits == 4 or not _multiplies_bytes()):
+        return pack_k(matrix.codes, matrix.scale, matrix.minimum, matrix.first, matrix.second)
     if isinstance(matrix, ScaledMatrix) and matrix.numbers.dtype == torch.int8 and _fits_groups(matrix):
         return pack_8(matrix.numbers.clamp(min=-127), _by_group(matrix, matrix.scale))
     if isinstance(matrix, GroupedIntegers) and matrix.minimum is not None:
@@ -101,6 +104,11 @@ def pack(matrix: Matrix) -> PackedRows:
     if isinstance(matrix, GroupedIntegers) and matrix.bits == 4 and _fits_groups(matrix):
         return _pack_integers(matrix)
     return pack_dense(matrix.dense(torch.float32))
+
+
+def _multiplies_bytes() -> bool:
+    found = library()
+    return found is not None and found.instruction_set == "amx"
 
 
 def _pack_integers(matrix: GroupedIntegers) -> PackedRows:

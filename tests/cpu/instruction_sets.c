@@ -8,8 +8,8 @@
 
 const char *legato_choose(const char *name);
 int legato_start_threads(int count);
-void legato_pack_4(const uint8_t *codes, const uint16_t *scales, const uint16_t *minima, int64_t rows, int64_t groups,
-                   uint8_t *out);
+void legato_pack(int form, const uint8_t *codes, const uint16_t *scales, const uint16_t *minima, const int8_t *first,
+                 const int8_t *second, int64_t rows, int64_t groups, uint8_t *out);
 void legato_pack_dense(const float *dense, int64_t rows, int64_t in_features, uint8_t *out);
 struct matrix *legato_matrix(int64_t rows, int64_t groups, const float *bias);
 void legato_matrix_blocks(struct matrix *m, int64_t first, int64_t count, int form, const uint8_t *data);
@@ -19,7 +19,7 @@ int legato_forward(const struct shape *s, const struct layer *layers, const stru
 int legato_calibrate(const struct shape *s, const struct layer *layers, const struct step *t, float *x, float *out);
 void legato_best(const float *logits, int64_t rows, int64_t size, int64_t *ids, float *logprobs);
 
-enum { LAYERS = 2, HIDDEN = 288, INNER = 160, HEADS = 6, KV_HEADS = 2, DIM = 32, VOCABULARY = 320, TOKENS = 100 };
+enum { LAYERS = 2, HIDDEN = 256, INNER = 512, HEADS = 6, KV_HEADS = 2, DIM = 32, VOCABULARY = 320, TOKENS = 100 };
 #define CACHE_BYTES (4096 * KV_HEADS * DIM * sizeof(uint16_t))  // of 4,096 slots
 
 static float number(void) { return (float)(rand() % 2001 - 1000) / 1000.0f; }
@@ -32,16 +32,20 @@ static float *numbers(int64_t count) {
 
 static struct matrix *matrix(int64_t rows, int64_t in_features, int form) {
     const int64_t groups = in_features / GROUP, num_blocks = rows / BLOCK_ROWS;
-    uint8_t *data = aligned_alloc(64, (size_t)(num_blocks * BLOCK_BYTES(form, groups) + 63) / 64 * 64);
+    uint8_t *data = aligned_alloc(64, (size_t)(num_blocks * block_bytes(form, groups) + 63) / 64 * 64);
     if (form == FORM_8) {
         legato_pack_dense(numbers(rows * in_features), rows, in_features, data);
     } else {
-        uint8_t *codes = malloc((size_t)(rows * in_features / 2));
-        uint16_t *scales = malloc((size_t)(rows * groups * 2)), *minima = malloc((size_t)(rows * groups * 2));
-        for (int64_t i = 0; i < rows * in_features / 2; i++) codes[i] = (uint8_t)rand();
-        for (int64_t i = 0; i < rows * groups; i++)
+        const int64_t num_codes = rows * in_features / (form == FORM_K6 ? 1 : 2), num_scales = rows * groups;
+        uint8_t *codes = malloc((size_t)num_codes);
+        uint16_t *scales = malloc((size_t)num_scales * 2), *minima = malloc((size_t)num_scales * 2);
+        int8_t *integers = malloc((size_t)num_scales * 2);
+        for (int64_t i = 0; i < num_codes; i++) codes[i] = (uint8_t)(rand() & (form == FORM_K6 ? 63 : 255));
+        for (int64_t i = 0; i < num_scales; i++)
             scales[i] = (uint16_t)(0x2000 + rand() % 1024), minima[i] = (uint16_t)(0xa800 + rand() % 1024);
-        legato_pack_4(codes, scales, minima, rows, groups, data);
+        for (int64_t i = 0; i < 2 * num_scales; i++) integers[i] = (int8_t)(rand() % 8 - (form == FORM_K6 ? 4 : 0));
+        const int8_t *second = integers + num_scales;
+        legato_pack(form, codes, scales, form == FORM_K6 ? 0 : minima, integers, second, rows, groups, data);
     }
     struct matrix *m = legato_matrix(rows, groups, numbers(rows));
     legato_matrix_blocks(m, 0, num_blocks, form, data);
@@ -54,7 +58,7 @@ static void begin(float *x) {
 }
 
 // A prompt of 70 tokens and 30 decodes of its own positions; then logits and the likeliest tokens. The first one
-// decides which inputs are rounded twice, in matrices of both forms.
+// decides which inputs are rounded twice, in matrices of all forms.
 static int64_t computed(struct layer *layers, const struct matrix *head, float *result, int is_first) {
     static int64_t positions[TOKENS], slots[TOKENS], wanted[TOKENS], ids[TOKENS];
     static int32_t counts[TOKENS], context[TOKENS], tables[TOKENS * 8];
@@ -94,8 +98,8 @@ int main(int argc, char **argv) {
     srand(1);
     for (int l = 0; l < LAYERS; l++) {
         layers[l] = (struct layer){matrix((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, FORM_4),
-                                   matrix(HIDDEN, HEADS * DIM, FORM_8), matrix(2 * INNER, HIDDEN, FORM_8),
-                                   matrix(HIDDEN, INNER, FORM_4), 0, 0, 0, 0, l ? 40 : 0, 0, 0};
+                                   matrix(HIDDEN, HEADS * DIM, FORM_8), matrix(2 * INNER, HIDDEN, FORM_K4),
+                                   matrix(HIDDEN, INNER, FORM_K6), 0, 0, 0, 0, l ? 40 : 0, 0, 0};
         layers[l].keys = malloc(CACHE_BYTES), layers[l].values = malloc(CACHE_BYTES);
     }
     struct matrix *head = matrix(VOCABULARY, HIDDEN, FORM_8);

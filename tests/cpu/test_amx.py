@@ -70,7 +70,7 @@ def same_as_avx2(emulated: Library, monkeypatch: pytest.MonkeyPatch) -> Same:
     return compare
 
 
-@pytest.mark.parametrize("shape", [(17, 64), (100, 576), (80, 300)])
+@pytest.mark.parametrize("shape", [(17, 64), (100, 576), (80, 300), (40, 512)])
 def test_amx_has_the_products_of_avx2(same_as_avx2: Same, shape: tuple[int, int]) -> None:
     compare_products(same_as_avx2, shape)
 

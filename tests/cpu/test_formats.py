@@ -13,7 +13,7 @@ from legato.cpu.packed import rounded_to_8_bits
 from legato.modelfiles.gguf.file import GgmlType
 from legato.models.host import IN_TORCH, HostDecoder, on_host
 from legato.quantization import host
-from legato.quantization.affine import CODED, AffineGroups, read_codes
+from legato.quantization.affine import CODED, AffineGroups, KGroups, coded_like, read_codes
 from legato.quantization.gguf import dequantize
 from legato.quantization.host import HostWeight, TorchInt8Weight, host_weight
 from legato.quantization.matrix import ColumnGroups
@@ -49,9 +49,7 @@ def gguf_matrix(ggml_type: GgmlType, rows: int = 20) -> tuple[Matrix, torch.Tens
 def test_gguf_blocks_are_packed_as_they_are_or_rounded_to_8_bits(ggml_type: GgmlType) -> None:
     matrix, exact = gguf_matrix(ggml_type)
     found = stored(matrix)
-    if ggml_type == GgmlType.Q4_K:  # scales are products, rounded to half floats
-        torch.testing.assert_close(found, exact, rtol=1e-3, atol=float(exact.abs().max()) * 1e-3)
-    elif ggml_type in CODED and not isinstance(matrix, torch.Tensor):
+    if ggml_type in CODED and not isinstance(matrix, torch.Tensor):
         torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
     else:
         step = exact.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1) / 127
@@ -59,11 +57,34 @@ def test_gguf_blocks_are_packed_as_they_are_or_rounded_to_8_bits(ggml_type: Ggml
 
 
 def test_codes_have_the_values_of_the_decoded_blocks() -> None:
-    for ggml_type in (GgmlType.Q4_0, GgmlType.Q4_1):
+    types = {GgmlType.Q4_0: AffineGroups, GgmlType.Q4_1: AffineGroups, GgmlType.Q4_K: KGroups, GgmlType.Q6_K: KGroups}
+    for ggml_type, kind in types.items():
         matrix, exact = gguf_matrix(ggml_type)
-        assert isinstance(matrix, AffineGroups)
-        torch.testing.assert_close(matrix.values(torch.float32), exact, rtol=1e-6, atol=1e-6)
-        assert torch.equal(matrix.columns(32, 64).values(torch.float32), matrix.values(torch.float32)[:, 32:64])
+        assert isinstance(matrix, kind)
+        values, size = matrix.values(torch.float32), matrix.groups.size
+        torch.testing.assert_close(values, exact, rtol=1e-6, atol=1e-6)
+        assert torch.equal(matrix.columns(size, 2 * size).values(torch.float32), values[:, size : 2 * size])
+
+
+@pytest.mark.parametrize("ggml_type", CODED, ids=lambda ggml_type: ggml_type.name)
+def test_matrices_are_counted_as_they_are_read(ggml_type: GgmlType) -> None:
+    matrix, exact = gguf_matrix(ggml_type)
+    counted = coded_like(exact, ggml_type)
+    if counted is None:
+        assert ggml_type == GgmlType.Q8_0
+    else:
+        assert not isinstance(matrix, torch.Tensor)
+        assert (type(counted), counted.nbytes) == (type(matrix), matrix.nbytes)
+
+
+@needs_library
+def test_amx_gets_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = library()
+    assert found is not None
+    monkeypatch.setattr(found, "instruction_set", "amx")
+    for ggml_type, bits in ((GgmlType.Q6_K, 8), (GgmlType.Q4_K, 4)):
+        weight = host_weight([gguf_matrix(ggml_type)[0]])
+        assert isinstance(weight, HostWeight) and weight.kinds == [f"{bits}-bit, packed"]
 
 
 @needs_library

@@ -187,7 +187,7 @@ INLINE int64_t seen_by(const struct tile *t, int64_t row) {
     return MAX(0, MIN(t->count, t->seen + row / t->per_key));
 }
 
-INLINE void score_rows(const struct tile *t, int64_t dim, const float *const *queries, int64_t rows, int copied,
+static void score_rows(const struct tile *t, int64_t dim, const float *const *queries, int64_t rows, int copied,
                        int64_t count, float *scores) {
     int64_t vecs = CEIL(count, LANES);
     if (vecs % MIX_VECS > MIX_VECS / 2) vecs = CEIL(t->count, LANES);  // one by one they would take as long
@@ -203,7 +203,7 @@ INLINE void score_rows(const struct tile *t, int64_t dim, const float *const *qu
     }
 }
 
-INLINE void gather_rows(const struct tile *t, int64_t dim, const float *const *weights, int64_t rows, int copied,
+static void gather_rows(const struct tile *t, int64_t dim, const float *const *weights, int64_t rows, int copied,
                         int64_t count, float *mixed) {
     for (int64_t d = 0; d < dim; d += MIX_VECS * LANES) {
         const int64_t now = MIN(MIX_VECS, (dim - d) / LANES);
@@ -220,24 +220,15 @@ INLINE void gather_rows(const struct tile *t, int64_t dim, const float *const *w
     }
 }
 
-// scores [rows][KEY_TILE] of the keys of a tile. Rows of a tile that they do not see as a whole are taken a few at a
-// time, with the keys that these see.
-static void score(const struct tile *t, int64_t dim, const float *const *queries, int64_t rows, int copied,
-                  float *scores) {
+// Scores [rows][KEY_TILE] of the keys of a tile, or [rows][dim] += weights [rows][KEY_TILE] times its values, one key
+// after the other. Rows that do not see the tile as a whole are taken a few at a time, with the keys that these see.
+INLINE void by_rows(void (*work)(const struct tile *, int64_t, const float *const *, int64_t, int, int64_t, float *),
+                    const struct tile *t, int64_t dim, const float *const *a, int64_t rows, int copied, float *out,
+                    int64_t width) {
     const int64_t each = t->seen < t->count ? MIX_ROWS : rows;
     for (int64_t r = 0; r < rows; r += each) {
         const int64_t now = MIN(each, rows - r);
-        score_rows(t, dim, queries + r, now, copied, seen_by(t, r + now - 1), scores + r * KEY_TILE);
-    }
-}
-
-// mixed [rows][dim] += weights [rows][KEY_TILE] times the values of a tile, one key after the other.
-static void gather(const struct tile *t, int64_t dim, const float *const *weights, int64_t rows, int copied,
-                   float *mixed) {
-    const int64_t each = t->seen < t->count ? MIX_ROWS : rows;
-    for (int64_t r = 0; r < rows; r += each) {
-        const int64_t now = MIN(each, rows - r);
-        gather_rows(t, dim, weights + r, now, copied, seen_by(t, r + now - 1), mixed + r * dim);
+        work(t, dim, a + r, now, copied, seen_by(t, r + now - 1), out + r * width);
     }
 }
 
@@ -265,7 +256,7 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
         for (; at < end; at += KEY_TILE) {
             find_tile(a, kv_head, at, end, copied, &t);
             t.seen = first + 1 - at, t.per_key = per_key;
-            score(&t, dim, query_rows, rows, copied, scores);
+            by_rows(score_rows, &t, dim, query_rows, rows, copied, scores, KEY_TILE);
             for (int64_t r = 0; r < rows; r++) {
                 int64_t seen = first + r / per_key + 1 - at;
                 int64_t high = MAX(0, MIN(seen, KEY_TILE)), low = window ? MAX(0, MIN(seen - window, high)) : 0;
@@ -274,7 +265,7 @@ static void attend(const struct attention *a, int64_t kv_head, const float *quer
                     for (int64_t d = 0; d < dim; d += LANES)
                         vf_store(mixed + r * dim + d, vf_mul(vf_load(mixed + r * dim + d), vf_set1(factor)));
             }
-            gather(&t, dim, weight_rows, rows, copied, mixed);
+            by_rows(gather_rows, &t, dim, weight_rows, rows, copied, mixed, dim);
         }
         for (int64_t r = 0; r < rows; r++) {
             vf inverse = vf_set1(1.0f / sum[r]);

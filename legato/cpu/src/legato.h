@@ -6,8 +6,6 @@
 #define EXPORT __attribute__((visibility("default")))
 #define GROUP 32         // inputs that share a scale, of weights and of activations
 #define BLOCK_ROWS 16    // outputs that are stored interleaved: one per vector lane
-#define GROUP_BYTES_4 320  // of FORM_4
-#define BLOCK_BYTES(form, groups) ((form) == FORM_4 ? (groups) * GROUP_BYTES_4 : ((groups) * (512 + 32) + 63) / 64 * 64)
 #define KEY_TILE 64      // keys that attention scores at a time, at multiples of it in every sequence
 #define MAX_HEAD_DIM 256
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -19,7 +17,33 @@
 //           then 16 scales and 16 minima, half floats: weight = scale * code + minimum
 //   FORM_8: 8 x 64 bytes, byte 4 r + i of vector q has 128 plus input 4 q + i of row r;
 //           behind all groups 16 scales of each: weight = scale * (code - 128), codes 1 to 255
-enum form { FORM_4 = 4, FORM_8 = 8 };
+// By eight groups, as the K types of GGUF: 16 scales and 16 minima, half floats; of every group 32 int8; then codes:
+//   FORM_K4: codes as in FORM_4; of 16 rows the integers a, then b: weight = scale * a * code + minimum * b
+//   FORM_K6: the low halves of codes as in FORM_4, then their high bits in 2 x 64 bytes: byte 4 r + i of vector h has
+//            at 2 q those of input 16 h + 4 q + i; weight = scale * (a, of inputs from 16 on b) * (code - 32)
+enum form { FORM_4 = 4, FORM_8 = 8, FORM_K4 = 16 + 4, FORM_K6 = 16 + 6 };
+#define IS_K(form) ((form) & 16)
+#define HAS_MINIMA(form) (((form) & 15) == 4)
+#define K_HEADER 320  // bytes before the codes of eight groups
+#define CODE_BYTES(form) ((form) == FORM_8 ? 512 : (form) == FORM_K6 ? 384 : 256)
+#define K_BYTES(form) (K_HEADER + 8 * CODE_BYTES(form))
+// Calls a function that is compiled for each form, its first argument.
+#define FOR_FORM(form, function, ...)                                                           \
+    ((form) == FORM_4 ? function(FORM_4, __VA_ARGS__) : (form) == FORM_8 ? function(FORM_8, __VA_ARGS__) \
+     : (form) == FORM_K4 ? function(FORM_K4, __VA_ARGS__) : function(FORM_K6, __VA_ARGS__))
+
+// Where the codes of a group are in a block, and its scales: of K forms what is before eight groups.
+static inline int64_t codes_at(int form, int64_t group) {
+    if (IS_K(form)) return group / 8 * K_BYTES(form) + K_HEADER + group % 8 * CODE_BYTES(form);
+    return group * (form == FORM_4 ? 256 + 64 : 512);
+}
+static inline int64_t scales_at(int form, int64_t groups, int64_t group) {
+    if (IS_K(form)) return group / 8 * K_BYTES(form);
+    return form == FORM_4 ? codes_at(form, group) + 256 : groups * 512 + group * 32;
+}
+static inline int64_t block_bytes(int form, int64_t groups) {
+    return form == FORM_8 ? CEIL(groups * 544, 64) * 64 : form == FORM_4 ? groups * 320 : groups / 8 * K_BYTES(form);
+}
 
 struct block {
     const uint8_t *data;  // aligned to 64 bytes
@@ -43,8 +67,8 @@ struct quants {
     const int32_t *at;  // [groups + 1]
     int8_t *q;          // [rows][at[groups]][GROUP]
     float *scale;       // [rows][groups]
-    int32_t *base;      // [rows][groups], -128 times the sum of a group's inputs
-    float *shift;       // [rows][groups], scale times that sum
+    int32_t *base;      // [rows][groups][2], -128 times the sums of the halves of a group's inputs
+    float *shift;       // [rows][groups], scale times the sum of both
     float *by_16;       // [rows / 16][groups][2][16], scale and shift again, for kernels that take 16 rows at a time
 };
 

@@ -116,7 +116,7 @@ static int quants_for(struct quants_buffer *b, struct quants *x, int64_t rows, c
     x->groups = w->groups, x->at = w->at;
     x->q = at_least(&b->q, 2 * count * GROUP);
     x->scale = at_least(&b->scale, count * sizeof(float));
-    x->base = at_least(&b->base, count * sizeof(int32_t));
+    x->base = at_least(&b->base, 2 * count * sizeof(int32_t));
     x->shift = at_least(&b->shift, count * sizeof(float));
     x->by_16 = at_least(&b->by_16, 2 * count * sizeof(float));
     return x->q && x->scale && x->shift && x->base && x->by_16;
@@ -124,7 +124,7 @@ static int quants_for(struct quants_buffer *b, struct quants *x, int64_t rows, c
 
 // ---------------------------------------------------------------------------------------------------------- pieces
 
-#define PIECES_PER_THREAD 6
+#define PIECES_PER_THREAD 12
 
 // Work on `units` by `rows`, cut into pieces: some units of some rows each.
 struct plan {

@@ -25,21 +25,14 @@ static uint16_t half_above(float value) {
     return half;
 }
 
-EXPORT int64_t legato_block_bytes(int form, int64_t groups) {
-    return BLOCK_BYTES(form, groups);
-}
-
-// Where the codes and the scales of a group are in a block.
-static int64_t codes_at(int form, int64_t group) { return group * (form == FORM_4 ? GROUP_BYTES_4 : 512); }
-static int64_t scales_at(int form, int64_t groups, int64_t group) {
-    return form == FORM_4 ? group * GROUP_BYTES_4 + 256 : groups * 512 + group * 32;
-}
+EXPORT int64_t legato_block_bytes(int form, int64_t groups) { return block_bytes(form, groups); }
 
 struct packing {
     int form;
     int64_t rows, groups, in_features;
     const uint8_t *codes;
     const uint16_t *scales, *minima;
+    const int8_t *integers[2];
     const float *dense;
     uint8_t *out;
 };
@@ -54,6 +47,20 @@ static void put_group_8(const struct packing *p, uint8_t *out, uint16_t *scales,
     int64_t at = row * p->groups + g;
     for (int i = 0; i < GROUP; i++) out[i / 4 * 64 + 4 * r + i % 4] = p->codes[at * GROUP + i] ^ 0x80;
     scales[r] = p->scales[at];
+}
+
+static void put_group_k(const struct packing *p, uint8_t *out, uint16_t *scales, int64_t r, int64_t row, int64_t g) {
+    int64_t at = row * p->groups + g;
+    int8_t *integers = (int8_t *)scales + 64 + g % 8 * 32 + r;
+    scales[r] = p->scales[at / 8], scales[BLOCK_ROWS + r] = p->minima ? p->minima[at / 8] : 0;
+    integers[0] = p->integers[0][at], integers[BLOCK_ROWS] = p->integers[1][at];
+    for (int i = 0; i < 16; i++) {
+        const uint8_t *code = p->codes + (p->form == FORM_K4 ? at * 16 : at * GROUP) + i;
+        uint8_t *pair = out + i / 4 * 64 + 4 * r + i % 4, *high = out + 256 + 4 * r + i % 4;
+        *pair = p->form == FORM_K4 ? *code : (code[0] & 15) | (uint8_t)(code[16] << 4);
+        for (int half = 0; half < 2 && p->form == FORM_K6; half++)
+            high[64 * half] |= (uint8_t)(code[16 * half] >> 4 << i / 4 * 2);
+    }
 }
 
 static void put_dense(const struct packing *p, uint8_t *out, uint16_t *scales, int64_t r, int64_t row, int64_t g) {
@@ -74,32 +81,28 @@ static void put_dense(const struct packing *p, uint8_t *out, uint16_t *scales, i
 
 static void pack_block(void *context, int64_t b) {
     const struct packing *p = context;
-    const int64_t size = legato_block_bytes(p->form, p->groups);
+    const int64_t size = block_bytes(p->form, p->groups);
     uint8_t *out = p->out + b * size;
     memset(out, 0, (size_t)size);  // rows that are not there have scale 0
     for (int64_t r = 0; r < BLOCK_ROWS && b * BLOCK_ROWS + r < p->rows; r++)
         for (int64_t g = 0; g < p->groups; g++)
-            (p->dense ? put_dense : p->form == FORM_4 ? put_group_4 : put_group_8)(
+            (p->dense ? put_dense : IS_K(p->form) ? put_group_k : p->form == FORM_4 ? put_group_4 : put_group_8)(
                 p, out + codes_at(p->form, g), (uint16_t *)(out + scales_at(p->form, p->groups, g)), r,
                 b * BLOCK_ROWS + r, g);
 }
 
-// codes [rows][groups * 16], low halves of a group before high ones; scales and minima [rows][groups], half floats.
-EXPORT void legato_pack_4(const uint8_t *codes, const uint16_t *scales, const uint16_t *minima, int64_t rows,
-                          int64_t groups, uint8_t *out) {
-    struct packing p = {FORM_4, rows, groups, groups * GROUP, codes, scales, minima, 0, out};
-    pool_run(pack_block, &p, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
-}
-
-// codes [rows][groups * 32] int8 without -128; scales [rows][groups], half floats.
-EXPORT void legato_pack_8(const uint8_t *codes, const uint16_t *scales, int64_t rows, int64_t groups, uint8_t *out) {
-    struct packing p = {FORM_8, rows, groups, groups * GROUP, codes, scales, 0, 0, out};
-    pool_run(pack_block, &p, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
+// Codes with 4 bits are [rows][groups * 16], low halves of a group before high ones, others [rows][groups * 32]: below
+// 64, or int8 without -128. Scales and minima, which only 4 bits have, are [rows][groups] half floats; of K forms
+// [rows][groups / 8], with integers [rows][groups].
+EXPORT void legato_pack(int form, const uint8_t *codes, const uint16_t *scales, const uint16_t *minima,
+                        const int8_t *first, const int8_t *second, int64_t rows, int64_t groups, uint8_t *out) {
+    struct packing p = {form, rows, groups, groups * GROUP, codes, scales, minima, {first, second}, 0, out};
+    pool_run(pack_block, &p, CEIL(rows, BLOCK_ROWS));
 }
 
 // dense [rows][in_features], quantized to 8 bits.
 EXPORT void legato_pack_dense(const float *dense, int64_t rows, int64_t in_features, uint8_t *out) {
-    struct packing p = {FORM_8, rows, (in_features + GROUP - 1) / GROUP, in_features, 0, 0, 0, dense, out};
+    struct packing p = {FORM_8, rows, (in_features + GROUP - 1) / GROUP, in_features, 0, 0, 0, {0}, dense, out};
     pool_run(pack_block, &p, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
 }
 
@@ -117,7 +120,7 @@ EXPORT struct matrix *legato_matrix(int64_t rows, int64_t groups, const float *b
 // Blocks [first, first + count), packed one behind the other in `data`, which must outlive the matrix.
 EXPORT void legato_matrix_blocks(struct matrix *m, int64_t first, int64_t count, int form, const uint8_t *data) {
     for (int64_t b = 0; b < count; b++)
-        m->blocks[first + b] = (struct block){data + b * legato_block_bytes(form, m->groups), form};
+        m->blocks[first + b] = (struct block){data + b * block_bytes(form, m->groups), form};
 }
 
 EXPORT void legato_matrix_free(struct matrix *m) { free(m); }
@@ -127,14 +130,19 @@ static void unpack(const struct matrix *m, int64_t row, int64_t in_features, flo
     const struct block *b = &m->blocks[row / BLOCK_ROWS];
     const int64_t r = row % BLOCK_ROWS;
     for (int64_t k = 0; k < in_features; k++) {
-        int64_t g = k / GROUP, i = k % GROUP;
+        int64_t g = k / GROUP, i = k % GROUP, at = i % 16 / 4 * 64 + 4 * r + i % 4;
         const uint8_t *codes = b->data + codes_at(b->form, g);
         const uint16_t *scales = (const uint16_t *)(b->data + scales_at(b->form, m->groups, g));
-        if (b->form == FORM_4) {
-            uint8_t byte = codes[i % 16 / 4 * 64 + 4 * r + i % 4];
-            out[k] = from_half(scales[r]) * (i < 16 ? byte & 15 : byte >> 4) + from_half(scales[BLOCK_ROWS + r]);
-        } else {
-            out[k] = from_half(scales[r]) * (codes[i / 4 * 64 + 4 * r + i % 4] - 128);
+        const int8_t *integers = (const int8_t *)scales + 64 + g % 8 * 32 + r;  // of K forms
+        float scale = from_half(scales[r]);
+        int code = i < 16 ? codes[at] & 15 : codes[at] >> 4;
+        if (b->form == FORM_8) out[k] = scale * (codes[i / 4 * 64 + 4 * r + i % 4] - 128);
+        if (b->form == FORM_4) out[k] = scale * code + from_half(scales[BLOCK_ROWS + r]);
+        if (b->form == FORM_K4)
+            out[k] = scale * integers[0] * code + from_half(scales[BLOCK_ROWS + r]) * integers[BLOCK_ROWS];
+        if (b->form == FORM_K6) {
+            code |= (codes[256 + i / 16 * 64 + 4 * r + i % 4] >> i % 16 / 4 * 2 & 3) << 4;
+            out[k] = scale * integers[i / 16 * BLOCK_ROWS] * (code - 32);
         }
     }
 }

@@ -1,8 +1,10 @@
 // Threads that are good neighbours: they spin for some microseconds, then sleep, and take work one piece at a time.
+// Each begins with pieces next to each other, since one brings in the weights of the next, and then helps others.
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #include "legato.h"
@@ -12,25 +14,31 @@
 #define WORKER_SPIN_NS 60000
 #define CALLER_SPIN_NS 20000
 
+// Pieces of a job that nobody has taken: its number, the first piece and the end. One word: who takes a piece knows
+// that function and context are those of the job.
+#define WORD(job, first, end) ((uint64_t)(job) << 36 | (uint64_t)(first) << 18 | (uint64_t)(end))
+#define FIRST(word) ((word) >> 18 & MOST_PIECES)
+#define END(word) ((word)&MOST_PIECES)
+#define MOST_PIECES 0x3ffff
+
+struct queue {
+    _Alignas(64) _Atomic(uint64_t) word;
+};
+
 static struct {
-    int num_threads;  // with the caller
+    int num_threads;        // with the caller, which is the first
+    struct queue *queues;   // one for each
     pthread_mutex_t caller;  // held by the one thread that hands out work
     pthread_mutex_t mutex;
     pthread_cond_t work_there, all_done;
-    // The number of the job above, the pieces of it that nobody has taken below. One word: who takes a piece knows
-    // that function and context are those of the job.
-    _Alignas(64) atomic_uint_fast64_t ticket;
+    _Alignas(64) _Atomic(uint64_t) job;
     _Alignas(64) atomic_int_fast64_t unfinished;
     atomic_int sleepers, caller_sleeps;
     // Of the newest job. Who reads them while it is replaced gets no piece of the old one, because that has none left.
     _Atomic(work *) function;
     _Atomic(void *) context;
-    atomic_int_fast64_t count;
-} pool = {1, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER,
-          PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0, 0, 0};
-
-#define PIECES(ticket) ((ticket) & 0xffffffffu)
-#define JOB(ticket) ((ticket) >> 32)
+} pool = {1, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER,
+          PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0, 0};
 
 static void relax(void) {
 #if defined(__x86_64__)
@@ -46,41 +54,45 @@ static int64_t now_ns(void) {
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-static void take_pieces(void) {
-    uint_fast64_t ticket = atomic_load(&pool.ticket);
-    while (PIECES(ticket)) {
+// Of one queue: our own from the front, those of others from behind.
+static void take_pieces_of(struct queue *queue, int is_ours) {
+    uint64_t word = atomic_load(&queue->word);
+    while (FIRST(word) < END(word)) {
         work *function = atomic_load_explicit(&pool.function, memory_order_relaxed);
         void *context = atomic_load_explicit(&pool.context, memory_order_relaxed);
-        int64_t count = atomic_load_explicit(&pool.count, memory_order_relaxed);
-        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - 1)) continue;
-        function(context, count - (int64_t)PIECES(ticket));
+        int64_t piece = is_ours ? FIRST(word) : END(word) - 1;
+        if (!atomic_compare_exchange_weak(&queue->word, &word, is_ours ? word + WORD(0, 1, 0) : word - 1)) continue;
+        function(context, piece);
         if (atomic_fetch_sub(&pool.unfinished, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
             pthread_mutex_lock(&pool.mutex);
             pthread_cond_signal(&pool.all_done);
             pthread_mutex_unlock(&pool.mutex);
         }
-        ticket = atomic_load(&pool.ticket);
+        word = atomic_load(&queue->word);
     }
 }
 
-static void *worker(void *unused) {
-    uint_fast64_t seen = 0;
+static void take_pieces(int64_t own) {
+    for (int i = 0; i < pool.num_threads; i++) take_pieces_of(&pool.queues[(own + i) % pool.num_threads], !i);
+}
+
+static void *worker(void *number) {
+    uint64_t seen = 0;
     for (;;) {
         int64_t until = now_ns() + WORKER_SPIN_NS;
-        while (JOB(atomic_load_explicit(&pool.ticket, memory_order_relaxed)) == seen) {
-            for (int i = 0; i < 32 && JOB(atomic_load_explicit(&pool.ticket, memory_order_relaxed)) == seen; i++)
-                relax();
+        while (atomic_load_explicit(&pool.job, memory_order_relaxed) == seen) {
+            for (int i = 0; i < 32 && atomic_load_explicit(&pool.job, memory_order_relaxed) == seen; i++) relax();
             if (now_ns() < until) continue;
             pthread_mutex_lock(&pool.mutex);
             atomic_fetch_add(&pool.sleepers, 1);
-            while (JOB(atomic_load(&pool.ticket)) == seen) pthread_cond_wait(&pool.work_there, &pool.mutex);
+            while (atomic_load(&pool.job) == seen) pthread_cond_wait(&pool.work_there, &pool.mutex);
             atomic_fetch_sub(&pool.sleepers, 1);
             pthread_mutex_unlock(&pool.mutex);
         }
-        seen = JOB(atomic_load(&pool.ticket));
-        take_pieces();
+        seen = atomic_load(&pool.job);
+        take_pieces((intptr_t)number);
     }
-    return unused;
+    return 0;
 }
 
 static void wait_for_all(void) {
@@ -98,21 +110,23 @@ static void wait_for_all(void) {
 }
 
 void pool_run(work *function, void *context, int64_t count) {
-    if (count <= 1 || pool.num_threads == 1 || pthread_mutex_trylock(&pool.caller)) {
+    if (count <= 1 || count > MOST_PIECES || pool.num_threads == 1 || pthread_mutex_trylock(&pool.caller)) {
         for (int64_t piece = 0; piece < count; piece++) function(context, piece);
         return;
     }
     atomic_store_explicit(&pool.function, function, memory_order_relaxed);
     atomic_store_explicit(&pool.context, context, memory_order_relaxed);
-    atomic_store_explicit(&pool.count, count, memory_order_relaxed);
     atomic_store(&pool.unfinished, count);
-    atomic_store(&pool.ticket, (JOB(atomic_load(&pool.ticket)) + 1) << 32 | (uint_fast64_t)count);
+    const uint64_t job = atomic_load(&pool.job) + 1;
+    for (int64_t t = 0; t < pool.num_threads; t++)
+        atomic_store(&pool.queues[t].word, WORD(job, count * t / pool.num_threads, count * (t + 1) / pool.num_threads));
+    atomic_store(&pool.job, job);
     if (atomic_load(&pool.sleepers)) {
         pthread_mutex_lock(&pool.mutex);
         pthread_cond_broadcast(&pool.work_there);
         pthread_mutex_unlock(&pool.mutex);
     }
-    take_pieces();
+    take_pieces(0);
     wait_for_all();
     pthread_mutex_unlock(&pool.caller);
 }
@@ -129,8 +143,9 @@ static void in_child(void) {
 EXPORT int legato_start_threads(int count) {
     static int started;
     pthread_mutex_lock(&pool.caller);
-    if (!started) {
+    if (!started && (pool.queues = aligned_alloc(64, (size_t)MAX(count, 1) * sizeof *pool.queues))) {
         started = 1;
+        memset(pool.queues, 0, (size_t)MAX(count, 1) * sizeof *pool.queues);
         pthread_atfork(0, 0, in_child);
         pthread_attr_t attributes;
         pthread_attr_init(&attributes);
@@ -138,7 +153,7 @@ EXPORT int legato_start_threads(int count) {
         pthread_attr_setstacksize(&attributes, 4 << 20);
         while (pool.num_threads < count) {
             pthread_t thread;
-            if (pthread_create(&thread, &attributes, worker, 0)) break;
+            if (pthread_create(&thread, &attributes, worker, (void *)(intptr_t)pool.num_threads)) break;
             pool.num_threads++;
         }
     }

@@ -15,8 +15,8 @@
 
 // ---------------------------------------------------------------------------------------------------- quantization
 
-// Codes of a group times `factor`, where the next ones of its row go. Returns their sum.
-INLINE int32_t put_codes(vf *a, vf *b, float factor, float scale, int8_t *q) {
+// Codes of a group times `factor`, where the next ones of its row go. Adds to 256 times the sums of its halves.
+INLINE void put_codes(vf *a, vf *b, float factor, float scale, int8_t *q, int32_t sums[2]) {
     // Of what rounding leaves a code could be 128, and -128 has no absolute value in a byte.
     const vf most = vf_set1(127.0f), least = vf_set1(-127.0f);
     vi first = vi_from_f(vf_max(vf_min(vf_mul(*a, vf_set1(factor)), most), least));
@@ -25,7 +25,7 @@ INLINE int32_t put_codes(vf *a, vf *b, float factor, float scale, int8_t *q) {
     vi_store_i8(q + LANES, second);
     *a = vf_fma(vf_from_i(first), vf_set1(-scale), *a);
     *b = vf_fma(vf_from_i(second), vf_set1(-scale), *b);
-    return vi_sum(vi_add(first, second));
+    sums[0] = 256 * sums[0] + vi_sum(first), sums[1] = 256 * sums[1] + vi_sum(second);
 }
 
 // If a number is not finite the scale is NaN, and so is the result.
@@ -36,14 +36,15 @@ INLINE void quantize_group(vf a, vf b, struct quants *out, int64_t row, int64_t 
     float check = vf_sum(vf_mul(vf_add(a, b), vf_set1(0.0f)));
     float scale = most * (1.0f / 127.0f) + check;
     float factor = most > 1e-30f && most < 1e30f ? 127.0f / most : 0.0f;
-    int32_t sum = put_codes(&a, &b, factor, scale, q);
+    int32_t sums[2] = {0, 0};
+    put_codes(&a, &b, factor, scale, q, sums);
     if (out->at[group + 1] - out->at[group] == 2) {
-        sum = 256 * sum + put_codes(&a, &b, 256.0f * factor, scale, q + GROUP);
+        put_codes(&a, &b, 256.0f * factor, scale, q + GROUP, sums);
         scale *= 1.0f / 256.0f;
     }
     out->scale[at] = scale;
-    out->base[at] = -128 * sum;
-    out->shift[at] = scale * (float)sum;
+    out->base[2 * at] = -128 * sums[0], out->base[2 * at + 1] = -128 * sums[1];
+    out->shift[at] = scale * (float)(sums[0] + sums[1]);
     if (BY_16) {
         float *to = out->by_16 + (row / 16 * out->groups + group) * 32 + row % 16;
         to[0] = scale, to[16] = out->shift[at];
@@ -88,97 +89,84 @@ static void norm(const float *x, const float *weight, float eps, int64_t m0, int
 
 // -------------------------------------------------------------------------------------------------------- products
 
+// Vectors i and 4 + i of the eight of a group: inputs from 4 i and from 16 + 4 i on.
+INLINE void weights_at(const uint8_t *w, const int form, int i, vb *first, vb *second) {
+    vb codes = vb_load(w + 64 * i);
+    *first = form == FORM_8 ? codes : vb_low(codes);
+    *second = form == FORM_8 ? vb_load(w + 256 + 64 * i) : vb_high(codes);
+    if (form == FORM_K6) *first = vb_six(*first, vb_load(w + 256), i), *second = vb_six(*second, vb_load(w + 320), i);
+}
+
+// Scales of a group's inputs, and its minima, or of FORM_K6 the scales of its second half.
+INLINE void factors_at(const struct block *block, const int form, int64_t groups, int64_t g, vf *first, vf *second) {
+    const uint16_t *scales = (const uint16_t *)(block->data + scales_at(form, groups, g));
+    const int8_t *integers = (const int8_t *)scales + 64 + g % 8 * 32;
+    *first = vf_load_half(scales);
+    *second = HAS_MINIMA(form) ? vf_load_half(scales + LANES) : *first;
+    if (!IS_K(form)) return;
+    *first = vf_mul(*first, vf_load_i8(integers)), *second = vf_mul(*second, vf_load_i8(integers + LANES));
+}
+
 // out[r][0 .. 16 B) = of R rows and B blocks. Of every group first the integer sums, then the floats, in the order of
 // the groups; where inputs were rounded twice there are two sums, the first 256 times. `ahead` is how far behind the
 // weights those are that come next: asked for early, also beyond the end.
-INLINE void tile_4(const struct block *blocks, const struct quants *x, int64_t row, const int R, const int B,
-                   int64_t ahead, float *out, int64_t stride) {
+INLINE void tile(const struct block *blocks, const int form, const struct quants *x, int64_t row, const int R,
+                 const int B, int64_t ahead, float *out, int64_t stride) {
     const int64_t groups = x->groups, width = x->at[groups] * GROUP;
+    const int in_4 = HAS_MINIMA(form), in_halves = form == FORM_K6;
     const int8_t *q = x->q + row * width;
     const float *scale = x->scale + row * groups, *shift = x->shift + row * groups;
-    const uint8_t *w[TILE_BLOCKS];
+    const int32_t *base = x->base + row * groups * 2;
     vf acc[TILE_ROWS][TILE_BLOCKS];
-    for (int b = 0; b < B; b++) w[b] = blocks[b].data;
     for (int r = 0; r < R; r++)
         for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
     for (int64_t g = 0; g < groups; g++) {
-        u4_acc sums[TILE_ROWS][TILE_BLOCKS];
+        u4_acc sums_4[TILE_ROWS][TILE_BLOCKS];
+        u8_acc sums_8[TILE_ROWS][TILE_BLOCKS][2];
+        const uint8_t *w[TILE_BLOCKS];
+        for (int b = 0; b < B; b++) {
+            w[b] = blocks[b].data + codes_at(form, g);
+            for (int i = 0; i < CODE_BYTES(form); i += 64) PREFETCH(w[b] + ahead + i);
+            PREFETCH(blocks[b].data + ahead + scales_at(form, groups, g) + (IS_K(form) ? g % 8 * 40 : 0));
+        }
         for (int r = 0; r < R; r++)
-            for (int b = 0; b < B; b++) sums[r][b] = u4_begin();
+            for (int b = 0; b < B; b++)
+                sums_4[r][b] = u4_begin(), sums_8[r][b][0] = sums_8[r][b][1] = u8_begin();
         for (int left = x->at[g + 1] - x->at[g];; q += GROUP) {
             for (int i = 0; i < 4; i++) {
-                vb low[TILE_BLOCKS], high[TILE_BLOCKS];
-                for (int b = 0; b < B; b++) {
-                    vb codes = vb_load(w[b] + 64 * i);
-                    low[b] = vb_low(codes), high[b] = vb_high(codes);
-                    PREFETCH(w[b] + ahead + 64 * i);
-                }
+                vb first[TILE_BLOCKS], second[TILE_BLOCKS];
+                for (int b = 0; b < B; b++) weights_at(w[b], form, i, &first[b], &second[b]);
                 for (int r = 0; r < R; r++) {
-                    inputs first = inputs_at(q + r * width + 4 * i), second = inputs_at(q + r * width + 16 + 4 * i);
-                    for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], low[b], first);
-                    for (int b = 0; b < B; b++) sums[r][b] = dot_u4(sums[r][b], high[b], second);
+                    inputs a = inputs_at(q + r * width + 4 * i), c = inputs_at(q + r * width + 16 + 4 * i);
+                    for (int b = 0; b < B; b++)
+                        if (in_4) sums_4[r][b] = dot_u4(sums_4[r][b], first[b], a);
+                        else sums_8[r][b][0] = dot_u8(sums_8[r][b][0], first[b], a);
+                    for (int b = 0; b < B; b++)
+                        if (in_4) sums_4[r][b] = dot_u4(sums_4[r][b], second[b], c);
+                        else sums_8[r][b][in_halves] = dot_u8(sums_8[r][b][in_halves], second[b], c);
                 }
             }
             if (!--left) break;
             for (int r = 0; r < R; r++)
-                for (int b = 0; b < B; b++) sums[r][b] = u4_times_256(sums[r][b]);
+                for (int b = 0; b < B; b++) {
+                    sums_4[r][b] = u4_times_256(sums_4[r][b]);
+                    for (int h = 0; h < 2; h++) sums_8[r][b][h] = u8_times_256(sums_8[r][b][h]);
+                }
         }
         q += GROUP;
         for (int b = 0; b < B; b++) {
-            PREFETCH(w[b] + ahead + 256);
-            vf by = vf_load_half((const uint16_t *)(w[b] + 256));
-            vf least = vf_load_half((const uint16_t *)(w[b] + 256) + LANES);
+            vf by, other;
+            factors_at(&blocks[b], form, groups, g, &by, &other);
             for (int r = 0; r < R; r++) {
-                vf factor = vf_mul(by, vf_set1(scale[r * groups + g]));
-                acc[r][b] = vf_fma(vf_from_i(u4_sum(sums[r][b])), factor, acc[r][b]);
-                acc[r][b] = vf_fma(least, vf_set1(shift[r * groups + g]), acc[r][b]);
+                const int64_t at = r * groups + g;
+                const vf times = vf_set1(scale[at]);
+                const int32_t low = base[2 * at], high = base[2 * at + 1];
+                vi sum = in_4 ? u4_sum(sums_4[r][b]) : u8_sum(sums_8[r][b][0], in_halves ? low : low + high);
+                acc[r][b] = vf_fma(vf_from_i(sum), vf_mul(by, times), acc[r][b]);
+                if (in_4) acc[r][b] = vf_fma(other, vf_set1(shift[at]), acc[r][b]);
+                if (in_halves)
+                    acc[r][b] = vf_fma(vf_from_i(u8_sum(sums_8[r][b][1], high)), vf_mul(other, times), acc[r][b]);
             }
-            w[b] += GROUP_BYTES_4;
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) vf_store(out + r * stride + b * LANES, acc[r][b]);
-}
-
-INLINE void tile_8(const struct block *blocks, const struct quants *x, int64_t row, const int R, const int B,
-                   int64_t ahead, float *out, int64_t stride) {
-    const int64_t groups = x->groups, width = x->at[groups] * GROUP;
-    const int8_t *q = x->q + row * width;
-    const float *scale = x->scale + row * groups;
-    const int32_t *base = x->base + row * groups;
-    const uint8_t *w[TILE_BLOCKS];
-    vf acc[TILE_ROWS][TILE_BLOCKS];
-    for (int b = 0; b < B; b++) w[b] = blocks[b].data;
-    for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
-    for (int64_t g = 0; g < groups; g++) {
-        const int parts = x->at[g + 1] - x->at[g];
-        u8_acc sums[TILE_ROWS][TILE_BLOCKS];
-        for (int r = 0; r < R; r++)
-            for (int b = 0; b < B; b++) sums[r][b] = u8_begin();
-        for (int part = 0; part < parts; part++, q += GROUP) {
-            if (part)
-                for (int r = 0; r < R; r++)
-                    for (int b = 0; b < B; b++) sums[r][b] = u8_times_256(sums[r][b]);
-            for (int i = 0; i < 8; i++) {
-                vb codes[TILE_BLOCKS];
-                for (int b = 0; b < B; b++) {
-                    codes[b] = vb_load(w[b] + 64 * i);
-                    PREFETCH(w[b] + ahead + 64 * i);
-                }
-                for (int r = 0; r < R; r++) {
-                    inputs four = inputs_at(q + r * width + 4 * i);
-                    for (int b = 0; b < B; b++) sums[r][b] = dot_u8(sums[r][b], codes[b], four);
-                }
-            }
-        }
-        for (int b = 0; b < B; b++) {
-            vf by = vf_load_half((const uint16_t *)(blocks[b].data + groups * 512) + g * LANES);
-            for (int r = 0; r < R; r++) {
-                vf factor = vf_mul(by, vf_set1(scale[r * groups + g]));
-                acc[r][b] = vf_fma(vf_from_i(u8_sum(sums[r][b], base[r * groups + g])), factor, acc[r][b]);
-            }
-            w[b] += 512;
         }
     }
     for (int r = 0; r < R; r++)
@@ -186,12 +174,11 @@ INLINE void tile_8(const struct block *blocks, const struct quants *x, int64_t r
 }
 
 // 16 B outputs of `count` rows of quants, of blocks of one form. The first tile brings in the weights of the next ones.
-INLINE void tiles(const struct block *blocks, const int B, const struct quants *x, int64_t row, int64_t count,
-                  float *out, int64_t stride) {
-    int64_t ahead = B * BLOCK_BYTES(blocks->form, x->groups);
-#define TILE(R)                                                                            \
-    if (blocks->form == FORM_4) tile_4(blocks, x, row, R, B, ahead, out, stride);          \
-    else tile_8(blocks, x, row, R, B, ahead, out, stride);                                 \
+INLINE void tiles(const int form, const struct block *blocks, const int B, const struct quants *x, int64_t row,
+                  int64_t count, float *out, int64_t stride) {
+    int64_t ahead = B * block_bytes(form, x->groups);
+#define TILE(R)                                                    \
+    tile(blocks, form, x, row, R, B, ahead, out, stride);          \
     count -= R, row += R, out += R * stride, ahead = 0
     while (count >= TILE_ROWS) { TILE(TILE_ROWS); }
 #if TILE_ROWS > 4
@@ -219,10 +206,12 @@ static void pair_rows(const struct block *blocks, int64_t num_blocks, const stru
     const int64_t done = sixteens(blocks, num_blocks, x, row, count, out, stride);
     row += done, count -= done, out += done * stride;
 #endif
-    if (TILE_BLOCKS > 1 && num_blocks > 1 && blocks[0].form == blocks[1].form)
-        tiles(blocks, TILE_BLOCKS, x, row, count, out, stride);
+    const int has_room = blocks->form != FORM_K6 || count < 4;  // which has two sums of everything
+    if (TILE_BLOCKS > 1 && num_blocks > 1 && blocks[0].form == blocks[1].form && has_room)
+        FOR_FORM(blocks->form, tiles, blocks, TILE_BLOCKS, x, row, count, out, stride);
     else
-        for (int64_t b = 0; b < num_blocks; b++) tiles(blocks + b, 1, x, row, count, out + b * LANES, stride);
+        for (int64_t b = 0; b < num_blocks; b++)
+            FOR_FORM(blocks[b].form, tiles, blocks + b, 1, x, row, count, out + b * LANES, stride);
 }
 
 // Of one block: out[m][n] = or += sums + bias.

@@ -24,20 +24,15 @@ INLINE void end_tiles(int64_t rows) {
     if (rows >= FEWEST_ROWS) _tile_release();
 }
 
-// Codes of some groups of a block as signed bytes, in the order of FORM_8.
-INLINE void unpack_groups(const uint8_t *w, int form, int64_t count, uint8_t *out) {
-    for (int64_t g = 0; g < count; g++, out += 512)
-        if (form == FORM_4) {
-            for (int i = 0; i < 256; i += 64) {
-                vb codes = vb_load(w + i);
-                _mm512_store_si512(out + i, vb_low(codes));
-                _mm512_store_si512(out + 256 + i, vb_high(codes));
-            }
-            w += GROUP_BYTES_4;
-        } else {
-            for (int i = 0; i < 512; i += 64)
-                _mm512_store_si512(out + i, _mm512_xor_si512(vb_load(w + i), _mm512_set1_epi8(-128)));
-            w += 512;
+// Codes of groups [g0, g1) of a block as signed bytes, in the order of FORM_8.
+INLINE void unpack_groups(const int form, const struct block *block, int64_t g0, int64_t g1, uint8_t *out) {
+    const vb sign = form == FORM_8 ? _mm512_set1_epi8(-128) : _mm512_setzero_si512();
+    for (int64_t g = g0; g < g1; g++, out += 512)
+        for (int i = 0; i < 4; i++) {
+            vb first, second;
+            weights_at(block->data + codes_at(form, g), form, i, &first, &second);
+            _mm512_store_si512(out + 64 * i, _mm512_xor_si512(first, sign));
+            _mm512_store_si512(out + 256 + 64 * i, _mm512_xor_si512(second, sign));
         }
 }
 
@@ -75,24 +70,21 @@ INLINE void join_parts(const struct quants *x, int64_t g0, int64_t g1, int32_t (
 }
 
 // out[16 rows][16 outputs] = or, behind the first group, += groups [g0, g1) of a block, given their sums. The float
-// operations are those of tile_4 and tile_8.
-INLINE void add_groups(const struct block *block, const int form, const struct quants *x, int64_t row, int64_t g0,
+// operations are those of `tile`.
+INLINE void add_groups(const int form, const struct block *block, const struct quants *x, int64_t row, int64_t g0,
                        int64_t g1, int32_t (*sums)[256], int64_t ahead, float *out, int64_t stride) {
-    const int64_t size = form == FORM_4 ? GROUP_BYTES_4 : 512;
-    const uint8_t *w = block->data + g0 * size;
-    const uint16_t *by_8 = (const uint16_t *)(block->data + x->groups * 512);
     const float *scale = x->by_16 + (row / 16 * x->groups + g0) * 32, *shift = scale + 16;
     vf acc[16];
     for (int r = 0; r < 16; r++) acc[r] = g0 ? vf_load(out + r * stride) : vf_set1(0.0f);
-    for (int64_t g = g0; g < g1; g++, w += size, scale += 32, shift += 32) {
+    for (int64_t g = g0; g < g1; g++, scale += 32, shift += 32) {
         const int32_t *sum = sums[x->at[g + 1] - x->at[g0] - 1];
-        const uint16_t *by_at = form == FORM_4 ? (const uint16_t *)(w + 256) : by_8 + g * LANES;
-        const vf by = vf_load_half(by_at), least = form == FORM_4 ? vf_load_half(by_at + LANES) : by;
-        for (int i = 0; i < size; i += 64) PREFETCH(w + ahead + i);
+        vf by, least;
+        factors_at(block, form, x->groups, g, &by, &least);
+        for (int i = 0; i <= CODE_BYTES(form); i += 64) PREFETCH(block->data + codes_at(form, g) + ahead + i);
         for (int r = 0; r < 16; r++) {
             vf factor = vf_mul(by, vf_set1(scale[r]));
             acc[r] = vf_fma(vf_from_i(_mm512_load_si512(sum + 16 * r)), factor, acc[r]);
-            if (form == FORM_4) acc[r] = vf_fma(least, vf_set1(shift[r]), acc[r]);
+            if (HAS_MINIMA(form)) acc[r] = vf_fma(least, vf_set1(shift[r]), acc[r]);
         }
     }
     for (int r = 0; r < 16; r++) vf_store(out + r * stride, acc[r]);
@@ -106,24 +98,21 @@ static int64_t sixteens(const struct block *blocks, int64_t num_blocks, const st
     uint8_t weights[2][GROUPS_AT_ONCE * 512] __attribute__((aligned(64)));
     int32_t sums[2][2 * GROUPS_AT_ONCE][256] __attribute__((aligned(64)));
     const int64_t groups = x->groups, tiles = count < FEWEST_ROWS ? 0 : (count + 16 - FEWEST_LEFT) / 16;
+    for (int64_t b = 0; b < num_blocks; b++)
+        if (blocks[b].form == FORM_K6) return 0;  // its halves have scales of their own
     for (int64_t g = 0; tiles && g < groups; g += GROUPS_AT_ONCE) {
         const int64_t end = MIN(g + GROUPS_AT_ONCE, groups);
-        for (int64_t b = 0; b < num_blocks; b++) {
-            const int form = blocks[b].form;
-            unpack_groups(blocks[b].data + g * (form == FORM_4 ? GROUP_BYTES_4 : 512), form, end - g, weights[b]);
-        }
+        for (int64_t b = 0; b < num_blocks; b++)
+            FOR_FORM(blocks[b].form, unpack_groups, &blocks[b], g, end, weights[b]);
         __asm__ volatile("" ::: "memory");  // not every compiler knows that tiles are loaded from memory
         for (int64_t m = 0; m < 16 * tiles; m += 16) {
             sum_parts(x, row + m, g, end, num_blocks, weights, sums);
             for (int64_t b = 0; b < num_blocks; b++) {
                 // The first rows bring in the weights of the next blocks.
-                const int64_t ahead = m ? 0 : num_blocks * BLOCK_BYTES(blocks[b].form, groups);
+                const int64_t ahead = m ? 0 : num_blocks * block_bytes(blocks[b].form, groups);
                 float *to = out + m * stride + b * LANES;
                 join_parts(x, g, end, sums[b]);
-                if (blocks[b].form == FORM_4)
-                    add_groups(&blocks[b], FORM_4, x, row + m, g, end, sums[b], ahead, to, stride);
-                else
-                    add_groups(&blocks[b], FORM_8, x, row + m, g, end, sums[b], ahead, to, stride);
+                FOR_FORM(blocks[b].form, add_groups, &blocks[b], x, row + m, g, end, sums[b], ahead, to, stride);
             }
         }
     }

@@ -4,6 +4,7 @@
 //   dot_u4   sums of 32 products of 4-bit weights (0..15) and int8 inputs, begun by u4_begin, read by u4_sum; where
 //            inputs have a second part u4_times_256 comes between
 //   dot_u8   the same for 8-bit weights, stored plus 128; u8_sum is given -128 times the sum of the inputs
+//   vb_six   6-bit weights as those: 4 bits, and at 2 i of `high` 2 bits, of a number from -32 to 31 plus 32
 //
 // Sums of a group are integers and exact, and every instruction set does the same float operations in the same order.
 #pragma once
@@ -56,6 +57,9 @@ INLINE float vf_sum(vf a) { return _mm512_reduce_add_ps(a); }
 INLINE float vf_hmax(vf a) { return _mm512_reduce_max_ps(a); }
 INLINE vf vf_from_i(vi a) { return _mm512_cvtepi32_ps(a); }
 INLINE vi vi_from_f(vf a) { return _mm512_cvtps_epi32(a); }
+INLINE vf vf_load_i8(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 INLINE vf vf_load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE void vf_store_half(uint16_t *p, vf a) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, 0)); }
 INLINE vf vf_pow2(vf n, vf a) { return _mm512_scalef_ps(a, n); }
@@ -66,6 +70,10 @@ INLINE void vi_store_i8(int8_t *p, vi a) { _mm_storeu_si128((__m128i *)p, _mm512
 INLINE vb vb_load(const uint8_t *p) { return _mm512_load_si512(p); }
 INLINE vb vb_low(vb a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 INLINE vb vb_high(vb a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+INLINE vb vb_six(vb low, vb high, int i) {
+    vb moved = i < 2 ? _mm512_slli_epi16(high, 4 - 2 * i) : _mm512_srli_epi16(high, 2 * i - 4);
+    return _mm512_add_epi8(_mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(48))), _mm512_set1_epi8(96));
+}
 INLINE u4_acc u4_begin(void) { return _mm512_setzero_si512(); }
 typedef __m512i inputs;
 INLINE inputs inputs_at(const int8_t *x) { return _mm512_set1_epi32(load_i32(x)); }
@@ -112,6 +120,10 @@ INLINE vf vf_abs(vf a) {
 INLINE vf vf_round(vf a) { return EACH(vf, _mm256_round_ps, 8); }
 INLINE vf vf_from_i(vi a) { return EACH(vf, _mm256_cvtepi32_ps); }
 INLINE vi vi_from_f(vf a) { return EACH(vi, _mm256_cvtps_epi32); }
+INLINE vf vf_load_i8(const int8_t *p) {
+    return (vf){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8))))};
+}
 INLINE vf vf_load_half(const uint16_t *p) {
     return (vf){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
                 _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
@@ -159,6 +171,11 @@ INLINE vb vb_high(vb a) {
     return (vb){_mm256_and_si256(_mm256_srli_epi16(a.a, 4), _mm256_set1_epi8(15)),
                 _mm256_and_si256(_mm256_srli_epi16(a.b, 4), _mm256_set1_epi8(15))};
 }
+INLINE __m256i half_six(__m256i low, __m256i high, int i) {
+    __m256i moved = i < 2 ? _mm256_slli_epi16(high, 4 - 2 * i) : _mm256_srli_epi16(high, 2 * i - 4);
+    return _mm256_add_epi8(_mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(48))), _mm256_set1_epi8(96));
+}
+INLINE vb vb_six(vb low, vb high, int i) { return (vb){half_six(low.a, high.a, i), half_six(low.b, high.b, i)}; }
 INLINE vi vi_times_256(vi a) { return EACH(vi, _mm256_slli_epi32, 8); }
 typedef __m256i inputs;
 INLINE inputs inputs_at(const int8_t *x) { return _mm256_set1_epi32(load_i32(x)); }
@@ -234,6 +251,9 @@ INLINE vf vf_abs(vf a) { QUARTERS(vf, vabsq_f32(a.v[i])); }
 INLINE vf vf_round(vf a) { QUARTERS(vf, vrndnq_f32(a.v[i])); }
 INLINE vf vf_from_i(vi a) { QUARTERS(vf, vcvtq_f32_s32(a.v[i])); }
 INLINE vi vi_from_f(vf a) { QUARTERS(vi, vcvtnq_s32_f32(a.v[i])); }
+INLINE vf vf_load_i8(const int8_t *p) {
+    QUARTERS(vf, ((float32x4_t){p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]}));
+}
 INLINE vf vf_load_half(const uint16_t *p) { QUARTERS(vf, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); }
 INLINE void vf_store_half(uint16_t *p, vf a) {
     for (int i = 0; i < 4; i++) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
@@ -267,6 +287,11 @@ INLINE void vi_store_i8(int8_t *p, vi a) {
 INLINE vb vb_load(const uint8_t *p) { QUARTERS(vb, vld1q_u8(p + 16 * i)); }
 INLINE vb vb_low(vb a) { QUARTERS(vb, vandq_u8(a.v[i], vdupq_n_u8(15))); }
 INLINE vb vb_high(vb a) { QUARTERS(vb, vshrq_n_u8(a.v[i], 4)); }
+INLINE vb vb_six(vb low, vb high, int q) {
+    const uint8x16_t three = vdupq_n_u8(3), base = vdupq_n_u8(96);
+    const int8x16_t down = vdupq_n_s8((int8_t)(-2 * q));
+    QUARTERS(vb, vaddq_u8(vorrq_u8(low.v[i], vshlq_n_u8(vandq_u8(vshlq_u8(high.v[i], down), three), 4)), base));
+}
 typedef int8x16_t inputs;
 INLINE inputs inputs_at(const int8_t *x) { return vreinterpretq_s8_s32(vdupq_n_s32(load_i32(x))); }
 INLINE vi vi_set1(int32_t v) { QUARTERS(vi, vdupq_n_s32(v)); }
@@ -323,6 +348,7 @@ INLINE float half_to_float(uint16_t h) {
     if (value >= 65536.0f) value = h & 0x3ff ? NAN : INFINITY;
     return h & 0x8000 ? -value : value;
 }
+INLINE vf vf_load_i8(const int8_t *p) { LOOP(vf, (float)p[i]); }
 INLINE vf vf_load_half(const uint16_t *p) { LOOP(vf, half_to_float(p[i])); }
 INLINE uint16_t float_to_half(float value) {  // to nearest, ties to even, as the instructions do
     uint32_t bits, sign, low, half;
@@ -358,6 +384,10 @@ INLINE void vi_store_i8(int8_t *p, vi a) { for (int i = 0; i < LANES; i++) p[i] 
 INLINE vb vb_load(const uint8_t *p) { vb r; memcpy(r.v, p, sizeof r.v); return r; }
 INLINE vb vb_low(vb a) { for (int i = 0; i < 4 * LANES; i++) a.v[i] &= 15; return a; }
 INLINE vb vb_high(vb a) { for (int i = 0; i < 4 * LANES; i++) a.v[i] >>= 4; return a; }
+INLINE vb vb_six(vb low, vb high, int i) {
+    for (int at = 0; at < 4 * LANES; at++) low.v[at] = (uint8_t)((low.v[at] | (high.v[at] >> 2 * i & 3) << 4) + 96);
+    return low;
+}
 typedef const int8_t *inputs;
 INLINE inputs inputs_at(const int8_t *x) { return x; }
 INLINE vi dot4(vi acc, vb w, inputs x) {
