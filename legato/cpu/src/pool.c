@@ -21,15 +21,12 @@
 #define END(word) ((word)&MOST_PIECES)
 #define MOST_PIECES 0x3ffff
 
-struct queue {
-    _Alignas(64) _Atomic(uint64_t) word;
-};
+struct queue { _Alignas(64) _Atomic(uint64_t) word; };
 
 static struct {
-    int num_threads;        // with the caller, which is the first
-    struct queue *queues;   // one for each
-    pthread_mutex_t caller;  // held by the one thread that hands out work
-    pthread_mutex_t mutex;
+    int num_threads;  // with the caller, which is the first
+    struct queue *queues;  // one for each
+    pthread_mutex_t caller, mutex;  // the first is held by the one thread that hands out work
     pthread_cond_t work_there, all_done;
     _Alignas(64) _Atomic(uint64_t) job;
     _Alignas(64) atomic_int_fast64_t unfinished;

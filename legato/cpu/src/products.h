@@ -97,9 +97,10 @@ INLINE void weights_at(const uint8_t *w, const int form, int i, vb *first, vb *s
     if (form == FORM_K6) *first = vb_six(*first, vb_load(w + 256), i), *second = vb_six(*second, vb_load(w + 320), i);
 }
 
-// Scales of a group's inputs, and its minima, or of FORM_K6 the scales of its second half.
-INLINE void factors_at(const struct block *block, const int form, int64_t groups, int64_t g, vf *first, vf *second) {
-    const uint16_t *scales = (const uint16_t *)(block->data + scales_at(form, groups, g));
+// Scales of the group whose codes are at w, and its minima, or of FORM_K6 the scales of its second half.
+INLINE void factors_at(const struct block *block, const uint8_t *w, const int form, int64_t groups, int64_t g,
+                       vf *first, vf *second) {
+    const uint16_t *scales = (const uint16_t *)(form == FORM_4 ? w + 256 : block->data + scales_at(form, groups, g));
     const int8_t *integers = (const int8_t *)scales + 64 + g % 8 * 32;
     *first = vf_load_half(scales);
     *second = HAS_MINIMA(form) ? vf_load_half(scales + LANES) : *first;
@@ -117,15 +118,15 @@ INLINE void tile(const struct block *blocks, const int form, const struct quants
     const int8_t *q = x->q + row * width;
     const float *scale = x->scale + row * groups, *shift = x->shift + row * groups;
     const int32_t *base = x->base + row * groups * 2;
+    const uint8_t *w[TILE_BLOCKS];
     vf acc[TILE_ROWS][TILE_BLOCKS];
+    for (int b = 0; b < B; b++) w[b] = blocks[b].data + codes_at(form, 0);
     for (int r = 0; r < R; r++)
         for (int b = 0; b < B; b++) acc[r][b] = vf_set1(0.0f);
     for (int64_t g = 0; g < groups; g++) {
         u4_acc sums_4[TILE_ROWS][TILE_BLOCKS];
         u8_acc sums_8[TILE_ROWS][TILE_BLOCKS][2];
-        const uint8_t *w[TILE_BLOCKS];
         for (int b = 0; b < B; b++) {
-            w[b] = blocks[b].data + codes_at(form, g);
             for (int i = 0; i < CODE_BYTES(form); i += 64) PREFETCH(w[b] + ahead + i);
             PREFETCH(blocks[b].data + ahead + scales_at(form, groups, g) + (IS_K(form) ? g % 8 * 40 : 0));
         }
@@ -133,6 +134,8 @@ INLINE void tile(const struct block *blocks, const int form, const struct quants
             for (int b = 0; b < B; b++)
                 sums_4[r][b] = u4_begin(), sums_8[r][b][0] = sums_8[r][b][1] = u8_begin();
         for (int left = x->at[g + 1] - x->at[g];; q += GROUP) {
+            for (int b = 0; b < B; b++) __asm__("" : "+r"(w[b]));  // kept for a second part codes would be spilled
+#pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
                 vb first[TILE_BLOCKS], second[TILE_BLOCKS];
                 for (int b = 0; b < B; b++) weights_at(w[b], form, i, &first[b], &second[b]);
@@ -156,7 +159,8 @@ INLINE void tile(const struct block *blocks, const int form, const struct quants
         q += GROUP;
         for (int b = 0; b < B; b++) {
             vf by, other;
-            factors_at(&blocks[b], form, groups, g, &by, &other);
+            factors_at(&blocks[b], w[b], form, groups, g, &by, &other);
+            w[b] += codes_at(form, g + 1) - codes_at(form, g);
             for (int r = 0; r < R; r++) {
                 const int64_t at = r * groups + g;
                 const vf times = vf_set1(scale[at]);

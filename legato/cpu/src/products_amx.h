@@ -79,8 +79,9 @@ INLINE void add_groups(const int form, const struct block *block, const struct q
     for (int64_t g = g0; g < g1; g++, scale += 32, shift += 32) {
         const int32_t *sum = sums[x->at[g + 1] - x->at[g0] - 1];
         vf by, least;
-        factors_at(block, form, x->groups, g, &by, &least);
-        for (int i = 0; i <= CODE_BYTES(form); i += 64) PREFETCH(block->data + codes_at(form, g) + ahead + i);
+        const uint8_t *w = block->data + codes_at(form, g);
+        factors_at(block, w, form, x->groups, g, &by, &least);
+        for (int i = 0; i <= CODE_BYTES(form); i += 64) PREFETCH(w + ahead + i);
         for (int r = 0; r < 16; r++) {
             vf factor = vf_mul(by, vf_set1(scale[r]));
             acc[r] = vf_fma(vf_from_i(_mm512_load_si512(sum + 16 * r)), factor, acc[r]);

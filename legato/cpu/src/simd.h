@@ -57,9 +57,8 @@ INLINE float vf_sum(vf a) { return _mm512_reduce_add_ps(a); }
 INLINE float vf_hmax(vf a) { return _mm512_reduce_max_ps(a); }
 INLINE vf vf_from_i(vi a) { return _mm512_cvtepi32_ps(a); }
 INLINE vi vi_from_f(vf a) { return _mm512_cvtps_epi32(a); }
-INLINE vf vf_load_i8(const int8_t *p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-}
+INLINE vi vi_load_i8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf vf_load_i8(const int8_t *p) { return _mm512_cvtepi32_ps(vi_load_i8(p)); }
 INLINE vf vf_load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE void vf_store_half(uint16_t *p, vf a) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, 0)); }
 INLINE vf vf_pow2(vf n, vf a) { return _mm512_scalef_ps(a, n); }
