@@ -54,7 +54,7 @@ class LoadingOptions(Options):
     dtype: Literal["float16", "bfloat16", "float32"] | None = option(
         None,
         "Data type of weights and activations. Default: the checkpoint's dtype if the device supports it natively; on"
-        " a CPU, weights packed in 4 or 8 bits and int8 activations.",
+        " a CPU, weights packed in 4 to 8 bits and int8 activations.",
     )
     quantize: Literal[Checkpoints, OnLoad] | None = option(
         None,

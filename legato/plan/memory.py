@@ -113,7 +113,7 @@ class MemoryPlan:
     sizes: list[ShardSize]  # one for each number of shards
     dtype: str
     kv_dtype: str | None  # what was asked for
-    packs: bool  # matrices on a CPU, in 4 or 8 bits
+    packs: bool  # matrices on a CPU, in 4 to 8 bits
     device: Device
     num_rows: int
     step_tokens: int
