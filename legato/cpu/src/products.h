@@ -180,7 +180,7 @@ INLINE void tile(const struct block *blocks, const int form, const struct quants
 // 16 B outputs of `count` rows of quants, of blocks of one form. The first tile brings in the weights of the next ones.
 INLINE void tiles(const int form, const struct block *blocks, const int B, const struct quants *x, int64_t row,
                   int64_t count, float *out, int64_t stride) {
-    int64_t ahead = B * block_bytes(form, x->groups);
+    int64_t size = B * block_bytes(form, x->groups), ahead = size > 65536 ? 8192 : size;  // in long rows their own
 #define TILE(R)                                                    \
     tile(blocks, form, x, row, R, B, ahead, out, stride);          \
     count -= R, row += R, out += R * stride, ahead = 0
