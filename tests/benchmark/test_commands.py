@@ -114,7 +114,7 @@ def test_an_interrupted_benchmark_shows_what_it_has_and_leaves_nothing_behind(
     assert process.stderr is not None
     assert process.stderr.readline().startswith("batch size 1")
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, err.strip()) == (130, "")
     assert "| Prefill        |          1 |" in out
     assert not is_running(record()["pid"])

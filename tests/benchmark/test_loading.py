@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,13 +106,21 @@ def test_a_folder_with_anything_else_is_refused_and_left_as_it_is(tmp_path: Path
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_the_peak_of_memory_outlives_the_memory() -> None:
     peaks = Peaks(os.getpid())
-    time.sleep(0.05)
+    until(lambda: peaks.bytes["RssAnon"] > 0)
     before = peaks.bytes["RssAnon"]
     held = bytearray(b"x") * (128 << 20)
-    time.sleep(0.05)
+    until(lambda: peaks.bytes["RssAnon"] - before > 100 << 20)
     del held
+    time.sleep(0.05)  # it is looked at again
     assert peaks.stop()["RssAnon"] - before > 100 << 20
 
 

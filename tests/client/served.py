@@ -28,7 +28,7 @@ class Served:
         self._loop.call_soon_threadsafe(self.backend.go_on.set)
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < deadline, "it never happened"
             time.sleep(0.005)
@@ -49,7 +49,7 @@ def served(backend: FakeBackend | None = None, **settings: Any) -> Iterator[Serv
         yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", backend, loop)
     finally:
         server.should_exit = True
-        thread.join(5)
+        thread.join(30)
         loop.close()
         listener.close()
 
@@ -67,7 +67,7 @@ def canned(answer: bytes, *, hold: bool = False) -> Iterator[tuple[str, list[byt
             seen.append(connection.recv(65536))
             connection.sendall(answer)
             if hold:
-                release.wait(5)
+                release.wait(30)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -75,7 +75,7 @@ def canned(answer: bytes, *, hold: bool = False) -> Iterator[tuple[str, list[byt
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", seen
     finally:
         release.set()
-        thread.join(5)
+        thread.join(30)
         listener.close()
 
 

@@ -33,7 +33,7 @@ def hold(tmp_path: Path) -> Hold:
 
     async def with_server(conversation: Conversation) -> None:
         address, guide = f"unix:{tmp_path}/guide", RouteGuide(FEATURES)
-        async with serving(guide, address), grpc.aio.insecure_channel(address) as channel, asyncio.timeout(10):
+        async with serving(guide, address), grpc.aio.insecure_channel(address) as channel, asyncio.timeout(60):
             await conversation(rpc.RouteGuideStub(channel), guide)
 
     return lambda conversation: asyncio.run(with_server(conversation))

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from tests.integration.client import Client, at_once
-from tests.integration.processes import until
+from tests.integration.processes import Launched, until
 
 # Takes three quarters of the KV cache, and about a hundred steps to compute.
 LONG = 3000
@@ -27,8 +27,8 @@ def everything_is_given_back(client: Client) -> Iterator[None]:
     usage = client.metric(KV_USAGE)
     assert usage == 0
     yield
-    until(lambda: client.metric(RUNNING) == client.metric(WAITING) == 0, "nothing runs or waits", timeout=10)
-    until(lambda: client.metric(KV_USAGE) == usage, "all blocks are given back", timeout=2)
+    until(lambda: client.metric(RUNNING) == client.metric(WAITING) == 0, "nothing runs or waits")
+    until(lambda: client.metric(KV_USAGE) == usage, "all blocks are given back")
     assert client.generate("as ever", max_new_tokens=20, ignore_eos=True) == expected
 
 
@@ -44,11 +44,18 @@ def test_while_its_tokens_come(client: Client) -> None:
     until(lambda: client.metric(DROPPED) == dropped + 1, "the request is counted as dropped")
 
 
-def test_while_its_prompt_is_computed(client: Client) -> None:
-    decodes = client.metric(DECODES)
-    connection = client.send("/generate_stream", prompt("p"), max_new_tokens=500, ignore_eos=True)
-    until(lambda: client.metric(RUNNING) == 1, "the request has a row")
-    connection.close()
+def test_while_its_prompt_is_computed(server: Launched) -> None:
+    """The shard stands still until the router knows: otherwise it might compute the whole prompt before."""
+    client, shard = server.client, server.shard()
+    decodes, dropped = client.metric(DECODES), client.metric(DROPPED)
+    shard.suspend()
+    try:
+        connection = client.send("/generate_stream", prompt("p"), max_new_tokens=500, ignore_eos=True)
+        until(lambda: client.metric(RUNNING) == 1, "the request has a row")
+        connection.close()
+        until(lambda: client.metric(DROPPED) == dropped + 1, "the request is counted as dropped")
+    finally:
+        shard.resume()
     until(lambda: client.metric(RUNNING) == 0, "the row is free")
     assert client.metric(DECODES) == decodes
 

@@ -14,7 +14,7 @@ import pytest
 
 from legato.launcher.processes import SAME_SIGNAL_SECONDS
 from tests.integration.client import text_of
-from tests.integration.processes import Launched, launched, until
+from tests.integration.processes import PATIENCE, Launched, launched, until
 
 Start = Callable[..., Launched]
 
@@ -109,7 +109,7 @@ def test_a_killed_launcher_leaves_no_process_behind(start: Start, *, hangs: bool
         workers[0].suspend()
     server.send(signal.SIGKILL)
     assert server.wait() == -signal.SIGKILL
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE)
     assert alive == []
 
 

@@ -138,7 +138,7 @@ def test_best_of_two_comes_with_the_other(client: Client) -> None:
 
 def test_one_request_more_than_there_are_places_is_answered_429(server: Launched) -> None:
     client = server.client
-    streams = [client.stream("x", max_new_tokens=200, ignore_eos=True) for _ in range(MAX_CONCURRENT_REQUESTS)]
+    streams = [client.stream("x", max_new_tokens=1000, ignore_eos=True) for _ in range(MAX_CONCURRENT_REQUESTS)]
     for path in ("/generate", "/generate_stream"):
         refused = client.post(path, {"inputs": "one more"})
         assert refused.status == 429

@@ -247,7 +247,7 @@ def test_a_stopped_worker_is_replaced(impatient: Launched) -> None:
     stopped = workers(impatient)[0]
     stopped.suspend()
     until(lambda: stopped not in workers(impatient) and len(workers(impatient)) == 2, "it is replaced")
-    assert "is hung (--hang-timeout 4): killing it" in impatient.log
+    impatient.until_logged("is hung (--hang-timeout 4): killing it")
     until_ready(impatient)
 
 

@@ -98,5 +98,5 @@ def test_log_and_metrics_say_so_once(evidence: Evidence, server: Launched) -> No
 
 def test_its_row_and_its_blocks_are_free(evidence: Evidence, server: Launched) -> None:
     client: Client = server.client
-    until(lambda: client.metric("tgi_batch_current_size") == 0, "no row is taken", timeout=2)
+    until(lambda: client.metric("tgi_batch_current_size") == 0, "no row is taken")
     assert client.metric("legato_kv_usage") == 0

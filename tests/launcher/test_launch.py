@@ -188,8 +188,8 @@ def test_a_router_whose_heart_stops_is_replaced(launch: Launch) -> None:
 
 
 def test_a_shard_that_hangs_while_it_loads_is_started_again(launch: Launch) -> None:
-    launched = launch("--load-timeout=1", FAKE_SHARD="hang while it loads")
-    hung = "no progress in loading for 1 s (--load-timeout)"
+    launched = launch("--load-timeout=4", FAKE_SHARD="hang while it loads")
+    hung = "no progress in loading for 4 s (--load-timeout)"
     launched.until_logged(f"ERROR launcher: shard-0 is hung: {hung}")
     launched.until_logged(f"shard-0 was hung and killed: {hung}: restarting the shards in 1 s")
     launched.until_logged("Listening on")
@@ -198,10 +198,10 @@ def test_a_shard_that_hangs_while_it_loads_is_started_again(launch: Launch) -> N
 
 
 def test_a_shard_that_always_hangs_while_it_loads_ends_the_server_in_words(launch: Launch) -> None:
-    code, stderr = launch("--load-timeout=1", "--max-restarts=0", FAKE_SHARD="hang while it loads").wait()
+    code, stderr = launch("--load-timeout=4", "--max-restarts=0", FAKE_SHARD="hang while it loads").wait()
     assert (code, stderr) == (
         1,
-        "error: shard-0 was hung and killed: no progress in loading for 1 s (--load-timeout)\n",
+        "error: shard-0 was hung and killed: no progress in loading for 4 s (--load-timeout)\n",
     )
 
 

@@ -152,11 +152,14 @@ def test_a_subscriber_of_vllms_events_follows_the_cache_over_zeromq() -> None:
     shards, publisher = simulation(), KvEventPublisher("tcp://127.0.0.1:*")
     socket = zmq.Context.instance().socket(zmq.SUB)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVTIMEO, 10_000)
+    socket.setsockopt(zmq.RCVTIMEO, 60_000)
     socket.subscribe(b"")
     socket.connect(publisher.endpoint)
     log = KvEventLog(shards.scheduler, publisher)
-    time.sleep(0.3)  # a subscription takes effect after a while
+    deadline = time.monotonic() + 60
+    while not socket.poll(10):  # a subscription takes effect after a while
+        assert time.monotonic() < deadline
+        publisher.publish([], block_size=4)
     for number, prompt in enumerate(PROMPTS):
         answer(shards, number, prompt)
         log.flush()

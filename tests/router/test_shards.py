@@ -235,14 +235,14 @@ def test_shards_that_fall_silent_in_warm_up_are_lost(tmp_path: Path, monkeypatch
             return pb.HealthResponse()
 
         async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
-            await asyncio.sleep(0.2)  # long, and asked several times in between
+            await asyncio.sleep(1.0)  # long, and asked several times in between
             if silent.is_set():
                 await asyncio.sleep(60)
             return pb.WarmupResponse(num_blocks=9, max_rows=request.max_rows)
 
     async def run() -> None:
         async with listening(tmp_path / "shard-0", Hung([f"unix://{tmp_path}/shard-0"])):
-            shards = await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=10, hang_timeout=0.1)
+            shards = await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=10, hang_timeout=0.5)
             assert (await shards.warmup(LIMITS)).num_blocks == 9
             silent.set()
             with pytest.raises(ShardsLost, match="have not responded for"):
@@ -253,7 +253,7 @@ def test_shards_that_fall_silent_in_warm_up_are_lost(tmp_path: Path, monkeypatch
 
 
 def test_a_hung_shard_that_is_killed_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legato.router.shards.HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr("legato.router.shards.HEALTH_SECONDS", 0.5)
     events: list[str] = []
 
     class Peer(PeerProcess):
@@ -272,7 +272,7 @@ def test_a_hung_shard_that_is_killed_leaves_no_descriptor(tmp_path: Path, monkey
 
     async def run() -> list[str]:
         async with listening(tmp_path / "shard-0", Hung([f"unix://{tmp_path}/shard-0"])):
-            shards = await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=10, hang_timeout=0.1)
+            shards = await GrpcShards.connect(f"{tmp_path}/shard-0", timeout=10, hang_timeout=0.6)
             before = list(events)
             await shards.close()
             return before

@@ -420,7 +420,7 @@ def test_a_worker_that_hangs_while_it_loads_is_named(monkeypatch: pytest.MonkeyP
         workers = Workers(msg.WorkerSetup("info", True, "", None, 1000), listeners.sockets)
         try:
             with pytest.raises(WorkerFailed, match=r"HTTP worker 0 gave no sign of life for 0\.2 s"):
-                await asyncio.wait_for(workers.load(), 10)
+                await asyncio.wait_for(workers.load(), 60)
         finally:
             workers.kill()
             listeners.close()
@@ -436,7 +436,7 @@ def loading(test: Callable[[WorkerProcess], Awaitable[None]]) -> None:
         worker = WorkerProcess(0, listeners.sockets[0])
         await worker._link.open(worker._connection)
         try:
-            await asyncio.wait_for(test(worker), 10)
+            await asyncio.wait_for(test(worker), 60)
         finally:
             worker.kill()
             listeners.close()
@@ -467,7 +467,7 @@ def test_a_worker_ends_when_its_scheduler_is_gone() -> None:
         worker = WorkerProcess(0, listeners.sockets[0])
         await worker.load(msg.WorkerSetup("info", True, "nothing", None, 1000))
         worker._link.close()
-        assert await asyncio.wait_for(worker.exit(), 10)
+        assert await asyncio.wait_for(worker.exit(), 60)
         listeners.close()
 
     asyncio.run(main())
