@@ -26,6 +26,8 @@ LISTENING = "Listening"
 STEP = 0.1
 MIN_SECONDS = 2.0
 MAX_SECONDS = 30.0
+# From here on a line says how long the rest takes.
+LONG_SECONDS = 120.0
 
 
 @contextmanager
@@ -64,7 +66,9 @@ def _lines(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
                 return
             told, done_told = now, done
         share = f"{min(done / total, 1):.0%} of " if total else ""
-        logger.info("%s: %s%s", what, share, _amount(total or done, unit))
+        left = (now - start) * (total - done) / done if total and done else 0.0
+        rest = f", {left / 60:.0f} minutes left" if left >= LONG_SECONDS else ""
+        logger.info("%s: %s%s%s", what, share, _amount(total or done, unit), rest)
 
     yield advance
     logger.info("%s: done, %s in %.1f s", what, _amount(done, unit), time.monotonic() - start)

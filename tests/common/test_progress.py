@@ -36,6 +36,18 @@ def test_slow_work_logs_every_tenth(clock: list[float], caplog: pytest.LogCaptur
     assert len(caplog.messages) == 11
 
 
+def test_long_work_says_how_much_is_left(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    with progress("Quantizing", 10, "layers") as advance:
+        for _ in range(10):
+            clock[0] += 60
+            advance(1)
+    assert caplog.messages[:2] == [
+        "Quantizing: 10% of 10 layers, 9 minutes left",
+        "Quantizing: 20% of 10 layers, 8 minutes left",
+    ]
+    assert caplog.messages[8] == "Quantizing: 90% of 10 layers"
+
+
 def test_a_line_is_logged_at_least_every_max_seconds(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     with progress("Downloading", 10_000_000_000) as advance:
         for _ in range(100):
