@@ -127,8 +127,8 @@ INLINE void tile(const struct block *blocks, const int form, const struct quants
         u4_acc sums_4[TILE_ROWS][TILE_BLOCKS];
         u8_acc sums_8[TILE_ROWS][TILE_BLOCKS][2];
         for (int b = 0; b < B; b++) {
-            for (int i = 0; i < CODE_BYTES(form); i += 64) PREFETCH(w[b] + ahead + i);
-            PREFETCH(blocks[b].data + ahead + scales_at(form, groups, g) + (IS_K(form) ? g % 8 * 40 : 0));
+            for (int i = 0; i < CODE_BYTES(form) + 64 * (form == FORM_4); i += 64) PREFETCH(w[b] + ahead + i);
+            if (IS_K(form)) PREFETCH(blocks[b].data + ahead + scales_at(form, groups, g) + g % 8 * 40);
         }
         for (int r = 0; r < R; r++)
             for (int b = 0; b < B; b++)
