@@ -13,7 +13,8 @@ from benchmarks.perplexity import MOST_PERCENT, Measurements, compared, main, re
 from legato.quantization.on_load import QUANTIZERS
 
 ROOT = Path(__file__).parents[2]
-RESULTS = [ROOT / "benchmarks/results" / f"perplexity-{name}.json" for name in ("qwen2.5-coder-0.5b", "smollm2-135m")]
+MODELS = ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "smollm2-135m")
+RESULTS = [ROOT / "benchmarks/results" / f"perplexity-{name}.json" for name in MODELS]
 
 
 def row(percent: float) -> dict[str, Any]:
